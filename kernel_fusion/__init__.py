@@ -1,0 +1,47 @@
+"""Fused LayerNorm and RMSNorm kernels for PyTorch, on NVIDIA GPUs and CPUs, with PyTorch's numbers.
+
+Importing builds nothing and loads no compiler; the first call does.
+"""
+
+from __future__ import annotations
+
+from kernel_fusion import errors, functional, nn
+from kernel_fusion.backends.select import Explanation, explain
+from kernel_fusion.config import use_backend
+from kernel_fusion.functional import layer_norm, rms_norm
+from kernel_fusion.nn import FusedLayerNorm, FusedRMSNorm
+
+__version__ = "0.1.0"
+
+# Evaluated when read, each of them: reading one loads the extension, building it if need be.
+CUDA_AVAILABLE: bool
+EXTENSION_LOADED: bool
+
+__all__ = [
+    "CUDA_AVAILABLE",
+    "EXTENSION_LOADED",
+    "Explanation",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "errors",
+    "explain",
+    "functional",
+    "layer_norm",
+    "nn",
+    "rms_norm",
+    "use_backend",
+]
+
+
+def __getattr__(name: str) -> bool:
+    if name == "EXTENSION_LOADED":
+        from kernel_fusion.native import loader
+
+        return loader.load()
+    if name == "CUDA_AVAILABLE":
+        from kernel_fusion.backends.select import unavailable_reason
+        from kernel_fusion.native import loader
+
+        loader.load()
+        return unavailable_reason("cuda") is None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""One package per backend; `select` chooses between them. A backend never imports another."""

@@ -1,0 +1,85 @@
+"""Compiles kernels with NVRTC, through cuda-core, to machine code for one architecture, with a cache on disk.
+
+Needs no GPU and no CUDA toolkit: NVRTC comes with PyTorch's CUDA wheels, and the kernels include nothing but our own
+headers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import cache as memoize
+from pathlib import Path
+
+from kernel_fusion.core import cache
+from kernel_fusion.errors import CompileError
+
+_NATIVE = Path(__file__).parents[2] / "native"
+_OPTIONS = ("-std=c++20", "fmad", "no fast math")
+
+
+@dataclass
+class Counters:
+    """How often kernels were compiled, and found on disk, in this process. Tests and `info` read them."""
+
+    compiled: int = 0
+    from_disk: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, from_disk: bool) -> None:
+        """Count one kernel."""
+        with self.lock:
+            if from_disk:
+                self.from_disk += 1
+            else:
+                self.compiled += 1
+
+
+counters = Counters()
+
+
+def cubin(source: str, arch: int) -> bytes:
+    """Machine code of `source` for sm_`arch`, from the disk cache or compiled and stored there.
+
+    Raises:
+        CompileError: NVRTC is missing or refuses the source.
+    """
+    key = cache.digest("cubin", source, str(arch), *_OPTIONS, _headers_digest())
+    stored = cache.CUBINS.read(key)
+    counters.add(from_disk=stored is not None)
+    if stored is not None:
+        return stored
+    code, _ = compile_source(source, arch)
+    cache.CUBINS.write(key, code)
+    return code
+
+
+def compile_source(source: str, arch: int, *, verbose: bool = False) -> tuple[bytes, str]:
+    """Machine code of `source` for sm_`arch` and the compiler's log; with `verbose`, registers and spills are in it.
+
+    Raises:
+        CompileError: NVRTC is missing or refuses the source.
+    """
+    try:
+        import io
+
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise CompileError(f"compiling CUDA kernels needs the package cuda-core: {error}") from error
+    log = io.StringIO()
+    try:
+        options = ProgramOptions(
+            arch=f"sm_{arch}", std="c++20", include_path=[str(_NATIVE)], ptxas_options=["-v"] if verbose else None
+        )
+        code = Program(source, "c++", options).compile("cubin", logs=log).code
+    except Exception as error:  # cuda-core raises several unrelated types
+        raise CompileError(f"NVRTC could not compile a kernel for sm_{arch}: {error}\n{log.getvalue()}") from error
+    return bytes(code), log.getvalue()
+
+
+@memoize
+def _headers_digest() -> str:
+    """Digest of every header a kernel may include."""
+    folders = (_NATIVE / "kernels", _NATIVE / "shared")
+    paths = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
+    return cache.digest(*(part for path in paths for part in (path.name, path.read_bytes())))

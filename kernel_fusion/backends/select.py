@@ -1,0 +1,182 @@
+"""Which backend serves a call, and why.
+
+The automatic choice is made by PyTorch's dispatcher (see `native/schemas.py`). Here are the explicit requests, which
+get the backend they name or an error that says why not; the rule for tensor subclasses; and the explanations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.config import BACKENDS, check_backend_name, state
+from kernel_fusion.core import checks
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.native import loader, schemas
+
+Operator = Callable[..., Tensor]
+
+# Subclasses that stand for a plain tensor while a program is traced.
+_TRACING_TENSORS = (FakeTensor, FunctionalTensor)
+
+
+def select(backend: str | None, verb: str, input: Tensor) -> Operator:
+    """The function with the operator's signature that serves `verb` on `input`.
+
+    Raises:
+        ValueError: `backend` is not a backend.
+        BackendUnavailableError: the requested backend cannot serve this input; the message says why.
+    """
+    check_backend_name(backend)
+    name = backend or state.backend
+    operator: Operator = getattr(schemas, verb)
+    if name is None:
+        plain = type(input).__torch_function__ is Tensor.__torch_function__ and not _is_wrapper(input)
+        return operator if plain else _pytorch_call(verb)
+    if name == "eager":
+        return lambda *args: schemas.reference_call(verb, *args)
+    reason = unavailable_reason(name, input.device) or _refusal(name, input)
+    if reason:
+        raise BackendUnavailableError(f"`{verb}`: backend {name!r} was requested, but {reason}")
+    return operator
+
+
+def unavailable_reason(name: str, device: torch.device | None = None) -> str | None:
+    """Why backend `name` cannot run on `device` (default: at all, on this machine), or None if it can."""
+    if name == "eager":
+        return None
+    if name == "cpu":
+        if device is not None and device.type != "cpu":
+            return f"the input is on {device}"
+        return None if loader.load() else f"its extension could not be built: {loader.error()}"
+    if name == "cuda":
+        return _cuda_reason(device)
+    return "this version of kernel_fusion has no Triton kernels"
+
+
+def _cuda_reason(device: torch.device | None) -> str | None:
+    if device is not None and device.type != "cuda":
+        return f"the input is on {device}"
+    if torch.version.hip is not None:
+        return "this PyTorch is for ROCm"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0 or newer, and this device has {major}.{minor}"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "the package cuda-core is not installed (pip install 'kernel-fusion[cuda]')"
+    return None
+
+
+def _refusal(name: str, input: Tensor) -> str | None:
+    """Why `input` itself, on the right device, is nothing for a native backend."""
+    if input.layout != torch.strided or _is_wrapper(input):
+        return f"the input is a {type(input).__name__} of layout {input.layout}"
+    if input.dtype not in checks.FLOATING:
+        return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
+    return None
+
+
+def _is_wrapper(input: Tensor) -> bool:
+    """Whether `input` is a tensor subclass with dispatch rules of its own (DTensor, nested, ...), tracing apart."""
+    if input.is_nested or isinstance(input, _TRACING_TENSORS):
+        return input.is_nested
+    return type(input).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _pytorch_call(verb: str) -> Operator:
+    def call(
+        input: Tensor,
+        num_dims: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        y = eager.pytorch_row_norm(input, num_dims, weight, bias, eps, weight_offset, verb == "rms_norm")
+        return y if out_dtype is None else y.to(out_dtype)
+
+    return call
+
+
+def _enable_cuda(library: ctypes.CDLL) -> None:
+    """Give the extension its planner where the CUDA kernels can run; without one its CUDA operators are eager."""
+    if _cuda_reason(None) is None:
+        from kernel_fusion.backends.cuda import planner
+
+        planner.install(library)
+
+
+loader.on_load(_enable_cuda)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call takes, and why the others do not.
+
+    Attributes:
+        backend: the one it takes.
+        reasons: for every other backend, why not.
+        plan: how the kernel runs, one line each for forward and backward; empty where there is no kernel of ours.
+    """
+
+    backend: str
+    reasons: dict[str, str]
+    plan: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend}", *(f"  {line}" for line in self.plan)]
+        lines += [f"not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def explain(verb: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend `verb(input, *args, **kwargs)` would take and why. Nothing is computed.
+
+    Args:
+        verb: a function of this library, such as `kernel_fusion.layer_norm`.
+        input, args, kwargs: the arguments of the call.
+
+    Returns:
+        An :class:`Explanation`; print it.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> explanation = kf.explain(kf.layer_norm, torch.randn(4, 16), (16,))
+    """
+    wanted = kwargs.get("backend") or state.backend
+    check_backend_name(wanted)
+    reasons: dict[str, str] = {}
+    chosen = None
+    for name in BACKENDS:
+        reason = unavailable_reason(name, input.device) or (None if name == "eager" else _refusal(name, input))
+        if reason is None and wanted not in (None, name):
+            reason = f"{wanted!r} was requested"
+        if reason is None and chosen is not None:
+            reason = f"{chosen!r} comes first"
+        if reason is None:
+            chosen = name
+        else:
+            reasons[name] = reason
+    if chosen is None:
+        raise BackendUnavailableError(f"`{verb.__name__}`: backend {wanted!r} was requested, but {reasons[wanted]}")
+    return Explanation(chosen, reasons, _plan_lines(chosen, verb.__name__, input, *args, **kwargs))
+
+
+def _plan_lines(backend: str, verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    if backend != "cuda":
+        return ()
+    from kernel_fusion.backends.cuda import planner
+
+    return planner.explain(verb, input, *args, **kwargs)

@@ -1,0 +1,168 @@
+"""Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no build step by hand.
+
+One shared library, made of the operators and of the CPU kernels compiled once per instruction set; the loader of the
+process picks the set. Built on first use under a file lock, in a temporary folder, and stored by an atomic rename, so
+that parallel processes build once and a killed builder leaves nothing behind that anyone would load. Not
+`torch.utils.cpp_extension`: that needs ninja, and its own lock file blocks for ever if a builder is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+import torch
+
+from kernel_fusion.config import cxx_compiler
+from kernel_fusion.core import cache
+from kernel_fusion.errors import BuildError
+
+NATIVE = Path(__file__).parent
+_SOURCES = NATIVE / "extension"
+_CPU_KERNELS = _SOURCES / "cpu" / "kernels.cpp"
+_SUFFIXES = {".cpp", ".h", ".cuh"}
+
+# Nothing that changes NaN or Inf. No contraction, so that a * b - round(a * b) is 0 where a formula counts on it; the
+# kernels say fma where they mean it.
+_FLAGS = [
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
+    *("-fno-math-errno", "-ffp-contract=off"),
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+]
+# A CPU_CAPABILITY of its own puts each variant into a namespace of its own. Without it all variants of at::vec's
+# inline functions share one name, and the linker keeps one of them for all.
+_VARIANTS = {"DEFAULT": [], "AVX2": ["-mavx2", "-mfma", "-mf16c"]} | {
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+}
+
+
+def cpu_variants() -> list[str]:
+    """The instruction sets that the CPU kernels are compiled for on this architecture."""
+    return list(_VARIANTS) if platform.machine() in ("x86_64", "AMD64") else ["DEFAULT"]
+
+
+def source_files() -> list[Path]:
+    """Every native source, in a fixed order."""
+    return sorted(path for path in NATIVE.rglob("*") if path.suffix in _SUFFIXES)
+
+
+def compiler_version(compiler: str) -> str:
+    """What `compiler --version` prints."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def build_key(compiler: str) -> str:
+    """What the library depends on: PyTorch, compiler, flags, machine, sources."""
+    sources = [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
+    settings = [torch.__version__, compiler_version(compiler), repr(_FLAGS), repr(_VARIANTS), platform.machine()]
+    return cache.digest(*settings, *sources)
+
+
+def built_library(say: Callable[[str], None]) -> Path:
+    """The path of the library for this PyTorch and machine, built if it is not in the cache.
+
+    Args:
+        say: called with a line before and after a build.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    compiler = cxx_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (looked for $CXX, g++ and clang++)")
+    try:
+        key = build_key(compiler)
+        if cache.EXTENSIONS.read(key) is not None:
+            return cache.EXTENSIONS.path(key)
+        with _lock(cache.EXTENSIONS.path(key), say):
+            if cache.EXTENSIONS.read(key) is not None:
+                return cache.EXTENSIONS.path(key)
+            return _build(compiler, key, say)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"building the extension failed: {error}") from error
+
+
+def _build(compiler: str, key: str, say: Callable[[str], None]) -> Path:
+    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (under a minute) ...")
+    start = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="kernel_fusion-build-"))
+    try:
+        library = _compile(compiler, folder)
+        stored = cache.EXTENSIONS.write(key, library.read_bytes())
+    except BaseException:
+        _remove(folder)
+        raise
+    say(f"kernel_fusion: built in {time.perf_counter() - start:.0f} s")
+    if stored is None:
+        # Nowhere to keep it: this process uses the library where it was built.
+        say(f"kernel_fusion: {cache.EXTENSIONS.path(key).parent} cannot be written, so the next process builds again")
+        return library
+    _remove(folder)
+    return stored
+
+
+def _compile(compiler: str, folder: Path) -> Path:
+    """Compile every unit in parallel and link them."""
+    include = Path(torch.__file__).parent / "include"
+    common = [compiler, *_FLAGS, f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
+    common += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+    units: list[tuple[Path, list[str]]] = [(p, []) for p in sorted(_SOURCES.rglob("*.cpp")) if p != _CPU_KERNELS]
+    for variant in cpu_variants():
+        defines = [f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}"]
+        units.append((_CPU_KERNELS, [*defines, *_VARIANTS[variant]]))
+    objects = [folder / f"{index}.o" for index in range(len(units))]
+    commands = [
+        [*common, *flags, "-c", str(source), "-o", str(out)]
+        for (source, flags), out in zip(units, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
+        list(pool.map(_run, commands))
+    lib = Path(torch.__file__).parent / "lib"
+    library = folder / "kernel_fusion.so"
+    link = [compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{lib}", f"-Wl,-rpath,{lib}"]
+    _run([*link, "-lc10", "-ltorch_cpu", "-ltorch", "-ldl", "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"the C++ compiler failed:\n{' '.join(command)}\n{_head(result.stderr)}")
+
+
+@contextmanager
+def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """A lock that the operating system drops with its holder; none where the folder cannot hold one."""
+    lock = filelock.FileLock(path.with_suffix(".lock"))
+    try:
+        cache.make_private_dir(path.parent)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            say("kernel_fusion: waiting for another process to build the extension ...")
+            lock.acquire()
+    except OSError:
+        lock.release()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def _head(text: str) -> str:
+    """The first errors; what follows them is mostly their echo."""
+    return "\n".join(text.splitlines()[:20])

@@ -1,0 +1,46 @@
+#include "cuda/driver.h"
+
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+namespace kf::driver {
+
+const Api& api() {
+  static const Api loaded = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    TORCH_CHECK(library, "kernel_fusion: the CUDA driver libcuda.so.1 cannot be loaded: ", dlerror());
+    Api a{};
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+      TORCH_CHECK(function, "kernel_fusion: the CUDA driver has no ", name, "; CUDA 12.4 or newer is needed");
+    };
+#define KF_FIND(name) find(a.name, #name)
+    KF_FIND(cuGetErrorString);
+    KF_FIND(cuDeviceGet);
+    KF_FIND(cuDeviceGetAttribute);
+    KF_FIND(cuDevicePrimaryCtxRetain);
+    KF_FIND(cuCtxGetCurrent);
+    KF_FIND(cuCtxSetCurrent);
+    KF_FIND(cuLibraryLoadData);
+    KF_FIND(cuLibraryGetKernel);
+    KF_FIND(cuKernelGetFunction);
+    KF_FIND(cuFuncLoad);
+    KF_FIND(cuFuncSetAttribute);
+    KF_FIND(cuOccupancyMaxActiveBlocksPerMultiprocessor);
+    KF_FIND(cuLaunchKernelEx);
+    KF_FIND(cuStreamIsCapturing);
+    KF_FIND(cuThreadExchangeStreamCaptureMode);
+#undef KF_FIND
+    return a;
+  }();
+  return loaded;
+}
+
+void check(Result result, const char* what) {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  api().cuGetErrorString(result, &text);
+  TORCH_CHECK(false, "kernel_fusion: ", what, " failed: ", text ? text : "unknown error", " (", result, ")");
+}
+
+}  // namespace kf::driver

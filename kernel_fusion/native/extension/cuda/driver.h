@@ -1,0 +1,70 @@
+// The few functions of the CUDA driver that launching needs, found at run time: no CUDA header, no link dependency.
+// Declarations follow the CUDA Driver API reference; the struct layouts are part of its stable binary interface.
+#pragma once
+
+#include <cstddef>
+
+namespace kf::driver {
+
+using Result = int;
+using Device = int;
+using Context = struct ContextHandle*;
+using Library = struct LibraryHandle*;
+using Kernel = struct KernelHandle*;
+using Function = struct FunctionHandle*;
+using Stream = struct StreamHandle*;
+
+constexpr Result kSuccess = 0;
+
+enum : int {
+  kAttributeClusterDimension = 4,
+  kAttributeProgrammaticStreamSerialization = 6,
+  kFunctionMaxDynamicSharedBytes = 8,
+  kDeviceMultiprocessorCount = 16,
+  kCaptureStatusNone = 0,
+  kCaptureModeRelaxed = 2,
+};
+
+struct LaunchAttribute {
+  int id;
+  char padding[8 - sizeof(int)];
+  union {
+    char bytes[64];
+    struct { unsigned x, y, z; } cluster;
+    int flag;
+  } value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+struct Api {
+  Result (*cuGetErrorString)(Result, const char**);
+  Result (*cuDeviceGet)(Device*, int ordinal);
+  Result (*cuDeviceGetAttribute)(int*, int attribute, Device);
+  Result (*cuDevicePrimaryCtxRetain)(Context*, Device);
+  Result (*cuCtxGetCurrent)(Context*);
+  Result (*cuCtxSetCurrent)(Context);
+  Result (*cuLibraryLoadData)(Library*, const void* code, int* jit_options, void** jit_values, unsigned num_jit,
+                              int* options, void** values, unsigned num);
+  Result (*cuLibraryGetKernel)(Kernel*, Library, const char* name);
+  Result (*cuKernelGetFunction)(Function*, Kernel);
+  Result (*cuFuncLoad)(Function);
+  Result (*cuFuncSetAttribute)(Function, int attribute, int value);
+  Result (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int*, Function, int threads, size_t shared_bytes);
+  Result (*cuLaunchKernelEx)(const LaunchConfig*, Function, void** parameters, void** extra);
+  Result (*cuStreamIsCapturing)(Stream, int* status);
+  Result (*cuThreadExchangeStreamCaptureMode)(int* mode);
+};
+
+// The loaded driver; throws c10::Error where there is none.
+const Api& api();
+
+// Throws c10::Error with the driver's text unless `result` is success.
+void check(Result result, const char* what);
+
+}  // namespace kf::driver

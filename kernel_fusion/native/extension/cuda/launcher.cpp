@@ -1,0 +1,183 @@
+#include "cuda/launcher.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "counters.h"
+
+namespace kf {
+namespace {
+
+// What the planner answers; mirrored in planner.py. The pointers stay valid for the life of the process.
+struct KernelPlan {
+  const char* error;  // null: success
+  const void* image;  // machine code
+  const char* name;
+  int32_t threads, shared_bytes, cluster, rows_per_block, splits_weight;
+};
+
+using Planner = void (*)(const KernelRequest*, KernelPlan*);
+std::atomic<Planner> planner{nullptr};
+
+struct Hash {
+  size_t operator()(const KernelRequest& r) const {
+    static_assert(std::has_unique_object_representations_v<KernelRequest>);
+    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&r), sizeof r});
+  }
+};
+
+using Table = std::unordered_map<KernelRequest, std::unique_ptr<LoadedKernel>, Hash>;
+std::shared_mutex table_mutex;
+Table table;
+
+// The last kernels that this thread used: most callers alternate between a few, and this look-up takes no lock.
+struct Recent {
+  static constexpr int kSize = 16;
+  KernelRequest request[kSize];
+  const LoadedKernel* kernel[kSize] = {};
+};
+thread_local Recent recent;
+std::atomic<uint64_t> generation{0};
+thread_local uint64_t recent_generation = 0;
+
+// PyTorch's device guards do not bind a context to a fresh thread; the driver calls below need one.
+void bind_context(int device) {
+  const auto& cu = driver::api();
+  static std::mutex mutex;
+  static std::vector<driver::Context> primary;
+  thread_local driver::Context known[64] = {};
+  driver::Context current = nullptr;
+  driver::check(cu.cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+  if (device < 64 && known[device] && known[device] == current) return;
+  driver::Context wanted = nullptr;
+  {
+    const std::lock_guard lock(mutex);
+    if (primary.size() <= static_cast<size_t>(device)) primary.resize(device + 1);
+    if (!primary[device]) {
+      driver::Device handle;
+      driver::check(cu.cuDeviceGet(&handle, device), "cuDeviceGet");
+      driver::check(cu.cuDevicePrimaryCtxRetain(&primary[device], handle), "cuDevicePrimaryCtxRetain");
+    }
+    wanted = primary[device];
+  }
+  if (current != wanted) driver::check(cu.cuCtxSetCurrent(wanted), "cuCtxSetCurrent");
+  if (device < 64) known[device] = wanted;
+}
+
+std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPlan& plan) {
+  const auto& cu = driver::api();
+  driver::Library library;
+  driver::Kernel kernel;
+  auto loaded = std::make_unique<LoadedKernel>();
+  driver::check(cu.cuLibraryLoadData(&library, plan.image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+  driver::check(cu.cuLibraryGetKernel(&kernel, library, plan.name), "cuLibraryGetKernel");
+  driver::check(cu.cuKernelGetFunction(&loaded->function, kernel), "cuKernelGetFunction");
+  // Lazy loading would otherwise load at the first launch, which a graph capture forbids.
+  driver::check(cu.cuFuncLoad(loaded->function), "cuFuncLoad");
+  if (plan.shared_bytes > 0)
+    driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, plan.shared_bytes),
+                  "cuFuncSetAttribute");
+  int per_multiprocessor = 0, multiprocessors = 0;
+  driver::Device device;
+  driver::check(cu.cuDeviceGet(&device, request.device), "cuDeviceGet");
+  driver::check(cu.cuDeviceGetAttribute(&multiprocessors, driver::kDeviceMultiprocessorCount, device), "cuDeviceGetAttribute");
+  driver::check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, loaded->function, plan.threads,
+                                                               plan.shared_bytes),
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  loaded->threads = plan.threads;
+  loaded->shared_bytes = plan.shared_bytes;
+  loaded->cluster = plan.cluster;
+  loaded->rows_per_block = plan.rows_per_block;
+  loaded->splits_weight = plan.splits_weight != 0;
+  loaded->max_blocks = std::max(1, per_multiprocessor * multiprocessors / plan.cluster) * plan.cluster;
+  return loaded;
+}
+
+// Lets this thread load code although another thread's graph capture is under way in global mode.
+struct RelaxedCapture {
+  int mode = driver::kCaptureModeRelaxed;
+  RelaxedCapture() { driver::check(driver::api().cuThreadExchangeStreamCaptureMode(&mode), "capture mode"); }
+  ~RelaxedCapture() { driver::api().cuThreadExchangeStreamCaptureMode(&mode); }
+};
+
+const LoadedKernel& plan_and_load(const KernelRequest& request, driver::Stream stream) {
+  int capturing = driver::kCaptureStatusNone;
+  driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
+  TORCH_CHECK(capturing == driver::kCaptureStatusNone,
+              "kernel_fusion: the first use of a kernel (N = ", request.cols,
+              ") fell inside a CUDA graph capture, which cannot load code. Run the same call, forward and backward, once "
+              "before the capture, or compile ahead with `kernel-fusion warmup --hidden ", request.cols, "` and call once.");
+  KernelPlan plan{};
+  planner.load()(&request, &plan);  // may compile; no lock of ours is held, since it takes Python's
+  TORCH_CHECK(plan.error == nullptr, plan.error);
+  const RelaxedCapture relaxed;
+  auto loaded = load(request, plan);
+  const std::unique_lock lock(table_mutex);
+  return *table.try_emplace(request, std::move(loaded)).first->second;  // another thread's, if it was first
+}
+
+}  // namespace
+
+bool cuda_enabled() { return planner.load(std::memory_order_relaxed) != nullptr; }
+
+driver::Stream current_stream(c10::Device device) {
+  bind_context(device.index());
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return static_cast<driver::Stream>(guard.getStream(device).native_handle());
+}
+
+const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream stream) {
+  const auto now = generation.load(std::memory_order_acquire);
+  if (recent_generation != now) {
+    recent = Recent();
+    recent_generation = now;
+  }
+  const auto place = Hash()(request) % Recent::kSize;
+  if (recent.kernel[place] && recent.request[place] == request) return *recent.kernel[place];
+  const LoadedKernel* found = nullptr;
+  {
+    const std::shared_lock lock(table_mutex);
+    const auto it = table.find(request);
+    if (it != table.end()) found = it->second.get();
+  }
+  if (!found) found = &plan_and_load(request, stream);
+  recent.request[place] = request;
+  recent.kernel[place] = found;
+  return *found;
+}
+
+void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
+  driver::LaunchAttribute cluster{};
+  cluster.id = driver::kAttributeClusterDimension;
+  cluster.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
+  const driver::LaunchConfig config{static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
+                                    static_cast<unsigned>(kernel.threads), 1, 1,
+                                    static_cast<unsigned>(kernel.shared_bytes), stream,
+                                    &cluster, kernel.cluster > 1 ? 1u : 0u};
+  void* parameters[] = {const_cast<void*>(args)};
+  driver::check(driver::api().cuLaunchKernelEx(&config, kernel.function, parameters, nullptr), "launching a kernel");
+  count(Counter::kCudaLaunch);
+}
+
+}  // namespace kf
+
+// Called from Python through ctypes. A null planner turns the CUDA kernels off.
+extern "C" __attribute__((visibility("default"))) void kf_set_planner(void* planner) {
+  kf::planner.store(reinterpret_cast<kf::Planner>(planner));
+}
+
+// Forgets every kernel, so that the next call plans again (tests force other plans). Loaded code stays loaded.
+extern "C" __attribute__((visibility("default"))) void kf_forget_kernels() {
+  const std::unique_lock lock(kf::table_mutex);
+  for (auto& entry : kf::table) entry.second.release();
+  kf::table.clear();
+  kf::generation.fetch_add(1);
+}

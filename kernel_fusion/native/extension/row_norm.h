@@ -1,0 +1,83 @@
+// What the row-norm operators share between autograd, CPU and CUDA: the check of arguments and the geometry of rows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "shared/row_norm_args.h"
+
+namespace kf {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+inline OptionalDtype dtype_of(const OptionalTensor& t) {
+  return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
+}
+
+// rms_norm's eps=None: the machine epsilon of the compute type.
+double resolve_eps(const Tensor& input, std::optional<double> eps);
+
+// Whether the kernels can serve a call. What they can't serve goes to the eager definition, which holds the error texts.
+bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+             double weight_offset, const OptionalDtype& out_dtype);
+
+// The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
+Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                 double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms);
+
+// A tensor seen as rows whose elements lie side by side. `tensor` is the given one, or a copy where its normalised
+// dimensions are not contiguous or its leading ones need more than three strides.
+struct Rows {
+  Tensor tensor;
+  int64_t rows, cols;
+  RowLayout layout;
+  bool strided;  // more than one stride
+  int alignment; // of every row, in bytes, at most 16
+
+  Rows(const Tensor& t, int64_t num_dims);
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+
+// The largest power of two, at most 16, that divides the address.
+int alignment_of(const void* p);
+
+// One direction on one device; rows may be 0, cols may not.
+using ForwardResult = std::tuple<Tensor, Tensor>;           // y, stats (undefined unless wanted)
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias (of size 0 where not wanted)
+
+struct ForwardCall {
+  const Tensor& input;
+  int64_t num_dims;
+  const OptionalTensor& weight;
+  const OptionalTensor& bias;
+  double eps, weight_offset;
+  at::ScalarType out_dtype;
+  bool rms, wants_stats;
+};
+
+struct BackwardCall {
+  const Tensor& dy;
+  const Tensor& input;
+  const Tensor& stats;
+  int64_t num_dims;
+  const OptionalTensor& weight;
+  OptionalDtype bias_dtype;
+  double weight_offset;
+  bool rms;
+  std::array<bool, 3> wants;
+};
+
+void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats);
+void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats);
+void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+
+}  // namespace kf

@@ -1,0 +1,129 @@
+// The CPU operators: which rows each thread takes, and where partial sums live.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "counters.h"
+#include "cpu/kernels.h"
+#include "row_norm.h"
+
+namespace kf {
+namespace cpu {
+
+// One table per variant, defined by kernels.cpp under different settings.
+#if defined(__x86_64__)
+namespace AVX512 { extern const Kernels kernels; }
+namespace AVX2 { extern const Kernels kernels; }
+#endif
+namespace DEFAULT { extern const Kernels kernels; }
+
+const Kernels& kernels() {
+  static const Kernels& chosen = []() -> const Kernels& {
+#if defined(__x86_64__)
+    const char* text = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string limit = text ? text : "";
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && limit != "avx2" && limit != "default") return AVX512::kernels;
+    if (avx2 && limit != "default") return AVX2::kernels;
+#endif
+    return DEFAULT::kernels;
+  }();
+  return chosen;
+}
+
+}  // namespace cpu
+
+namespace {
+
+// Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.
+int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
+
+cpu::Dtype code(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return cpu::Dtype::kHalf;
+    case at::kBFloat16: return cpu::Dtype::kBFloat16;
+    case at::kFloat: return cpu::Dtype::kFloat;
+    default: return cpu::Dtype::kDouble;
+  }
+}
+
+// weight or bias in the accumulator type, with the offset added: N elements, once per call.
+Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
+  if (!present(t)) return {};
+  Tensor wide = t->scalar_type() == acc ? t->contiguous() : t->to(acc, false, false, at::MemoryFormat::Contiguous);
+  return offset == 0.0 ? wide : wide.add(offset);
+}
+
+// Adds rows 1 ... count - 1 to row 0, in this order.
+template <class A> void add_rows_to_first(A* rows, int64_t count, int64_t cols) {
+  at::parallel_for(0, cols, std::max<int64_t>(1, 32768 / count), [&](int64_t begin, int64_t end) {
+    for (int64_t r = 1; r < count; ++r)
+      for (int64_t c = begin; c < end; ++c) rows[c] += rows[r * cols + c];
+  });
+}
+
+const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
+}  // namespace
+
+void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats) {
+  const Rows x(call.input, call.num_dims);
+  const auto acc = acc_dtype(call.input);
+  const Tensor weight = prepared(call.weight, call.weight_offset, acc), bias = prepared(call.bias, 0.0, acc);
+  char* mean = nullptr;
+  char* rstd = nullptr;
+  if (call.wants_stats) {
+    mean = static_cast<char*>(stats.data_ptr());
+    rstd = call.rms ? mean : mean + x.rows * stats.element_size();
+    if (call.rms) mean = nullptr;
+  }
+  const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
+                          x.layout, call.eps, call.rms, code(call.input.scalar_type()), code(call.out_dtype)};
+  at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
+  count(Counter::kCpuForward);
+}
+
+void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias) {
+  const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
+  const auto acc = acc_dtype(call.input);
+  const Tensor weight = prepared(call.weight, call.weight_offset, acc), stats = call.stats.contiguous();
+  const char* mean = static_cast<const char*>(stats.const_data_ptr());
+  const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
+  const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
+                           call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
+                           code(call.input.scalar_type()), code(call.dy.scalar_type())};
+  count(Counter::kCpuBackward);
+
+  // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
+  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 31) / 32), blocks = (x.rows + block_rows - 1) / block_rows;
+  const bool sums = call.wants[1] || call.wants[2];
+  const Tensor partials = sums ? at::zeros({2, blocks, x.cols}, call.input.options().dtype(acc)) : Tensor();
+  const auto partial = [&](int which, int64_t block) -> void* {
+    if (!call.wants[1 + which]) return nullptr;
+    return static_cast<char*>(partials.data_ptr()) + (which * blocks + block) * x.cols * partials.element_size();
+  };
+  const int64_t block_grain = std::max<int64_t>(1, grain(x.cols) / block_rows);
+  at::parallel_for(0, blocks, block_grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      cpu::Backward mine = args;
+      mine.dweight = partial(0, block);
+      mine.dbias = partial(1, block);
+      cpu::kernels().backward(mine, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
+    }
+  });
+  for (int which = 0; which < 2; ++which) {
+    if (!call.wants[1 + which]) continue;
+    const Tensor rows = partials.select(0, which);
+    if (acc == at::kDouble) add_rows_to_first(rows.data_ptr<double>(), blocks, x.cols);
+    else add_rows_to_first(rows.data_ptr<float>(), blocks, x.cols);
+    Tensor& out = which == 0 ? dweight : dbias;
+    out.copy_(rows.select(0, 0).view(out.sizes()));
+  }
+}
+
+}  // namespace kf

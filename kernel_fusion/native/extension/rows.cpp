@@ -1,0 +1,68 @@
+// The geometry of rows: which tensors can be read where they lie, and which must be copied first.
+#include <bit>
+
+#include "row_norm.h"
+
+namespace kf {
+
+int alignment_of(const void* p) {
+  const auto address = reinterpret_cast<uintptr_t>(p) | 16;
+  return 1 << std::countr_zero(address);
+}
+
+namespace {
+
+bool inner_contiguous(const Tensor& t, int64_t num_dims) {
+  int64_t expected = 1;
+  for (int64_t i = t.dim() - 1; i >= t.dim() - num_dims; --i) {
+    if (t.size(i) != 1 && t.stride(i) != expected) return false;
+    expected *= t.size(i);
+  }
+  return true;
+}
+
+// Collapses the leading dimensions into at most three (size, stride) levels, innermost first; the number of levels, or
+// -1 where three are not enough.
+int collapse(const Tensor& t, int64_t leading, int64_t (&size)[3], int64_t (&stride)[3]) {
+  int levels = 0;
+  for (int64_t i = leading - 1; i >= 0; --i) {
+    if (t.size(i) == 1) continue;
+    if (levels > 0 && t.stride(i) == size[levels - 1] * stride[levels - 1]) {
+      size[levels - 1] *= t.size(i);
+    } else if (levels < 3) {
+      size[levels] = t.size(i);
+      stride[levels++] = t.stride(i);
+    } else {
+      return -1;
+    }
+  }
+  return levels;
+}
+
+}  // namespace
+
+Rows::Rows(const Tensor& t, int64_t num_dims) : tensor(t) {
+  const int64_t leading = t.dim() - num_dims;
+  cols = 1;
+  for (int64_t i = leading; i < t.dim(); ++i) cols *= t.size(i);
+  rows = cols ? t.numel() / cols : 0;
+  layout = {1, std::max<int64_t>(rows, 1), {0, 0, cols}};
+  strided = false;
+  if (!t.is_contiguous()) {
+    int64_t size[3] = {1, 1, 1}, stride[3] = {cols, 0, 0};
+    const int levels = inner_contiguous(t, num_dims) ? collapse(t, leading, size, stride) : -1;
+    if (levels < 0) {
+      tensor = t.contiguous();
+    } else {
+      layout = {size[1], size[0], {stride[2], stride[1], stride[0]}};
+      strided = levels > 1;
+    }
+  }
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
+  uintptr_t bits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  if (rows > 1)
+    for (const auto s : layout.stride) bits |= static_cast<uintptr_t>(s * bytes);
+  alignment = alignment_of(reinterpret_cast<const void*>(bits));
+}
+
+}  // namespace kf

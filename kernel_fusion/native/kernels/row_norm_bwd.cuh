@@ -1,0 +1,233 @@
+// Row norm, backward. With xhat = (x - mean) * rstd, g = dy * (weight_offset + weight) and N columns:
+//
+//   dx      = rstd * (g - sum(g) / N - xhat * sum(g * xhat) / N)          (RMSNorm: without the first sum)
+//   dweight = sum over rows of dy * xhat          dbias = sum over rows of dy
+//
+// Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
+// columns and adds their dweight and dbias up itself, in registers or in shared memory (slots private to the thread,
+// 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
+// order. Memory: one read of x and of dy, one write of dx. With kPrefetch the next row is loaded before the sums of this one
+// are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
+#pragma once
+
+#include "rows.cuh"
+#include "tree.cuh"
+
+namespace kf {
+
+// dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
+template <class S, int kVectors> struct Accumulators {
+  using A = typename S::Acc;
+  static constexpr int kPerSlot = 16 / sizeof(A), kSlots = S::kVec / kPerSlot;
+  struct alignas(16) Slot { A v[kPerSlot]; };
+
+  A sums[2][S::kStorage == 1 ? kVectors : 1][S::kVec];
+  Slot* slots;  // [2][kVectors][kSlots][blockDim.x]
+
+  __device__ Slot& slot(int which, int i, int j) {
+    return slots[((which * kVectors + i) * kSlots + j) * blockDim.x + threadIdx.x];
+  }
+
+  __device__ explicit Accumulators(void* shared) : slots(static_cast<Slot*>(shared)) {
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      if constexpr (S::kStorage == 1) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+          for (int e = 0; e < S::kVec; ++e) sums[which][i][e] = 0;
+      } else if constexpr (S::kStorage == 2) {
+        for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+          for (int j = 0; j < kSlots; ++j) slot(which, i, j) = Slot{};
+      }
+    }
+  }
+
+  __device__ void add(int which, int i, const A (&v)[S::kVec]) {
+    if constexpr (S::kStorage == 1) {
+#pragma unroll
+      for (int e = 0; e < S::kVec; ++e) sums[which][i][e] += v[e];
+    } else if constexpr (S::kStorage == 2) {
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        Slot s = slot(which, i, j);
+#pragma unroll
+        for (int e = 0; e < kPerSlot; ++e) s.v[e] += v[j * kPerSlot + e];
+        slot(which, i, j) = s;
+      }
+    }
+  }
+
+  __device__ A get(int which, int i, int e) {
+    if constexpr (S::kStorage == 1) return sums[which][i][e];
+    else return slot(which, i, e / kPerSlot).v[e % kPerSlot];
+  }
+};
+
+template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
+  using A = typename S::Acc;
+  using P = Place<S>;
+  using X = typename S::X;
+  using DY = typename S::DY;
+  constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors;
+  constexpr bool kCovers = P::kCovers, kSums = S::kStorage != 0;
+  constexpr int kUnroll = S::kResident ? kVectors : 2;
+  const P at;
+  extern __shared__ __align__(16) char shared[];
+  Accumulators<S, kVectors> sums(shared);
+  __shared__ A slots[2][S::kWarps][2];
+  if constexpr (S::kCluster > 1) {  // every block of the cluster runs before anyone writes to its shared memory
+    cluster_arrive();
+    cluster_wait();
+  }
+
+  struct Row {
+    Pack<X, kVec> x[S::kResident ? kVectors : 1];
+    Pack<DY, kVec> dy[S::kResident ? kVectors : 1];
+    const X* x_row;
+    const DY* dy_row;
+    A mean, rstd;
+    bool live;
+  };
+  auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
+  auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
+  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
+  auto fetch = [&](Row& r, i64 wanted) {
+    r.live = wanted < args.rows;
+    const i64 row = r.live ? wanted : args.rows - 1;
+    r.x_row = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
+    r.dy_row = static_cast<const DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
+    if constexpr (S::kResident) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        r.x[i] = fetch_x(r, i);
+        r.dy[i] = fetch_dy(r, i);
+      }
+    }
+    r.mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
+    r.rstd = static_cast<const A*>(args.rstd)[row];
+  };
+  auto weight_at = [&](int i, A (&w)[kVec]) {
+    if constexpr (kPresent<typename S::Weight>) {
+      const auto pack = load_cols<S::kAlignWeight, kVec, kCols, kCovers>(static_cast<const typename S::Weight*>(args.weight), at.col(i));
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) w[e] = widen<A>(pack.v[e]) + (S::kOffset ? static_cast<A>(args.weight_offset) : A(0));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) w[e] = 1;
+    }
+  };
+
+  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows;
+  int buffer = 0;
+  Row next;
+  if (S::kPrefetch && first < args.rows) fetch(next, first + at.row);
+  for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all threads of a block
+    const i64 row = base + at.row;
+    Row now;
+    if constexpr (S::kPrefetch) {
+      now = next;
+      if (base + step < args.rows) fetch(next, row + step);
+    } else {
+      fetch(now, row);
+    }
+    auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
+    auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
+
+    A sum_g[S::kPlayed], sum_gx[S::kPlayed];
+#pragma unroll
+    for (int w = 0; w < S::kPlayed; ++w) {
+      A g_sum = 0, gx_sum = 0;
+#pragma unroll kUnroll
+      for (int k = 0; k < P::kChunks; ++k) {
+        const int i = w * P::kChunks + k;
+        const auto x = x_at(i);
+        const auto dy = dy_at(i);
+        A weight[kVec], dyx[kVec], dys[kVec];
+        weight_at(i, weight);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
+          const bool inside = kCovers || at.col(i) + e < kCols;
+          const A xhat = inside && (S::kRows == 1 || now.live) ? (widen<A>(x.v[e]) - now.mean) * now.rstd : A(0);
+          dys[e] = S::kRows == 1 || now.live ? widen<A>(dy.v[e]) : A(0);
+          dyx[e] = dys[e] * xhat;
+          const A g = rounded_product(dys[e], weight[e]);
+          g_sum += g;
+          gx_sum += g * xhat;
+        }
+        if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx);
+        if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
+      }
+      if constexpr (S::kDX) {
+        sum_g[w] = S::kRms ? A(0) : sum_lanes<S::kLanes>(g_sum);
+        sum_gx[w] = sum_lanes<S::kLanes>(gx_sum);
+      }
+    }
+    if constexpr (S::kDX) {
+      A mean_g = sum_g[0], mean_gx = sum_gx[0];
+      if constexpr (S::kWarps > 1) {
+        Exchange<S> exchange{slots[buffer]};
+#pragma unroll
+        for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, sum_g[w], sum_gx[w]);
+        exchange.barrier();
+        if constexpr (!S::kRms) mean_g = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][0]; });
+        mean_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
+      }
+      mean_g /= static_cast<A>(kCols);
+      mean_gx /= static_cast<A>(kCols);
+      auto* dx_row = static_cast<X*>(args.dx) + row * kCols;
+#pragma unroll kUnroll
+      for (int i = 0; i < kVectors; ++i) {
+        const auto x = x_at(i);
+        const auto dy = dy_at(i);
+        A weight[kVec];
+        weight_at(i, weight);
+        Pack<X, kVec> dx;
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          const A xhat = (widen<A>(x.v[e]) - now.mean) * now.rstd;
+          dx.v[e] = narrow<X>((rounded_product(widen<A>(dy.v[e]), weight[e]) - mean_g - xhat * mean_gx) * now.rstd);
+        }
+        if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), dx);
+      }
+    }
+  }
+
+  if constexpr (kSums) {
+    const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;
+    A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+      if constexpr (S::kRows == 1) {
+#pragma unroll kUnroll
+        for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+          for (int e = 0; e < kVec; ++e)
+            if (kCovers || at.col(i) + e < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
+      } else {  // the rows of the block, added in order of their place in it
+        auto* table = reinterpret_cast<A*>(shared);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+          for (int e = 0; e < kVec; ++e)
+            if (kCovers || at.col(i) + e < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
+        __syncthreads();
+        for (int c = threadIdx.x; c < kCols; c += blockDim.x) {
+          A total = 0;
+          for (int r = 0; r < S::kRows; ++r) total += table[r * kCols + c];
+          out[which][c] = total;
+        }
+      }
+    }
+  }
+  if constexpr (S::kCluster > 1) {  // no block leaves while another may still write to its shared memory
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace kf

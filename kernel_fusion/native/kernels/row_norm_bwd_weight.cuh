@@ -1,0 +1,42 @@
+// dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums beside the row: a second pass over x and dy
+// that adds up columns alone. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of
+// partial row p. Memory: one read of x and of dy. sum_partials.cuh finishes.
+#pragma once
+
+#include "rows.cuh"
+#include "types.cuh"
+
+namespace kf {
+
+template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& args) {
+  using A = typename S::Acc;
+  constexpr int kVec = S::kVec, kCols = S::kCols;
+  constexpr bool kCovers = false;
+  const i64 start = (static_cast<i64>(blockIdx.x) * S::kThreads + threadIdx.x) * kVec;
+  if (start >= kCols) return;
+  const int col = static_cast<int>(start);
+  A dweight[kVec] = {}, dbias[kVec] = {};
+#pragma unroll 4
+  for (i64 row = blockIdx.y; row < args.rows; row += gridDim.y) {
+    const auto* x_row = static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
+    const auto* dy_row = static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
+    const auto x = load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col);
+    const auto dy = load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col);
+    const A mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
+    const A rstd = static_cast<const A*>(args.rstd)[row];
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      dweight[e] += widen<A>(dy.v[e]) * ((widen<A>(x.v[e]) - mean) * rstd);
+      dbias[e] += widen<A>(dy.v[e]);
+    }
+  }
+  const i64 partial = blockIdx.y * args.partial_pitch + col;
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) {
+    if (col + e >= kCols) break;
+    if constexpr (S::kDWeight) static_cast<A*>(args.dweight_partials)[partial + e] = dweight[e];
+    if constexpr (S::kDBias) static_cast<A*>(args.dbias_partials)[partial + e] = dbias[e];
+  }
+}
+
+}  // namespace kf

@@ -1,0 +1,84 @@
+"""Loads the C++ extension, once per process and when something first needs it; says so if it cannot be had."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import build
+
+_lock = threading.RLock()
+_library: ctypes.CDLL | None = None
+_error: str | None = None
+_hooks: list[Callable[[ctypes.CDLL], None]] = []
+
+# `Counter` of native/extension/counters.h.
+_COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
+
+
+def on_load(hook: Callable[[ctypes.CDLL], None]) -> None:
+    """Have `hook` called with the extension when it is loaded, before anything uses it."""
+    _hooks.append(hook)
+
+
+def is_loaded() -> bool:
+    """Whether the extension is in this process; loads nothing."""
+    return _library is not None
+
+
+def load() -> bool:
+    """Load the extension, building it if need be. False, with one warning per process, where that is impossible."""
+    global _library, _error
+    if _library is not None:
+        return True
+    with _lock:
+        if _library is None and _error is None:
+            try:
+                _library = _open()
+            except BuildError as error:
+                _error = str(error)
+                warnings.warn(
+                    f"kernel_fusion works without its C++ extension, which could not be built: {_error}\n"
+                    "CPU tensors take the plain PyTorch definition; CUDA kernels are launched from Python.",
+                    stacklevel=2,
+                )
+        return _library is not None
+
+
+def error() -> str | None:
+    """Why the extension could not be loaded, or None."""
+    return _error
+
+
+def library() -> ctypes.CDLL:
+    """The loaded extension, for its C functions.
+
+    Raises:
+        BuildError: it cannot be loaded.
+    """
+    if not load():
+        raise BuildError(str(_error))
+    assert _library is not None
+    return _library
+
+
+def launches(counter: str) -> int:
+    """How often kernels ran in this process; `counter` is "cpu_forward", "cpu_backward" or "cuda_launch"."""
+    return int(library().kf_count(_COUNTERS.index(counter)))
+
+
+def _open() -> ctypes.CDLL:
+    path = build.built_library(lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the extension {path} could not be loaded: {error}") from error
+    opened.kf_count.restype = ctypes.c_int64
+    opened.kf_set_planner.argtypes = [ctypes.c_void_p]
+    for hook in _hooks:
+        hook(opened)
+    return opened

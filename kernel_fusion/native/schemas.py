@@ -1,0 +1,95 @@
+"""The operators `torch.ops.kernel_fusion.*`: schemas defined at import, implementations that load when first needed.
+
+Defining schemas in Python keeps `import kernel_fusion` free of any build and lets `torch.export.load` read a program
+in a fresh process. Each operator gets one Python stub on the two catch-all dispatch keys (`Autograd` and
+`CompositeExplicitAutograd`). The stub loads the extension, whose C++ kernels sit on the specific keys (AutogradCPU,
+CUDA, ...) and from then on win over the stub; so nothing is ever overridden. Where the extension has no kernel (other
+devices) or cannot be built, the stub itself serves the call through the eager definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernel_fusion.backends import eager
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import loader
+
+# Not SymInt[] shapes but the number of normalised dimensions: a new row count then never means a new trace.
+_VERBS = {
+    "layer_norm": "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+    "float weight_offset=0., ScalarType? out_dtype=None) -> Tensor",
+    "rms_norm": "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float? eps=None, "
+    "float weight_offset=0., ScalarType? out_dtype=None) -> Tensor",
+}
+# What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
+# (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two.
+_PARTS = {
+    "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    "ScalarType? out_dtype, bool rms) -> (Tensor y, Tensor stats)",
+    "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
+    "float weight_offset, bool rms, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+}
+# The eager definition as an operator, so that C++ can reach it: it decomposes into ATen under every transform.
+_REFERENCE = (
+    "row_norm_reference(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    "ScalarType? out_dtype, bool rms) -> Tensor"
+)
+
+library = torch.library.Library("kernel_fusion", "DEF")
+for _name, _schema in (_VERBS | _PARTS).items():
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+library.define(_REFERENCE, tags=torch.Tag.pt2_compliant_tag)
+library.impl("row_norm_reference", eager.row_norm, "CompositeImplicitAutograd")
+
+layer_norm = torch.ops.kernel_fusion.layer_norm.default
+rms_norm = torch.ops.kernel_fusion.rms_norm.default
+row_norm_fwd = torch.ops.kernel_fusion.row_norm_fwd.default
+row_norm_bwd = torch.ops.kernel_fusion.row_norm_bwd.default
+row_norm_reference = torch.ops.kernel_fusion.row_norm_reference.default
+
+
+def reference_call(name: str, *args: Any) -> torch.Tensor:
+    """The verb `name`, called with an operator's arguments, by the eager definition."""
+    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
+    if eps is None:
+        eps = torch.finfo(eager.compute_dtype(input.dtype)).eps
+    return row_norm_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, name == "rms_norm")
+
+
+def _verb_stub(name: str) -> Callable[..., torch.Tensor]:
+    operator = getattr(torch.ops.kernel_fusion, name).default
+    argument_names = [argument.name for argument in operator._schema.arguments]
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+
+    def stub(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if args[0].device.type in NATIVE_DEVICES and loader.load():
+            return operator(*args, **kwargs)
+        bound = defaults | dict(zip(argument_names, args, strict=False)) | kwargs
+        return reference_call(name, *(bound[argument] for argument in argument_names))
+
+    return stub
+
+
+def _part_stub(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.kernel_fusion, name).default
+
+    def stub(*args: Any) -> Any:
+        if loader.load():
+            return operator(*args)
+        raise BuildError(f"kernel_fusion::{name} needs the C++ extension: {loader.error()}")
+
+    return stub
+
+
+# The devices whose kernels the extension registers (`meta` stands for tracing).
+NATIVE_DEVICES = ("cpu", "cuda", "meta")
+
+for _name in _VERBS:
+    for _key in ("Autograd", "CompositeExplicitAutograd"):
+        library.impl(_name, _verb_stub(_name), _key)
+for _name in _PARTS:
+    library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")

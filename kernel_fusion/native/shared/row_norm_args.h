@@ -1,0 +1,54 @@
+// The arguments of the row-norm kernels: written by the host, read by the device. Plain data, no headers, so that
+// NVRTC and the C++ compiler both read this file, and the Python launcher mirrors it field by field (a test compares).
+#pragma once
+
+namespace kf {
+
+// Where the rows of a tensor begin, in elements. The leading dimensions collapse to at most three levels:
+// row r starts at (r / (middle * inner)) * stride[0] + (r / inner % middle) * stride[1] + (r % inner) * stride[2].
+struct RowLayout {
+  long long middle;
+  long long inner;
+  long long stride[3];
+};
+
+// y = (x - mean) * rstd * (weight_offset + weight) + bias for each of `rows` rows. A null pointer: absent.
+struct RowNormFwdArgs {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  void* y;
+  void* mean;
+  void* rstd;
+  long long rows;
+  RowLayout x_rows;
+  double eps;
+  double weight_offset;
+};
+
+// dx of the above, and one partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+struct RowNormBwdArgs {
+  const void* dy;
+  const void* x;
+  const void* mean;
+  const void* rstd;
+  const void* weight;
+  void* dx;
+  void* dweight_partials;
+  void* dbias_partials;
+  long long rows;
+  long long partial_pitch;
+  RowLayout x_rows;
+  RowLayout dy_rows;
+  double weight_offset;
+};
+
+// out[c] = sum of partials[p * pitch + c] over p, for two sums at once.
+struct SumPartialsArgs {
+  const void* partials[2];
+  void* out[2];
+  long long num_partials;
+  long long pitch;
+};
+
+}  // namespace kf
