@@ -52,7 +52,7 @@ class FusedLayerNorm(nn.LayerNorm):
     ) -> None:
         self.weight_offset = weight_offset if elementwise_affine else 0.0
         shape = _shape("FusedLayerNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Initialise to the plain normalisation: weight 1 - weight_offset, bias 0."""
@@ -102,7 +102,7 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         self.weight_offset = weight_offset if elementwise_affine else 0.0
         shape = _shape("FusedRMSNorm", normalized_shape, hidden_size)
-        super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
         """Initialise to the plain normalisation: weight 1 - weight_offset."""

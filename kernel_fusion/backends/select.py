@@ -118,7 +118,24 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
         planner.install(library)
 
 
+def _launch_from_python(verb: str, *args: Any) -> Tensor:
+    """The CUDA kernels where there is no extension to launch them."""
+    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
+    if _cuda_reason(input.device) or input.dtype not in checks.FLOATING:
+        return schemas.reference_call(verb, *args)
+    from kernel_fusion.backends.cuda import python_launch
+
+    checks.row_norm(verb, input, num_dims, weight, bias, weight_offset)
+    checks.out_dtype(verb, out_dtype, input.dtype)
+    python_launch.register(schemas.library)
+    if eps is None:
+        eps = schemas.default_eps(input)
+    apply: Operator = python_launch.RowNorm.apply
+    return apply(input, num_dims, weight, bias, eps, weight_offset, out_dtype, verb == "rms_norm")
+
+
 loader.on_load(_enable_cuda)
+schemas.without_extension["cuda"] = _launch_from_python
 
 
 @dataclass(frozen=True)
@@ -170,7 +187,9 @@ def explain(verb: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: An
         else:
             reasons[name] = reason
     if chosen is None:
-        raise BackendUnavailableError(f"`{verb.__name__}`: backend {wanted!r} was requested, but {reasons[wanted]}")
+        raise BackendUnavailableError(
+            f"`{verb.__name__}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}"
+        )
     return Explanation(chosen, reasons, _plan_lines(chosen, verb.__name__, input, *args, **kwargs))
 
 

@@ -20,7 +20,7 @@ Direction = Literal["inference", "forward", "backward", "backward_weight"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"bf16" for torch.bfloat16, and so on."""
+    """ "bf16" for torch.bfloat16, and so on."""
     return _NAMES[dtype]
 
 
@@ -85,7 +85,7 @@ class Access:
 
 @dataclass(frozen=True)
 class SumPartialsSpec:
-    """The finish of the column sums: `cols` columns of type `acc`, written as types `first` and `second` (or absent)."""
+    """The finish of the column sums: `cols` columns of `acc`, written as types `first` and `second`, or absent."""
 
     cols: int
     acc: str

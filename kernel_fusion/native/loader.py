@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build
 
 _lock = threading.RLock()
 _library: ctypes.CDLL | None = None
@@ -72,6 +71,8 @@ def launches(counter: str) -> int:
 
 
 def _open() -> ctypes.CDLL:
+    from kernel_fusion.native import build  # here, because filelock alone would double the time of our import
+
     path = build.built_library(lambda line: print(line, file=sys.stderr, flush=True))
     try:
         opened = ctypes.CDLL(str(path))

@@ -9,7 +9,7 @@ devices) or cannot be built, the stub itself serves the call through the eager d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,37 +45,52 @@ for _name, _schema in (_VERBS | _PARTS).items():
 library.define(_REFERENCE, tags=torch.Tag.pt2_compliant_tag)
 library.impl("row_norm_reference", eager.row_norm, "CompositeImplicitAutograd")
 
-layer_norm = torch.ops.kernel_fusion.layer_norm.default
-rms_norm = torch.ops.kernel_fusion.rms_norm.default
-row_norm_fwd = torch.ops.kernel_fusion.row_norm_fwd.default
-row_norm_bwd = torch.ops.kernel_fusion.row_norm_bwd.default
-row_norm_reference = torch.ops.kernel_fusion.row_norm_reference.default
+layer_norm: Callable[..., torch.Tensor] = torch.ops.kernel_fusion.layer_norm.default
+rms_norm: Callable[..., torch.Tensor] = torch.ops.kernel_fusion.rms_norm.default
+
+
+def default_eps(input: torch.Tensor) -> float:
+    """What `eps=None` of rms_norm stands for: the machine epsilon of the compute type."""
+    return torch.finfo(eager.compute_dtype(input.dtype)).eps
 
 
 def reference_call(name: str, *args: Any) -> torch.Tensor:
     """The verb `name`, called with an operator's arguments, by the eager definition."""
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
     if eps is None:
-        eps = torch.finfo(eager.compute_dtype(input.dtype)).eps
-    return row_norm_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, name == "rms_norm")
+        eps = default_eps(input)
+    return eager.row_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype, name == "rms_norm")
+
+
+# What serves the verbs on a device type where the extension cannot be built, if not the eager definition. Called like
+# `reference_call`. Backends put themselves here.
+without_extension: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def _bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments in the schema's order, defaults filled in: the dispatcher leaves trailing defaults out."""
+    arguments = operator._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [bound[a.name] for a in arguments]
 
 
 def _verb_stub(name: str) -> Callable[..., torch.Tensor]:
-    operator = getattr(torch.ops.kernel_fusion, name).default
-    argument_names = [argument.name for argument in operator._schema.arguments]
-    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    operator: Any = getattr(torch.ops.kernel_fusion, name).default
 
     def stub(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if args[0].device.type in NATIVE_DEVICES and loader.load():
-            return operator(*args, **kwargs)
-        bound = defaults | dict(zip(argument_names, args, strict=False)) | kwargs
-        return reference_call(name, *(bound[argument] for argument in argument_names))
+        device = args[0].device.type
+        if device in NATIVE_DEVICES and loader.load():
+            served: torch.Tensor = operator(*args, **kwargs)
+            return served
+        serve = without_extension.get(device, reference_call)
+        return serve(name, *_bind(operator, args, kwargs))
 
     return stub
 
 
 def _part_stub(name: str) -> Callable[..., Any]:
-    operator = getattr(torch.ops.kernel_fusion, name).default
+    operator: Any = getattr(torch.ops.kernel_fusion, name).default
 
     def stub(*args: Any) -> Any:
         if loader.load():
@@ -93,3 +108,31 @@ for _name in _VERBS:
         library.impl(_name, _verb_stub(_name), _key)
 for _name in _PARTS:
     library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")
+
+
+def _register_vmap(name: str) -> None:
+    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """Rows batch trivially; a batched weight or bias takes the eager definition, by broadcasting."""
+        input, num_dims, weight, bias, eps, offset, out_dtype = _bind(operator, args, {})
+        input_dim, _, weight_dim, bias_dim = (*in_dims, None, None)[:4]
+        input = input.expand(info.batch_size, *input.shape) if input_dim is None else input.movedim(input_dim, 0)
+        if weight_dim is None and bias_dim is None:
+            return operator(input, num_dims, weight, bias, eps, offset, out_dtype), 0
+
+        def spread(parameter: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+            if parameter is None or dim is None:
+                return parameter
+            batched = parameter.movedim(dim, 0)
+            return batched.reshape(info.batch_size, *[1] * (input.dim() - num_dims - 1), *batched.shape[1:])
+
+        weight, bias = spread(weight, weight_dim), spread(bias, bias_dim)
+        eps = default_eps(input) if eps is None else eps
+        return eager.row_norm_formula(input, num_dims, weight, bias, eps, offset, out_dtype, name == "rms_norm"), 0
+
+    torch.library.register_vmap(f"kernel_fusion::{name}", rule, lib=library)
+
+
+for _name in _VERBS:
+    _register_vmap(_name)

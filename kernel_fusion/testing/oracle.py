@@ -140,7 +140,7 @@ def make_inputs(case: RowNormCase, device: torch.device | str, seed: int = 0) ->
 
 def run(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
     """y and the gradients, by our verb on `backend`."""
-    options = {"weight_offset": case.weight_offset, "out_dtype": case.out_dtype, "backend": backend}
+    options: dict[str, Any] = {"weight_offset": case.weight_offset, "out_dtype": case.out_dtype, "backend": backend}
     if case.verb == "layer_norm":
         y = kf.layer_norm(inputs.x, case.normalized_shape, inputs.weight, inputs.bias, **options)
     else:
@@ -221,7 +221,9 @@ def compare(case: RowNormCase, device: torch.device | str, backend: str | None, 
     for draw in range(max(1, min(16, 64 // cols))):
         inputs = make_inputs(case, device, seed + draw)
         draws.append((reference(case, inputs), pytorch(case, inputs), run(case, inputs, backend)))
-    return [judge(name, [(ours[name], wide[name], theirs[name]) for wide, theirs, ours in draws]) for name in draws[0][0]]
+    return [
+        judge(name, [(ours[name], wide[name], theirs[name]) for wide, theirs, ours in draws]) for name in draws[0][0]
+    ]
 
 
 def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
@@ -238,7 +240,10 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
         errors.append(np.abs(_wide(ours) - expected))
         roundings.append(np.maximum(np.abs(expected) * (info.eps / 2), info.tiny))
         pytorch_error = max(pytorch_error, float(np.nan_to_num(np.abs(_wide(theirs) - expected)).max()))
-    worst = [float((error / (2 * (pytorch_error + rounding))).max()) for error, rounding in zip(errors, roundings, strict=True)]
+    worst = [
+        float((error / (2 * (pytorch_error + rounding))).max())
+        for error, rounding in zip(errors, roundings, strict=True)
+    ]
     excess = math.inf if any(map(math.isnan, worst)) else max(worst)
     return Comparison(name, max(float(error.max()) for error in errors), pytorch_error, excess)
 

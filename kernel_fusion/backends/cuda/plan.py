@@ -38,7 +38,8 @@ class Device:
     def of(index: int) -> Device:
         """The device `cuda:index`."""
         properties = torch.cuda.get_device_properties(index)
-        return Device(properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin)
+        shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Device(properties.major * 10 + properties.minor, shared_bytes)
 
 
 # The architectures that CI compiles for without a device. Source: CUDA C++ Programming Guide, technical specifications.
@@ -190,7 +191,7 @@ def kernel_source(spec: RowNormSpec | SumPartialsSpec, access: Access, plan: Pla
     """The kernel's name and its CUDA source: the constants of spec, access and plan, and one instantiation."""
     if isinstance(spec, SumPartialsSpec):
         name, args, header = "sum_partials", "SumPartialsArgs", "sum_partials"
-        types = {"Acc": spec.acc, "First": spec.first, "Second": spec.second}
+        types: dict[str, str | None] = {"Acc": spec.acc, "First": spec.first, "Second": spec.second}
         constants: dict[str, int] = {"kCols": spec.cols, "kThreads": plan.threads}
     else:
         name, args, header, types, constants = _row_norm_source(spec, access, plan)
@@ -212,7 +213,7 @@ def _row_norm_source(
 ) -> tuple[str, str, str, dict[str, str | None], dict[str, int]]:
     backward = spec.direction.startswith("backward")
     header = {"backward": "row_norm_bwd", "backward_weight": "row_norm_bwd_weight"}.get(spec.direction, "row_norm_fwd")
-    types = {"Acc": spec.acc, "X": spec.x, "DY" if backward else "Y": spec.y}
+    types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "DY" if backward else "Y": spec.y}
     types |= {"Weight": spec.weight} if backward else {"Weight": spec.weight, "Bias": spec.bias}
     constants: dict[str, int] = {
         "kRms": spec.rms,
@@ -239,9 +240,6 @@ def _row_norm_source(
     else:
         constants |= {"kStats": spec.direction == "forward", "kAlignY": access.y}
         args = "RowNormFwdArgs"
-    if plan.cluster > 1:
-        # The launcher sets the cluster's size; the kernel only relies on it.
-        constants |= {"kCluster": plan.cluster}
     norm = "rms_norm" if spec.rms else "layer_norm"
     name = f"kf_{norm}_{spec.direction}_{spec.cols}_{spec.x}"
     return name, args, header, types, constants

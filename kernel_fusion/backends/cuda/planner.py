@@ -28,13 +28,13 @@ class Request(ctypes.Structure):
     """`KernelRequest` of launcher.h, field by field."""
 
     _names = "device kernel cols rms x y weight bias flags align_x align_y align_weight align_dx"
-    _fields_ = [(name, ctypes.c_int32) for name in _names.split()]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
 class Answer(ctypes.Structure):
     """`KernelPlan` of launcher.cpp, field by field."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("error", ctypes.c_char_p),
         ("image", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
@@ -168,18 +168,25 @@ def family(cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = 
     return [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads) for d in directions]
 
 
+def weight_pass(spec: RowNormSpec) -> RowNormSpec:
+    """The pass over dweight and dbias alone that belongs to a backward whose plan splits them off."""
+    return dataclasses.replace(spec, direction="backward_weight")
+
+
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[Spec]:
     """The kernels that a call of `spec` launches: itself and, after a backward with sums, those that finish them."""
     specs: list[Spec] = [spec]
     if spec.direction == "backward" and any(spec.grads[1:]):
         if plan.splits_weight:
-            specs.append(dataclasses.replace(spec, direction="backward_weight"))
+            specs.append(weight_pass(spec))
         first, second = (spec.weight if spec.grads[1] else None), (spec.weight if spec.grads[2] else None)
         specs.append(SumPartialsSpec(spec.cols, spec.acc, first, second))
     return specs
 
 
-def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], arch: int, shared_bytes: int | None = None) -> int:
+def compile_ahead(
+    hidden_sizes: Iterable[int], dtypes: Iterable[str], arch: int, shared_bytes: int | None = None
+) -> int:
     """Compile the kernels of both norms for contiguous rows into the disk cache; no GPU needed.
 
     Args:

@@ -33,6 +33,20 @@ def row_norm(
     checks.out_dtype(verb, out_dtype, input.dtype)
     if not input.is_floating_point():
         return pytorch_row_norm(input, num_dims, weight, bias, eps, weight_offset, rms)
+    return row_norm_formula(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
+
+
+def row_norm_formula(
+    input: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> Tensor:
+    """The definition itself, for floating-point `input` and any weight and bias that broadcast against it."""
     dtype = compute_dtype(input.dtype)
     dims = tuple(range(-num_dims, 0))
     h = input.to(dtype)

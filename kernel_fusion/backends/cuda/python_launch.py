@@ -1,0 +1,317 @@
+"""The CUDA kernels without the C++ extension: the same kernels and plans, launched from Python.
+
+For machines with a GPU and no C++ compiler. A call costs tens of microseconds of host time instead of a few, and
+strided inputs are copied first; results are those of the extension, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, dtype_name
+
+_pointer, _i64, _f64 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_double
+launches = 0
+
+
+# The structures of native/shared/row_norm_args.h; a test compares their sizes with the compiler's.
+class RowLayout(ctypes.Structure):
+    """`kf::RowLayout`."""
+
+    _fields_ = [("middle", _i64), ("inner", _i64), ("stride", _i64 * 3)]
+
+
+class RowNormFwdArgs(ctypes.Structure):
+    """`kf::RowNormFwdArgs`."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("x", "weight", "bias", "y", "mean", "rstd")),
+        ("rows", _i64),
+        ("x_rows", RowLayout),
+        ("eps", _f64),
+        ("weight_offset", _f64),
+    ]
+
+
+class RowNormBwdArgs(ctypes.Structure):
+    """`kf::RowNormBwdArgs`."""
+
+    _fields_ = [
+        *(
+            (name, _pointer)
+            for name in ("dy", "x", "mean", "rstd", "weight", "dx", "dweight_partials", "dbias_partials")
+        ),
+        ("rows", _i64),
+        ("partial_pitch", _i64),
+        ("x_rows", RowLayout),
+        ("dy_rows", RowLayout),
+        ("weight_offset", _f64),
+    ]
+
+
+class SumPartialsArgs(ctypes.Structure):
+    """`kf::SumPartialsArgs`."""
+
+    _fields_ = [
+        ("partials", _pointer * 2),
+        ("out", _pointer * 2),
+        ("num_partials", _i64),
+        ("pitch", _i64),
+    ]
+
+
+class _Kernel:
+    """A kernel loaded on one device."""
+
+    def __init__(self, spec: planner.Spec, access: Access, index: int) -> None:
+        from cuda.bindings import driver
+
+        self.plan, name, code = planner.compiled(spec, access, Device.of(index))
+        torch.cuda.current_stream(index).synchronize()  # makes the device's context current on this thread
+        library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()))
+        self.function = _checked(driver.cuKernelGetFunction(kernel))
+        plan = self.plan
+        if plan.shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self.function, attribute, plan.shared_bytes))
+        resident = _checked(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, plan.threads, plan.shared_bytes)
+        )
+        multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.max_blocks = max(1, resident * multiprocessors // plan.cluster) * plan.cluster
+
+    def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:
+        from cuda.bindings import driver
+
+        global launches
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.plan.threads, 1, 1
+        config.sharedMemBytes = self.plan.shared_bytes
+        config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
+        if self.plan.cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = attribute.value.clusterDim
+            dimension.x, dimension.y, dimension.z = self.plan.cluster, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        with torch.cuda.device(device):
+            _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(parameters), 0))
+        launches += 1
+
+
+@cache
+def _kernel(spec: planner.Spec, access: Access, index: int) -> _Kernel:
+    return _Kernel(spec, access, index)
+
+
+def _checked(result: Any) -> Any:
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"kernel_fusion: the CUDA driver answered {error}")
+    return values[0] if values else None
+
+
+def _alignment(*tensors: Tensor | None) -> int:
+    bits = 16
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits & -bits
+
+
+def _row_alignment(rows: Tensor, cols: int) -> int:
+    bits = _alignment(rows) | cols * rows.element_size() | 16
+    return bits & -bits
+
+
+def _layout(cols: int, rows: int) -> RowLayout:
+    return RowLayout(1, max(1, rows), (_i64 * 3)(0, 0, cols))
+
+
+def _geometry(input: Tensor, num_dims: int) -> tuple[int, int]:
+    cols = math.prod(input.shape[input.dim() - num_dims :])
+    return input.numel() // cols if cols else 0, cols
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _name(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else dtype_name(tensor.dtype)
+
+
+def _empty_stats(input: Tensor, num_dims: int, rms: bool) -> Tensor:
+    shape = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
+    return input.new_empty(shape, dtype=eager.compute_dtype(input.dtype))
+
+
+def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:
+    return (None, stats[0].data_ptr()) if rms else (stats[0].data_ptr(), stats[1].data_ptr())
+
+
+def row_norm_fwd(
+    input: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """`kernel_fusion::row_norm_fwd` on CUDA tensors."""
+    x, weight, bias = (None if t is None else t.contiguous() for t in (input, weight, bias))
+    assert x is not None
+    y = torch.empty_like(x, dtype=out_dtype)
+    stats = _empty_stats(input, num_dims, rms)
+    rows, cols = _geometry(x, num_dims)
+    if y.numel():
+        spec = RowNormSpec(
+            "forward",
+            rms,
+            cols,
+            dtype_name(x.dtype),
+            dtype_name(y.dtype),
+            _name(weight),
+            _name(bias),
+            weight_offset != 0,
+        )
+        access = Access(_row_alignment(x, cols), _row_alignment(y, cols), _alignment(weight, bias))
+        kernel = _kernel(spec, access, x.device.index)
+        pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
+        args = RowNormFwdArgs(*pointers, rows, _layout(cols, rows), eps, weight_offset)
+        kernel.launch(-(-rows // kernel.plan.rows) * kernel.plan.cluster, 1, x.device, args)
+    return y, stats
+
+
+def row_norm_bwd(
+    dy: Tensor,
+    input: Tensor,
+    stats: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    weight_offset: float,
+    rms: bool,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernel_fusion::row_norm_bwd` on CUDA tensors."""
+    dy, x = dy.contiguous(), input.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    rows, cols = _geometry(x, num_dims)
+    shape = x.shape[x.dim() - num_dims :]
+    dx = torch.empty_like(x) if output_mask[0] else x.new_empty(0)
+    dweight = x.new_zeros(shape if output_mask[1] else 0, dtype=None if weight is None else weight.dtype)
+    dbias = x.new_zeros(shape if output_mask[2] else 0, dtype=bias_dtype)
+    if x.numel():
+        grads = (output_mask[0], output_mask[1], output_mask[2])
+        names = (dtype_name(x.dtype), dtype_name(dy.dtype), _name(weight))
+        spec = RowNormSpec("backward", rms, cols, *names, None, weight_offset != 0, grads)
+        access = Access(_row_alignment(x, cols), _row_alignment(dy, cols), _alignment(weight), _row_alignment(x, cols))
+        pointers = (_address(dy), _address(x), *_stats_addresses(stats, rms), _address(weight))
+        args = RowNormBwdArgs(*pointers, _address(dx) if grads[0] else None, None, None, rows, 0)
+        args.x_rows = args.dy_rows = _layout(cols, rows)
+        args.weight_offset = weight_offset
+        _launch_backward(spec, access, x.device, args, dweight, dbias)
+    return dx, dweight, dbias
+
+
+def _launch_backward(
+    spec: RowNormSpec, access: Access, device: torch.device, args: RowNormBwdArgs, dweight: Tensor, dbias: Tensor
+) -> None:
+    """The same launches as native/extension/row_norm_cuda.cpp."""
+    kernel = _kernel(spec, access, device.index)
+    plan: Plan = kernel.plan
+    grid = min(-(-args.rows // plan.rows), kernel.max_blocks // plan.cluster)
+    if not any(spec.grads[1:]):
+        kernel.launch(grid * plan.cluster, 1, device, args)
+        return
+    split = _kernel(planner.weight_pass(spec), access, device.index) if plan.splits_weight else None
+    tiles = -(-spec.cols // (split.plan.threads * split.plan.vec)) if split else 1
+    num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid
+    pitch = -(-spec.cols // 32) * 32
+    acc = torch.float64 if spec.acc == "f64" else torch.float32
+    partials = torch.empty(2, num_partials, pitch, dtype=acc, device=device)
+    args.dweight_partials, args.dbias_partials = partials[0].data_ptr(), partials[1].data_ptr()
+    args.partial_pitch = pitch
+    if spec.grads[0] or split is None:
+        kernel.launch(grid * plan.cluster, 1, device, args)
+    if split:
+        split.launch(tiles, num_partials, device, args)
+    outs = [out if wanted else None for out, wanted in ((dweight, spec.grads[1]), (dbias, spec.grads[2]))]
+    finish = _kernel(SumPartialsSpec(spec.cols, spec.acc, _name(outs[0]), _name(outs[1])), Access(), device.index)
+    halves = (_pointer * 2)(partials[0].data_ptr(), partials[1].data_ptr())
+    finish_args = SumPartialsArgs(halves, (_pointer * 2)(*map(_address, outs)), num_partials, pitch)
+    finish.launch(-(-spec.cols // 32), 2, device, finish_args)
+
+
+class RowNorm(torch.autograd.Function):
+    """Autograd of the row norms, as in native/extension/row_norm.cpp."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """Arguments as for `kernel_fusion::row_norm_fwd`."""
+        input, num_dims, weight, bias, eps, weight_offset, _, rms = args
+        y, stats = torch.ops.kernel_fusion.row_norm_fwd(*args)
+        ctx.save_for_backward(input, weight, bias, stats)
+        ctx.call = num_dims, eps, weight_offset, rms
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of input, weight and bias."""
+        (dy,) = grads
+        input, weight, bias, stats = ctx.saved_tensors
+        num_dims, eps, weight_offset, rms = ctx.call
+        wants = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        if torch.is_grad_enabled():
+            y = eager.row_norm(input, num_dims, weight, bias, eps, weight_offset, dy.dtype, rms)
+            leaves = [t for t, wanted in zip((input, weight, bias), wants, strict=True) if wanted]
+            found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
+            results = [next(found) if wanted else None for wanted in wants]
+        else:
+            bias_dtype = None if bias is None else bias.dtype
+            outputs = torch.ops.kernel_fusion.row_norm_bwd(
+                dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants
+            )
+            results = [out if wanted else None for out, wanted in zip(outputs, wants, strict=True)]
+        return results[0], None, results[1], results[2], None, None, None, None
+
+
+def _fwd_meta(input: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, _, out_dtype, rms = rest
+    y = input.new_empty(input.shape, dtype=out_dtype)
+    return y, _empty_stats(input, num_dims, rms)
+
+
+def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weight, bias_dtype, _, _, wants = rest
+    shape = input.shape[input.dim() - num_dims :]
+    dweight = input.new_empty(shape if wants[1] else 0, dtype=None if weight is None else weight.dtype)
+    return (
+        input.new_empty(input.shape if wants[0] else 0),
+        dweight,
+        input.new_empty(shape if wants[2] else 0, dtype=bias_dtype),
+    )
+
+
+@lru_cache(maxsize=1)
+def register(library: torch.library.Library) -> None:
+    """Make these functions the CUDA kernels of the operators below autograd."""
+    library.impl("row_norm_fwd", row_norm_fwd, "CUDA")
+    library.impl("row_norm_bwd", row_norm_bwd, "CUDA")
+    library.impl("row_norm_fwd", _fwd_meta, "Meta")
+    library.impl("row_norm_bwd", _bwd_meta, "Meta")
