@@ -63,6 +63,7 @@ class Plan:
         min_blocks: blocks per multiprocessor that registers must allow.
         shared_bytes: dynamic shared memory.
         splits_weight: dweight and dbias take a pass of their own.
+        stages: backward reads rows through shared memory, this many per group of threads on their way; 0: directly.
     """
 
     vec: int
@@ -78,6 +79,7 @@ class Plan:
     min_blocks: int = 1
     shared_bytes: int = 0
     splits_weight: bool = False
+    stages: int = 0
 
     def __str__(self) -> str:
         if self.rows > 1:
@@ -232,6 +234,9 @@ def _row_norm_source(
         "kAlignWeight": access.weight,
     }
     if backward:
+        if plan.stages:
+            header = "row_norm_bwd_staged"
+            constants["kStages"] = plan.stages
         dx, dweight, dbias = spec.grads
         constants |= {"kDX": dx, "kDWeight": dweight, "kDBias": dbias, "kPrefetch": plan.prefetch}
         constants |= {"kStorage": ("none", "registers", "shared").index(plan.storage)}

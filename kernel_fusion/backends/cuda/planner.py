@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +52,8 @@ _FORWARD, _BACKWARD, _BACKWARD_WEIGHT, _SUM_PARTIALS = range(4)
 
 # What the launcher holds pointers to; never freed, as a process meets few kernels.
 _kept: list[bytes] = []
-_override = threading.local()
+# Of the whole process, because backward plans on autograd's threads.
+_override: Callable[[RowNormSpec, Plan], Plan] | None = None
 
 
 def install(library: ctypes.CDLL) -> None:
@@ -135,8 +135,7 @@ def plan_for(spec: Spec, device: Device) -> Plan:
     if isinstance(spec, SumPartialsSpec):
         return plan_sum_partials(spec)
     plan = plan_row_norm(spec, device)
-    change: Callable[[RowNormSpec, Plan], Plan] | None = getattr(_override, "change", None)
-    return plan if change is None else change(spec, plan)
+    return plan if _override is None else _override(spec, plan)
 
 
 def compiled(spec: Spec, access: Access, device: Device) -> tuple[Plan, str, bytes]:
@@ -148,15 +147,16 @@ def compiled(spec: Spec, access: Access, device: Device) -> tuple[Plan, str, byt
 
 @contextmanager
 def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
-    """Within this context and thread, new row-norm kernels run by `change(spec, plan)`. For tests and tuning."""
+    """Within this context, in every thread, row-norm kernels run by `change(spec, plan)`. For tests and tuning."""
     from kernel_fusion.native import loader
 
-    _override.change = change
+    global _override
+    _override = change
     loader.library().kf_forget_kernels()
     try:
         yield
     finally:
-        _override.change = None
+        _override = None
         loader.library().kf_forget_kernels()
 
 

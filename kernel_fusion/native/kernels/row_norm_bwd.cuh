@@ -15,6 +15,22 @@
 
 namespace kf {
 
+// xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+template <class S> struct Normalize {
+  using A = typename S::Acc;
+  A mean, rstd;
+  __device__ A operator()(typename S::X x) const { return (widen<A>(x) - mean) * rstd; }
+};
+
+// dx of an element, from the row's sums of g and of g * xhat.
+template <class S> struct Derivative {
+  using A = typename S::Acc;
+  A rstd, mean_g, mean_gx;
+  __device__ Derivative(A rstd, A sum_g, A sum_gx)
+      : rstd(rstd), mean_g(sum_g / static_cast<A>(S::kCols)), mean_gx(sum_gx / static_cast<A>(S::kCols)) {}
+  __device__ A operator()(A g, A xhat) const { return (g - mean_g - xhat * mean_gx) * rstd; }
+};
+
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
 template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
@@ -132,6 +148,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
+    const Normalize<S> normalize{now.mean, now.rstd};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
 
@@ -150,7 +167,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         for (int e = 0; e < kVec; ++e) {
           // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
           const bool inside = kCovers || at.col(i) + e < kCols;
-          const A xhat = inside && (S::kRows == 1 || now.live) ? (widen<A>(x.v[e]) - now.mean) * now.rstd : A(0);
+          const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x.v[e]) : A(0);
           dys[e] = S::kRows == 1 || now.live ? widen<A>(dy.v[e]) : A(0);
           dyx[e] = dys[e] * xhat;
           const A g = rounded_product(dys[e], weight[e]);
@@ -166,31 +183,26 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       }
     }
     if constexpr (S::kDX) {
-      A mean_g = sum_g[0], mean_gx = sum_gx[0];
+      A total_g = sum_g[0], total_gx = sum_gx[0];
       if constexpr (S::kWarps > 1) {
         Exchange<S> exchange{slots[buffer]};
 #pragma unroll
         for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, sum_g[w], sum_gx[w]);
         exchange.barrier();
-        if constexpr (!S::kRms) mean_g = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][0]; });
-        mean_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
+        if constexpr (!S::kRms) total_g = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][0]; });
+        total_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
       }
-      mean_g /= static_cast<A>(kCols);
-      mean_gx /= static_cast<A>(kCols);
+      const Derivative<S> derivative(now.rstd, total_g, total_gx);
       auto* dx_row = static_cast<X*>(args.dx) + row * kCols;
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
         const auto x = x_at(i);
         const auto dy = dy_at(i);
-        A weight[kVec];
+        A weight[kVec], dx[kVec];
         weight_at(i, weight);
-        Pack<X, kVec> dx;
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          const A xhat = (widen<A>(x.v[e]) - now.mean) * now.rstd;
-          dx.v[e] = narrow<X>((rounded_product(widen<A>(dy.v[e]), weight[e]) - mean_g - xhat * mean_gx) * now.rstd);
-        }
-        if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), dx);
+        for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(widen<A>(dy.v[e]), weight[e]), normalize(x.v[e]));
+        if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), narrow_pack<X>(dx));
       }
     }
   }

@@ -123,10 +123,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += widen<A>(b.v[e]);
     }
-    Pack<typename S::Y, kVec> out;
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) out.v[e] = narrow<typename S::Y>(y[e]);
-    if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, col, out);
+    if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, col, narrow_pack<typename S::Y>(y));
   }
 }
 

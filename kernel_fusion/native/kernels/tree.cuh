@@ -49,16 +49,13 @@ template <class S> struct Place {
 
   int lane, row, warp;  // lane in the virtual warp, row in the block, first virtual warp played
 
-  __device__ Place() {
-    lane = threadIdx.x % S::kLanes;
-    if constexpr (S::kWarps == 1) {
-      row = threadIdx.x / S::kLanes;
-      warp = 0;
-    } else {
-      row = 0;
-      warp = threadIdx.x / 32 * S::kPlayed;
-      if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
-    }
+  __device__ Place() : Place(S::kWarps == 1 ? threadIdx.x % S::kLanes : threadIdx.x) {
+    if constexpr (S::kWarps == 1) row = threadIdx.x / S::kLanes;
+  }
+
+  // For the member-th of the threads that share a row.
+  __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes * S::kPlayed) {
+    if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
   }
 
   // First column of this thread's i-th vector, 0 <= i < kVectors: chunk i % kChunks of virtual warp i / kChunks.
@@ -75,6 +72,12 @@ template <class S> struct Place {
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
+__device__ constexpr int power_of_two(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
 // Step 2: every lane gets the sum over its kLanes neighbours.
 template <int kLanes, class A> __device__ A sum_lanes(A v) {
 #pragma unroll
@@ -85,7 +88,8 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
 // Step 3: two sums per virtual warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
-  static constexpr int kSlots = S::kWarps > 32 ? S::kWarps / 32 : 1;  // virtual warps that one lane reads
+  static constexpr int kPadded = power_of_two(S::kWarps);             // the tree has zeros where there is no warp
+  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // virtual warps that one lane reads
 
   A (*slot)[2];  // shared, [kWarps][2]
 
@@ -113,15 +117,15 @@ template <class S> struct Exchange {
 
   // Sum of f(virtual warp) over all of them, pairwise, in every lane.
   template <class F> __device__ static A sum(int lane, F&& f) {
-    const int first = lane * kSlots % S::kWarps;
+    const int first = lane * kSlots % kPadded;
     A v[kSlots];
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) v[i] = f(first + i);
+    for (int i = 0; i < kSlots; ++i) v[i] = kPadded == S::kWarps || first + i < S::kWarps ? f(first + i) : A(0);
 #pragma unroll
     for (int step = 1; step < kSlots; step *= 2)
 #pragma unroll
       for (int i = 0; i < kSlots; i += 2 * step) v[i] += v[i + step];
-    return sum_lanes<(S::kWarps < 32 ? S::kWarps : 32)>(v[0]);
+    return sum_lanes<(kPadded < 32 ? kPadded : 32)>(v[0]);
   }
 };
 

@@ -51,6 +51,30 @@ template <class T, int kVec> struct alignas(sizeof(T) * kVec < 16 ? sizeof(T) * 
   T v[kVec];
 };
 
+__device__ inline unsigned narrow_pair(bf16, float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ inline unsigned narrow_pair(f16, float low, float high) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// A whole pack: 16-bit types round two values with one instruction.
+template <class T, int kVec, class A> __device__ Pack<T, kVec> narrow_pack(const A (&v)[kVec]) {
+  Pack<T, kVec> pack;
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) reinterpret_cast<unsigned*>(&pack)[e / 2] = narrow_pair(T{}, v[e], v[e + 1]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) pack.v[e] = narrow<T>(v[e]);
+  }
+  return pack;
+}
+
 template <int kBytes> struct Word;
 template <> struct Word<2> { using type = unsigned short; };
 template <> struct Word<4> { using type = unsigned; };
@@ -59,6 +83,14 @@ template <> struct Word<16> { using type = uint4; };
 
 template <int kAlign, class T, int kVec> inline constexpr int kPieceBytes =
     static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
+
+// Makes the compiler widen a pack where it is used, instead of once before a loop into twice the registers.
+template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
+  }
+}
 
 // Loads kVec elements from p, which is aligned to kAlign bytes, in the widest pieces that this allows.
 template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* p) {

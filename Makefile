@@ -1,0 +1,52 @@
+# The four commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
+# of constraints.txt, made anew whenever pyproject.toml or constraints.txt changes.
+#
+#   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
+#   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
+#   make lint    ruff and mypy
+#   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
+#                folder stay; `kernel-fusion cache --clear` removes those)
+#
+# PYTHON names the interpreter. To use a PyTorch that it already has (a CUDA build, say), whatever its version:
+# make demo VENV_ARGS=--system-site-packages
+
+PYTHON ?= python3
+VENV_ARGS ?=
+# Two workers are faster than one even on two cores, and few enough to share a GPU.
+PYTEST_ARGS ?= -n 2
+RESULTS := demo-results
+
+BIN := .venv/bin
+STAMP := .venv/installed
+# A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
+CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/kernel-fusion verify
+	$(BIN)/kernel-fusion bench models --quick --output-dir $(RESULTS)/models
+	$(BIN)/python examples/train_gpt.py --output-dir $(RESULTS)
+	@echo; echo "Plots:"; ls $(RESULTS)/*.png $(RESULTS)/*/*.png
+
+# Threads that spin while they wait take the cores from the other worker: on two cores tests/test_train_gpt.py alone
+# took over six minutes so, and half a minute with threads that sleep.
+test: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv $(RESULTS) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# PyTorch comes first and alone, so that one that is there already is never replaced.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "kernel_fusion needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV_ARGS) .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install $(CONSTRAINTS) torch
+	$(BIN)/pip install $(CONSTRAINTS) --editable '.[dev]'
+	touch $@

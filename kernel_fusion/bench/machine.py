@@ -1,0 +1,121 @@
+"""What a result depends on apart from our code: machine, versions, the state of the checkout. `info` prints it too."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import kernel_fusion as kf
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def machine(device: torch.device) -> dict[str, str | int]:
+    """Names and sizes of the hardware that `device` is, and of its host."""
+    facts: dict[str, str | int] = {
+        "device": str(device),
+        "cpu": cpu_model(),
+        "cpu_logical_cores": os.cpu_count() or 0,
+        "torch_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "os": platform.platform(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "gpu_compute_capability": f"{properties.major}.{properties.minor}",
+            "gpu_multiprocessors": properties.multi_processor_count,
+            "gpu_memory_bytes": properties.total_memory,
+            "gpu_driver": gpu_driver() or "unknown",
+        }
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that takes part, as far as it is installed."""
+    found = {
+        "kernel_fusion": kf.__version__,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "nvrtc": nvrtc_version(),
+        "cuda_core": _installed("cuda-core"),
+        "triton": _installed("triton"),
+    }
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def load_average() -> float:
+    """How many programs wanted to run during the last minute; 0 where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def device_slug(device: torch.device) -> str:
+    """The device's name as part of a file name."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_model()}"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cpu_model() -> str:
+    """The processor's name, as the operating system tells it."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def gpu_driver() -> str | None:
+    """The version of the NVIDIA driver, or None where it cannot be told."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    lines = _output([tool, "--query-gpu=driver_version", "--format=csv,noheader"])
+    return lines[0] if lines else None
+
+
+def nvrtc_version() -> str | None:
+    """The version of the CUDA run-time compiler, or None where it is missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError):
+        return None
+    return f"{major}.{minor}" if status == nvrtc.nvrtcResult.NVRTC_SUCCESS else None
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that the package is imported from ("+changes" if edited); None outside one."""
+    root = _PACKAGE.parent
+    lines = _output(["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"])
+    # A package installed below somebody else's checkout is not part of it.
+    if len(lines) != 2 or Path(lines[0]).resolve() != root.resolve():
+        return None
+    edited = _output(["git", "-C", str(root), "status", "--porcelain", "--", str(_PACKAGE)])
+    return lines[1] + ("+changes" if edited else "")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(command: list[str]) -> list[str]:
+    """The lines that `command` prints; none if it is missing or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return result.stdout.splitlines() if result.returncode == 0 else []

@@ -1,0 +1,85 @@
+"""What the commands share: the console, the choice of device and backend, and how values are written."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import typer
+from rich.console import Console
+
+from kernel_fusion.backends.select import unavailable_reason
+from kernel_fusion.config import check_backend_name
+from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
+from kernel_fusion.core.spec import DTYPES, torch_dtype
+
+# Without a terminal rich assumes 80 columns and would cut the tables.
+_PIPE_WIDTH = 200
+
+CACHES = (EXTENSIONS, CUBINS)
+
+
+def console() -> Console:
+    """A console on the standard output of this moment, wide enough for our tables where it is no terminal.
+
+    Without markup: error texts have square brackets of their own.
+    """
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+
+
+def progress_console() -> Console:
+    """A console for progress, on standard error, so that what is printed can be piped."""
+    return Console(stderr=True)
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device called `name`; None means the GPU where our kernels run on it, else the CPU."""
+    if name is None:
+        return torch.device("cpu" if unavailable_reason("cuda") else "cuda")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise typer.BadParameter(f"{name!r} is no device here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def resolve_backend(name: str | None, device: torch.device) -> str:
+    """The backend called `name`, or the device's own; an error that says why where it cannot run."""
+    backend = name or (device.type if device.type in ("cpu", "cuda") else "eager")
+    try:
+        check_backend_name(backend)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    reason = unavailable_reason(backend, device)
+    if reason:
+        raise typer.BadParameter(f"backend {backend!r} cannot run on {device}: {reason}; 'eager' runs everywhere")
+    return backend
+
+
+def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
+    """The dtypes of a list such as "bf16,fp32"."""
+    return tuple(torch_dtype(name) for name in dtype_names(text))
+
+
+def dtype_names(text: str) -> tuple[str, ...]:
+    """The library's names of the dtypes in a list such as "bf16,fp32": "bf16", "f32"."""
+    for name in split(text):
+        if name.replace("fp", "f") not in DTYPES:
+            raise typer.BadParameter(f"{name!r} is no dtype; there are bf16, fp16, fp32 and fp64")
+    return tuple(name.replace("fp", "f") for name in split(text))
+
+
+def split(text: str) -> list[str]:
+    """The parts of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes, in MB."""
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def cache_facts(cache: Cache) -> tuple[str, str, str]:
+    """Number of entries, their size, and their folder."""
+    return f"{len(cache.entries())} entries", size(cache.size()), str(cache.path("").parent)

@@ -1,0 +1,74 @@
+"""`info`: what is here, which backends can run, and why the others cannot. Builds nothing unless asked to."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from kernel_fusion.backends.select import unavailable_reason
+from kernel_fusion.bench import machine
+from kernel_fusion.cli.common import CACHES, cache_facts, console, size
+from kernel_fusion.config import BACKENDS, cxx_compiler
+from kernel_fusion.core.cache import EXTENSIONS
+from kernel_fusion.native import build, loader
+
+
+def info(
+    build_extension: Annotated[bool, typer.Option("--build", help="Build and load the extension first.")] = False,
+) -> None:
+    """Show devices, backends, versions, the extension and the caches."""
+    if build_extension:
+        loader.load()
+    out = console()
+    for title, facts in {
+        "Devices": _devices(),
+        "Backends": {name: _backend_state(name) for name in BACKENDS},
+        "Versions": machine.versions() | {"gpu driver": machine.gpu_driver() or "none"},
+        "Extension": {"compiler": cxx_compiler() or "none found", "state": _extension_state()},
+        "Caches": {cache.kind: ", ".join(cache_facts(cache)) for cache in CACHES},
+    }.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, value in facts.items():
+            table.add_row(name, value)
+        out.print(table)
+        out.print()
+
+
+def _devices() -> dict[str, str]:
+    devices = {"cpu": f"{machine.cpu_model()}, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        name = f"{properties.name}, sm_{properties.major}{properties.minor}, {size(properties.total_memory)}"
+        devices[f"cuda:{index}"] = name
+    if torch.backends.mps.is_available():
+        devices["mps"] = "Apple GPU, served by the eager backend"
+    return devices
+
+
+def _backend_state(name: str) -> str:
+    # Asking whether the CPU backend is available would build it.
+    if name == "cpu" and not loader.is_loaded() and loader.error() is None:
+        return f"not loaded yet; the extension is {_extension_state()}"
+    reason = unavailable_reason(name)
+    return f"not available: {reason}" if reason else "available"
+
+
+def _extension_state() -> str:
+    if loader.is_loaded():
+        return f"loaded, {_built_path() or 'from a folder that is not cached'}"
+    if loader.error():
+        return f"could not be built: {loader.error()}"
+    path = _built_path()
+    return f"built, {path}" if path else "not built; the first call or `info --build` builds it"
+
+
+def _built_path() -> str | None:
+    """Where the extension for this machine is in the cache, or None where it is not."""
+    compiler = cxx_compiler()
+    if compiler is None:
+        return None
+    key = build.build_key(compiler)
+    return None if EXTENSIONS.read(key) is None else str(EXTENSIONS.path(key))

@@ -1,0 +1,63 @@
+"""`warmup` and `cache`: compile ahead of use, and see or clear what was compiled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.planner import compile_ahead
+from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, split
+from kernel_fusion.core.cache import CUBINS
+from kernel_fusion.native import loader
+
+
+def warmup(
+    hidden: Annotated[str, typer.Option(help="Row lengths, such as 1024,4096.")],
+    dtypes: Annotated[str, typer.Option(help="Such as bf16,fp32.")] = "bf16,fp16,fp32",
+    arch: Annotated[
+        int | None, typer.Option(help="Compute capability, 90 for 9.0. Default: this machine's GPU.")
+    ] = None,
+) -> None:
+    """Build the extension and compile the CUDA kernels ahead of their first use, with or without a GPU."""
+    out = console()
+    target = _target(arch)
+    try:
+        sizes = [int(part) for part in split(hidden)]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected numbers with commas, got {hidden!r}", param_hint="--hidden") from error
+    names = dtype_names(dtypes)
+    if not loader.load():
+        out.print(f"The C++ extension could not be built: {loader.error()}")
+        raise typer.Exit(1)
+    with out.status(f"Compiling kernels for sm_{target.arch} ..."):
+        count = compile_ahead(sizes, names, target.arch, target.shared_bytes)
+    if not CUBINS.entries():
+        out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
+        raise typer.Exit(1)
+    out.print(f"{count} kernels for sm_{target.arch} are in the cache; the extension is built.")
+
+
+def _target(arch: int | None) -> Device:
+    """The device to compile for: the architecture named, or the GPU that is here."""
+    if arch is None and torch.cuda.is_available():
+        return Device.of(torch.cuda.current_device())
+    if arch not in KNOWN_DEVICES:
+        known = ", ".join(map(str, KNOWN_DEVICES))
+        problem = "there is no GPU here to compile for" if arch is None else f"{arch} is not known"
+        raise typer.BadParameter(f"{problem}; name one of {known}", param_hint="--arch")
+    return KNOWN_DEVICES[arch]
+
+
+def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete all entries.")] = False) -> None:
+    """Show where compiled kernels and the extension are kept, and how much they take."""
+    if clear:
+        for kind in CACHES:
+            kind.clear()
+    table = Table("kind", "holds", "size", "folder")
+    for kind in CACHES:
+        table.add_row(kind.kind, *cache_facts(kind))
+    console().print(table)

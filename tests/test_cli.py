@@ -1,0 +1,236 @@
+"""The command line: what each command prints, and that its exit code tells success from failure."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import kernel_fusion as kf
+from kernel_fusion.cli import app
+from kernel_fusion.config import BACKENDS
+from kernel_fusion.core import cache
+from kernel_fusion.native import loader
+from kernel_fusion.testing import oracle
+from kernel_fusion.testing.oracle import Inputs, RowNormCase
+
+# The module, not the command of the same name that the package exports.
+verify_module = importlib.import_module("kernel_fusion.cli.verify")
+FP32 = torch.float32
+CASES = [RowNormCase(verb, (16, 100), FP32, weight=FP32, bias=FP32) for verb in ("layer_norm", "rms_norm")]
+
+
+def run(*arguments: str) -> Any:
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `verify` of two cases and one training step."""
+    monkeypatch.setattr(verify_module, "cases", lambda quick: CASES)
+    monkeypatch.setattr(verify_module, "training_cases", lambda quick: CASES[:1])
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder that does not exist yet. The extension is loaded before, so that nothing builds it anew."""
+    assert loader.load(), loader.error()
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(folder))
+    return folder
+
+
+def test_module_and_console_script_are_the_same() -> None:
+    """`python -m kernel_fusion` calls itself kernel-fusion and lists every command."""
+    command = [sys.executable, "-m", "kernel_fusion", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: kernel-fusion" in result.stdout
+    for name in ("info", "verify", "bench", "warmup", "cache"):
+        assert re.search(rf"\b{name}\b", result.stdout), name
+
+
+def test_info_builds_nothing(tmp_path: Path) -> None:
+    """With an empty cache it says that the extension is not built, and leaves it so."""
+    environment = os.environ | {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "kernel_fusion", "info"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "not built; the first call or `info --build` builds it" in result.stdout
+    assert not (tmp_path / "cache").exists()
+
+
+def test_info_explains_every_backend() -> None:
+    """Each backend is available, or there is a reason; versions, extension and caches are there."""
+    assert loader.load(), loader.error()
+    result = run("info", "--build")
+    assert result.exit_code == 0, result.output
+    for name in BACKENDS:
+        assert re.search(rf"^\s+{name}\s+(available|not available: \w+)", result.stdout, re.MULTILINE), name
+    assert torch.__version__ in result.stdout
+    assert re.search(r"state\s+loaded", result.stdout)
+    assert re.search(r"extension\s+\d+ entries, \d+\.\d MB", result.stdout)
+
+
+@pytest.mark.slow
+def test_verify_passes_on_the_cpu() -> None:
+    """Every row of the quick grid passes, kernels of ours ran, and the last line counts the rows."""
+    assert loader.load(), loader.error()
+    before = loader.launches("cpu_forward")
+    result = run("verify", "--quick", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    last = result.stdout.strip().splitlines()[-1]
+    passed = int(re.fullmatch(r"(\d+) passed, 0 failed", last)[1])
+    assert passed == len(re.findall(r"\bpass\b", result.stdout))
+    assert passed > 200
+    assert loader.launches("cpu_forward") - before >= len(verify_module.cases(True)) / 2
+
+
+def test_verify_grid_covers_what_it_promises() -> None:
+    """Both verbs, five dtype mixes, and the shapes that the command is documented to check."""
+    for quick in (True, False):
+        grid = verify_module.cases(quick)
+        mixes = {(case.verb, case.dtype, case.weight) for case in grid if case.weight is not None}
+        assert len(mixes) == 2 * 5
+        for verb, dtype in {(case.verb, case.dtype) for case in grid}:
+            own = [case for case in grid if case.verb == verb and case.dtype == dtype]
+            lengths = {case.shape[-1] for case in own}
+            assert {1, 255, 32768} <= lengths
+            assert any(case.shape[0] == 0 for case in own)
+            assert any(case.layout == "padded" for case in own)
+            assert any(case.mean / case.std == 1e4 for case in own)
+            assert any(case.weight is None for case in own)
+    assert len(verify_module.cases(False)) > len(verify_module.cases(True))
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("wrong", ["y", "dx", "dweight", "dbias"])
+def test_verify_fails_when_one_result_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element of one tensor off by a few roundings: exactly that tensor fails, in each case."""
+    honest = oracle.run
+
+    def perturbed(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+        results = honest(case, inputs, backend)
+        results[wrong].flatten()[5].add_(1e-3)
+        return results
+
+    monkeypatch.setattr(oracle, "run", perturbed)
+    result = run("verify", "--device", "cpu", "--backend", "eager")
+    assert result.exit_code == 1
+    # 2 cases of 4 tensors and 5 results of the training step
+    assert result.stdout.strip().endswith("11 passed, 2 failed")
+    assert len(re.findall(rf"│ {wrong} .*FAIL", result.stdout)) == 2
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_fails_when_the_training_step_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that is wrong in one column fails forward, loss or gradients of the training step."""
+    honest = kf.layer_norm
+
+    def perturbed(input: Tensor, *args: Any, backend: str | None = None, **kwargs: Any) -> Tensor:
+        y = honest(input, *args, backend=backend, **kwargs)
+        return y if input.dtype == torch.float64 else y * torch.linspace(1, 1.01, input.shape[-1])
+
+    monkeypatch.setattr(verify_module, "cases", lambda quick: [])
+    monkeypatch.setattr(kf, "layer_norm", perturbed)
+    result = run("verify", "--device", "cpu", "--backend", "eager")
+    assert result.exit_code == 1
+    assert result.stdout.strip().endswith("0 passed, 5 failed")
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_fails_when_no_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right numbers by a fallback are no verification of the backend."""
+    assert loader.load(), loader.error()
+    monkeypatch.setattr(loader, "launches", lambda counter: 7)
+    result = run("verify", "--device", "cpu", "--backend", "cpu")
+    assert result.exit_code == 1
+    assert "no kernel of backend 'cpu' ran" in result.stdout
+    assert "0 passed" in result.stdout
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_goes_on_after_a_case_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the row, and the other cases still count."""
+    honest = oracle.run
+
+    def raising(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+        if case.verb == "rms_norm":
+            raise RuntimeError("no [such] kernel")
+        return honest(case, inputs, backend)
+
+    monkeypatch.setattr(oracle, "run", raising)
+    result = run("verify", "--device", "cpu", "--backend", "eager")
+    assert result.exit_code == 1
+    assert "RuntimeError: no [such] kernel" in result.stdout
+    assert result.stdout.strip().endswith("9 passed, 1 failed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--backend", "cuda"], "the input is on cpu"),
+        (["--device", "nowhere"], "'nowhere' is no device here"),
+        (["--backend", "fast"], "`backend` must be one of"),
+    ],
+)
+def test_verify_refuses_what_cannot_run(arguments: list[str], message: str) -> None:
+    """A usage error that says why, instead of another backend's numbers."""
+    result = run("verify", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_cache_shows_and_clears(empty_cache: Path) -> None:
+    """Entries and size per kind, and none after --clear."""
+    key = cache.digest("a kernel")
+    assert cache.CUBINS.write(key, b"x" * 200_000)
+    assert re.search(r"cubin\s+│ 1 entries\s+│ 0\.2 MB", run("cache").stdout)
+    result = run("cache", "--clear")
+    assert result.exit_code == 0
+    assert re.search(r"cubin\s+│ 0 entries", result.stdout)
+    assert not cache.CUBINS.path(key).exists()
+
+
+def test_warmup_compiles_without_a_gpu(empty_cache: Path) -> None:
+    """The kernels of one hidden size land in the cache, and a second run compiles nothing more."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    command = ("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    entries = cache.CUBINS.entries()
+    # two norms in three directions, and what finishes the sums
+    assert len(entries) >= 7
+    assert run(*command).exit_code == 0
+    assert cache.CUBINS.entries() == entries
+
+
+def test_warmup_says_when_nothing_can_be_kept(empty_cache: Path) -> None:
+    """A cache folder that cannot be made is a failure here, where filling it is the purpose."""
+    empty_cache.write_text("a file in its place")
+    result = run("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "64", "--arch", "12"], "12 is not known; name one of 80"),
+        (["--hidden", "many", "--arch", "90"], "expected numbers with commas"),
+        (["--hidden", "64", "--arch", "90", "--dtypes", "fp8"], "'fp8' is no dtype"),
+    ],
+)
+def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
+    """A usage error that names what there is."""
+    result = run("warmup", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
