@@ -130,17 +130,17 @@ def decode(request: Request) -> tuple[Spec, Access]:
     return spec, access
 
 
-def plan_for(spec: Spec, device: Device) -> Plan:
+def plan_for(spec: Spec, access: Access, device: Device) -> Plan:
     """The plan of a spec on a device."""
     if isinstance(spec, SumPartialsSpec):
         return plan_sum_partials(spec)
-    plan = plan_row_norm(spec, device)
+    plan = plan_row_norm(spec, access, device)
     return plan if _override is None else _override(spec, plan)
 
 
 def compiled(spec: Spec, access: Access, device: Device) -> tuple[Plan, str, bytes]:
     """Plan, kernel name and machine code of a spec on a device, compiled or from the disk cache."""
-    plan = plan_for(spec, device)
+    plan = plan_for(spec, access, device)
     name, source = kernel_source(spec, access, plan)
     return plan, name, compiler.cubin(source, device.arch)
 
@@ -201,14 +201,15 @@ def compile_ahead(
     from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES
 
     device = KNOWN_DEVICES[arch] if shared_bytes is None else Device(arch, shared_bytes)
-    count = 0
+    wanted: set[tuple[Spec, Access]] = set()
     for cols, dtype, rms in itertools.product(hidden_sizes, dtypes, (False, True)):
         for weight in sorted({dtype, "f64" if dtype == "f64" else "f32"}):
             for spec in family(cols, dtype, weight, rms=rms):
-                for each in with_helpers(spec, plan_for(spec, device)):
-                    compiled(each, contiguous_access(each), device)
-                    count += 1
-    return count
+                plan = plan_for(spec, contiguous_access(spec), device)
+                wanted.update((each, contiguous_access(each)) for each in with_helpers(spec, plan))
+    for each, access in wanted:
+        compiled(each, access, device)
+    return len(wanted)
 
 
 def contiguous_access(spec: Spec) -> Access:
@@ -233,4 +234,4 @@ def explain(
     weight_type = None if weight is None else dtype_name(weight.dtype)
     specs = family(cols, dtype_name(input.dtype), weight_type, rms=verb == "rms_norm")
     device = Device.of(input.device.index)
-    return tuple(f"{spec.direction}: {plan_for(spec, device)}" for spec in specs)
+    return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs)

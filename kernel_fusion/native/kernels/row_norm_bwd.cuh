@@ -19,7 +19,7 @@ namespace kf {
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
-  __device__ A operator()(typename S::X x) const { return (widen<A>(x) - mean) * rstd; }
+  __device__ A operator()(A x) const { return (x - mean) * rstd; }
 };
 
 // dx of an element, from the row's sums of g and of g * xhat.
@@ -126,9 +126,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   };
   auto weight_at = [&](int i, A (&w)[kVec]) {
     if constexpr (kPresent<typename S::Weight>) {
-      const auto pack = load_cols<S::kAlignWeight, kVec, kCols, kCovers>(static_cast<const typename S::Weight*>(args.weight), at.col(i));
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = widen<A>(pack.v[e]) + (S::kOffset ? static_cast<A>(args.weight_offset) : A(0));
+      const auto* weight = static_cast<const typename S::Weight*>(args.weight);
+      widen_weight<S>(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(weight, at.col(i)), args.weight_offset, w);
     } else {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) w[e] = 1;
@@ -159,16 +158,16 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll kUnroll
       for (int k = 0; k < P::kChunks; ++k) {
         const int i = w * P::kChunks + k;
-        const auto x = x_at(i);
-        const auto dy = dy_at(i);
-        A weight[kVec], dyx[kVec], dys[kVec];
+        A x[kVec], dys[kVec], weight[kVec], dyx[kVec];
+        widen_pack(x_at(i), x);
+        widen_pack(dy_at(i), dys);
         weight_at(i, weight);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
           // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
           const bool inside = kCovers || at.col(i) + e < kCols;
-          const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x.v[e]) : A(0);
-          dys[e] = S::kRows == 1 || now.live ? widen<A>(dy.v[e]) : A(0);
+          const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x[e]) : A(0);
+          if (S::kRows > 1 && !now.live) dys[e] = 0;
           dyx[e] = dys[e] * xhat;
           const A g = rounded_product(dys[e], weight[e]);
           g_sum += g;
@@ -196,12 +195,12 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       auto* dx_row = static_cast<X*>(args.dx) + row * kCols;
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
-        const auto x = x_at(i);
-        const auto dy = dy_at(i);
-        A weight[kVec], dx[kVec];
+        A x[kVec], dy[kVec], weight[kVec], dx[kVec];
+        widen_pack(x_at(i), x);
+        widen_pack(dy_at(i), dy);
         weight_at(i, weight);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(widen<A>(dy.v[e]), weight[e]), normalize(x.v[e]));
+        for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(dy[e], weight[e]), normalize(x[e]));
         if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), narrow_pack<X>(dx));
       }
     }

@@ -73,7 +73,6 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   using X = typename S::X;
   using Weight = typename S::Weight;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = R::kThreads;
-  constexpr bool kKeepWeight = kPresent<Weight> && sizeof(Pack<Weight, kVec>) * kVectors <= 64;  // at most 16 registers
   extern __shared__ __align__(128) char shared[];
   __shared__ Mbarrier full[kGroups][S::kStages], exchanged[2];
   __shared__ A slots[2][kGroups][S::kWarps][2];
@@ -97,23 +96,35 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   }
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
-  const auto fetch_weight = [&](int i) {
-    return load_cols<S::kAlignWeight, kVec, kCols, P::kCovers>(static_cast<const Weight*>(args.weight), at.col(i));
-  };
-  Pack<Weight, kVec> kept[kKeepWeight ? kVectors : 1];
-  if constexpr (kKeepWeight) {
+  // A short weight stays in registers as loaded. A longer one waits in shared memory, 16 bytes of a thread beside those of
+  // the next: in registers the compiler would widen it once, before the loop, into more of them than there are.
+  constexpr bool kInRegisters = kPresent<Weight> && sizeof(Pack<Weight, kVec>) * kVectors <= 32;
+  constexpr int kPieces = sizeof(Pack<Weight, kVec>) <= 16 ? 1 : sizeof(Pack<Weight, kVec>) / 16, kPieceVec = kVec / kPieces;
+  using Piece = Pack<Weight, kPieceVec>;
+  auto* weights = reinterpret_cast<Piece*>(shared + kGroups * S::kStages * R::kSlotBytes);  // [kVectors][kPieces][kThreads]
+  Pack<Weight, kVec> kept[kInRegisters ? kVectors : 1];
+  if constexpr (kInRegisters) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) kept[i] = fetch_weight(i);
+    for (int i = 0; i < kVectors; ++i)
+      kept[i] = load_cols<S::kAlignWeight, kVec, kCols, P::kCovers>(static_cast<const Weight*>(args.weight), at.col(i));
+  } else if constexpr (kPresent<Weight>) {
+    if (group == 0)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j)
+          weights[(i * kPieces + j) * kThreads + member] = load_cols<S::kAlignWeight, kPieceVec, kCols, P::kCovers>(
+              static_cast<const Weight*>(args.weight), at.col(i) + j * kPieceVec);
+    __syncthreads();
   }
-  auto weight_at = [&](int i, A (&w)[kVec]) {
-    if constexpr (kPresent<Weight>) {
-      if constexpr (kKeepWeight) keep_packed(kept[i]);
-      const auto pack = kKeepWeight ? kept[kKeepWeight ? i : 0] : fetch_weight(i);
+  const auto weight_at = [&](int i, A (&w)[kVec]) {
+    if constexpr (kInRegisters) return widen_weight<S>(kept[i], args.weight_offset, w);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = widen<A>(pack.v[e]) + (S::kOffset ? static_cast<A>(args.weight_offset) : A(0));
-    } else {
+    for (int j = 0; j < kPieces; ++j) {
+      A piece[kPieceVec];
+      if constexpr (kPresent<Weight>) widen_weight<S>(weights[(i * kPieces + j) * kThreads + member], args.weight_offset, piece);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = 1;
+      for (int e = 0; e < kPieceVec; ++e) w[j * kPieceVec + e] = kPresent<Weight> ? piece[e] : A(1);
     }
   };
   A next_mean = 0, next_rstd = 0;
@@ -134,19 +145,18 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (!P::kCovers && at.col(i) >= kCols) break;
-      const auto x = ring.x(i, member);
-      const auto dy = ring.dy(i, member);
-      A weight[kVec];
+      A x[kVec], dy[kVec], weight[kVec];
+      widen_pack(ring.x(i, member), x);
+      widen_pack(ring.dy(i, member), dy);
       weight_at(i, weight);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const A xhat = normalize(x.v[e]), d = widen<A>(dy.v[e]), g = rounded_product(d, weight[e]);
+        const A xhat = normalize(x[e]), g = rounded_product(dy[e], weight[e]);
         sum_g += g;
         sum_gx += g * xhat;
-        if constexpr (S::kDWeight) sums[0][i][e] += d * xhat;
-        if constexpr (S::kDBias) sums[1][i][e] += d;
+        if constexpr (S::kDWeight) sums[0][i][e] += dy[e] * xhat;
+        if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
-      asm volatile("" ::: "memory");
     }
     sum_g = S::kRms ? A(0) : sum_lanes<32>(sum_g);
     sum_gx = sum_lanes<32>(sum_gx);
@@ -175,12 +185,12 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (!P::kCovers && at.col(i) >= kCols) break;
-      const auto x = ring.x(i, member);
-      const auto dy = ring.dy(i, member);
-      A weight[kVec], dx[kVec];
+      A x[kVec], dy[kVec], weight[kVec], dx[kVec];
+      widen_pack(ring.x(i, member), x);
+      widen_pack(ring.dy(i, member), dy);
       weight_at(i, weight);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(widen<A>(dy.v[e]), weight[e]), normalize(x.v[e]));
+      for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(dy[e], weight[e]), normalize(x[e]));
       if constexpr (S::kDX) store<16>(dx_row + at.col(i), narrow_pack<X>(dx));
     }
   }

@@ -20,14 +20,15 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   for (i64 row = blockIdx.y; row < args.rows; row += gridDim.y) {
     const auto* x_row = static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
     const auto* dy_row = static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
-    const auto x = load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col);
-    const auto dy = load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col);
+    A x[kVec], dy[kVec];
+    widen_pack(load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), x);
+    widen_pack(load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col), dy);
     const A mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
     const A rstd = static_cast<const A*>(args.rstd)[row];
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      dweight[e] += widen<A>(dy.v[e]) * ((widen<A>(x.v[e]) - mean) * rstd);
-      dbias[e] += widen<A>(dy.v[e]);
+      dweight[e] += dy[e] * ((x[e] - mean) * rstd);
+      dbias[e] += dy[e];
     }
   }
   const i64 partial = blockIdx.y * args.partial_pitch + col;

@@ -48,9 +48,10 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
       A sum = 0;
 #pragma unroll kUnroll
       for (int k = 0; k < P::kChunks; ++k) {
-        const auto x = x_at(w * P::kChunks + k);
+        A x[kVec];
+        widen_pack(x_at(w * P::kChunks + k), x);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) sum += widen<A>(x.v[e]);
+        for (int e = 0; e < kVec; ++e) sum += x[e];
       }
       center = sum_lanes<S::kLanes>(sum) / count;
     }
@@ -58,10 +59,11 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 #pragma unroll kUnroll
     for (int k = 0; k < P::kChunks; ++k) {
       const int i = w * P::kChunks + k;
-      const auto x = x_at(i);
+      A x[kVec];
+      widen_pack(x_at(i), x);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const A d = S::kRms || kCovers || at.col(i) + e < kCols ? widen<A>(x.v[e]) - center : A(0);
+        const A d = S::kRms || kCovers || at.col(i) + e < kCols ? x[e] - center : A(0);
         rest += d;
         square += d * d;
       }
@@ -109,19 +111,21 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 #pragma unroll kUnroll
   for (int i = 0; i < kVectors; ++i) {
     const int col = at.col(i);
-    const auto x = x_at(i);
     A y[kVec];
+    widen_pack(x_at(i), y);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) y[e] = (widen<A>(x.v[e]) - (S::kRms ? A(0) : mean)) * rstd;
+    for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
     if constexpr (kPresent<typename S::Weight>) {
-      const auto w = load_cols<S::kAlignWeight, kVec, kCols, kCovers>(weight, col);
+      A w[kVec];
+      widen_weight<S>(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(weight, col), args.weight_offset, w);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) y[e] *= widen<A>(w.v[e]) + (S::kOffset ? static_cast<A>(args.weight_offset) : A(0));
+      for (int e = 0; e < kVec; ++e) y[e] *= w[e];
     }
     if constexpr (kPresent<typename S::Bias>) {
-      const auto b = load_cols<S::kAlignWeight, kVec, kCols, kCovers>(bias, col);
+      A b[kVec];
+      widen_pack(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(bias, col), b);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) y[e] += widen<A>(b.v[e]);
+      for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
     if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, col, narrow_pack<typename S::Y>(y));
   }

@@ -1,4 +1,4 @@
-// Row addressing: the one place that turns a row number into an offset, in 64 bits.
+// What the row-norm kernels share: row addressing, in 64 bits, and the factor made of weight and offset.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -11,6 +11,16 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
   const i64 outer = row / layout.inner;
   return outer / layout.middle * layout.stride[0] + outer % layout.middle * layout.stride[1] +
          row % layout.inner * layout.stride[2];
+}
+
+// The factor of n: weight_offset + weight, the addition compiled in only where there is an offset.
+template <class S, class Weight, int kVec, class A>
+__device__ void widen_weight(const Pack<Weight, kVec>& pack, double offset, A (&w)[kVec]) {
+  widen_pack(pack, w);
+  if constexpr (S::kOffset) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) w[e] += static_cast<A>(offset);
+  }
 }
 
 }  // namespace kf

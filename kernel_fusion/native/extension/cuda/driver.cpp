@@ -27,6 +27,7 @@ const Api& api() {
     KF_FIND(cuFuncLoad);
     KF_FIND(cuFuncSetAttribute);
     KF_FIND(cuOccupancyMaxActiveBlocksPerMultiprocessor);
+    KF_FIND(cuOccupancyMaxActiveClusters);
     KF_FIND(cuLaunchKernelEx);
     KF_FIND(cuStreamIsCapturing);
     KF_FIND(cuThreadExchangeStreamCaptureMode);

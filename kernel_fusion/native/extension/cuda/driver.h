@@ -20,6 +20,7 @@ enum : int {
   kAttributeClusterDimension = 4,
   kAttributeProgrammaticStreamSerialization = 6,
   kFunctionMaxDynamicSharedBytes = 8,
+  kFunctionNonPortableClusterSize = 13,
   kDeviceMultiprocessorCount = 16,
   kCaptureStatusNone = 0,
   kCaptureModeRelaxed = 2,
@@ -56,6 +57,7 @@ struct Api {
   Result (*cuFuncLoad)(Function);
   Result (*cuFuncSetAttribute)(Function, int attribute, int value);
   Result (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int*, Function, int threads, size_t shared_bytes);
+  Result (*cuOccupancyMaxActiveClusters)(int*, Function, const LaunchConfig*);
   Result (*cuLaunchKernelEx)(const LaunchConfig*, Function, void** parameters, void** extra);
   Result (*cuStreamIsCapturing)(Stream, int* status);
   Result (*cuThreadExchangeStreamCaptureMode)(int* mode);

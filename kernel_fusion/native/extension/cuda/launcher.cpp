@@ -72,6 +72,38 @@ void bind_context(int device) {
   if (device < 64) known[device] = wanted;
 }
 
+// A launch of `kernel`; `cluster` is where its attribute lives.
+driver::LaunchConfig config_of(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream,
+                               driver::LaunchAttribute& cluster) {
+  cluster = {};
+  cluster.id = driver::kAttributeClusterDimension;
+  cluster.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
+  return {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
+          static_cast<unsigned>(kernel.threads), 1, 1,
+          static_cast<unsigned>(kernel.shared_bytes), stream,
+          &cluster, kernel.cluster > 1 ? 1u : 0u};
+}
+
+// How many blocks of `kernel` run at once. Clusters are asked for as such: how many fit depends on how the
+// multiprocessors are grouped, and a persistent grid of one cluster too many would take twice the time.
+int max_blocks(const LoadedKernel& kernel, int ordinal) {
+  const auto& cu = driver::api();
+  int count = 0;
+  if (kernel.cluster > 1) {
+    driver::LaunchAttribute cluster;
+    const auto config = config_of(kernel, kernel.cluster, 1, nullptr, cluster);
+    driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &config), "cuOccupancyMaxActiveClusters");
+    return std::max(1, count) * kernel.cluster;
+  }
+  driver::Device device;
+  int multiprocessors = 0;
+  driver::check(cu.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+  driver::check(cu.cuDeviceGetAttribute(&multiprocessors, driver::kDeviceMultiprocessorCount, device), "cuDeviceGetAttribute");
+  driver::check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, kernel.threads, kernel.shared_bytes),
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  return std::max(1, count * multiprocessors);
+}
+
 std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPlan& plan) {
   const auto& cu = driver::api();
   driver::Library library;
@@ -85,19 +117,14 @@ std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPla
   if (plan.shared_bytes > 0)
     driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, plan.shared_bytes),
                   "cuFuncSetAttribute");
-  int per_multiprocessor = 0, multiprocessors = 0;
-  driver::Device device;
-  driver::check(cu.cuDeviceGet(&device, request.device), "cuDeviceGet");
-  driver::check(cu.cuDeviceGetAttribute(&multiprocessors, driver::kDeviceMultiprocessorCount, device), "cuDeviceGetAttribute");
-  driver::check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, loaded->function, plan.threads,
-                                                               plan.shared_bytes),
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (plan.cluster > 8)
+    driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionNonPortableClusterSize, 1), "cuFuncSetAttribute");
   loaded->threads = plan.threads;
   loaded->shared_bytes = plan.shared_bytes;
   loaded->cluster = plan.cluster;
   loaded->rows_per_block = plan.rows_per_block;
   loaded->splits_weight = plan.splits_weight != 0;
-  loaded->max_blocks = std::max(1, per_multiprocessor * multiprocessors / plan.cluster) * plan.cluster;
+  loaded->max_blocks = max_blocks(*loaded, request.device);
   return loaded;
 }
 
@@ -155,13 +182,8 @@ const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream str
 }
 
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
-  driver::LaunchAttribute cluster{};
-  cluster.id = driver::kAttributeClusterDimension;
-  cluster.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
-  const driver::LaunchConfig config{static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
-                                    static_cast<unsigned>(kernel.threads), 1, 1,
-                                    static_cast<unsigned>(kernel.shared_bytes), stream,
-                                    &cluster, kernel.cluster > 1 ? 1u : 0u};
+  driver::LaunchAttribute cluster;
+  const auto config = config_of(kernel, grid_x, grid_y, stream, cluster);
   void* parameters[] = {const_cast<void*>(args)};
   driver::check(driver::api().cuLaunchKernelEx(&config, kernel.function, parameters, nullptr), "launching a kernel");
   count(Counter::kCudaLaunch);

@@ -1,0 +1,47 @@
+"""Fixtures and the rule for tests that need a GPU: see support.py for what they hand out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import CPU, CUDA, EAGER, Target
+
+_CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `cuda` where PyTorch sees no GPU, and say so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=[pytest.param(CPU, id="cpu"), _CUDA_PARAM])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each backend with kernels of ours, on its device."""
+    return request.param
+
+
+@pytest.fixture(params=[pytest.param(CPU, id="cpu"), _CUDA_PARAM, pytest.param(EAGER, id="eager")])
+def any_target(request: pytest.FixtureRequest) -> Target:
+    """Each backend, the eager definition among them."""
+    return request.param
+
+
+@pytest.fixture(params=["layer_norm", "rms_norm"])
+def verb(request: pytest.FixtureRequest) -> str:
+    """Each verb by name."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    """The same random numbers for a test whichever tests ran before it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,132 @@
+"""What every test file shares: the targets, the launch counters, derived budgets for any call, fresh interpreters.
+
+A test asks for its backend by name and wraps the call in `Target.ran`, which compares the launch counters of the
+native extension before and after: a result that came through a fallback fails, whatever its numbers are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import kernel_fusion as kf
+from kernel_fusion.native import loader
+from kernel_fusion.testing import oracle
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(kf.__file__).parent
+_COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
+# Kernels of one backward on CUDA: dx and partial sums; the finish of the sums; for long rows, the sums on their own.
+_MAX_CUDA_BACKWARD = 3
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device and the backend that a test asks for on it."""
+
+    device: str
+    backend: str
+
+    @contextmanager
+    def ran(self, forward: int | None = 1, backward: int | None = 0) -> Iterator[None]:
+        """Fail unless the block ran so many forward and backward kernels of this backend; None means at least one.
+
+        On "eager" the block must run none at all.
+        """
+        before = _launches()
+        yield
+        delta = {name: count - before[name] for name, count in _launches().items()}
+        if self.backend == "eager":
+            assert not any(delta.values()), f"eager launched native kernels: {delta}"
+        elif self.backend == "cpu":
+            wanted = {"cpu_forward": forward, "cpu_backward": backward, "cuda_launch": 0}
+            for name, count in wanted.items():
+                assert delta[name] == count or (count is None and delta[name] > 0), f"{delta}, wanted {wanted}"
+        else:
+            least = (1 if forward is None else forward) + (1 if backward is None else backward)
+            assert delta["cpu_forward"] == delta["cpu_backward"] == 0, delta
+            assert delta["cuda_launch"] >= least, f"{delta}, wanted at least {least} CUDA launches"
+            if forward is not None and backward is not None:
+                most = forward + _MAX_CUDA_BACKWARD * backward
+                assert delta["cuda_launch"] <= most, f"{delta}, wanted at most {most} CUDA launches"
+
+
+CPU = Target("cpu", "cpu")
+CUDA = Target("cuda", "cuda")
+EAGER = Target("cpu", "eager")
+
+
+def _launches() -> dict[str, int]:
+    return {name: loader.launches(name) for name in _COUNTERS}
+
+
+def call(verb: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """A verb over the last dimension, both verbs with one signature."""
+    shape = options.pop("normalized_shape", x.shape[-1:])
+    return getattr(kf, verb)(x, shape, weight, bias=bias, **options)
+
+
+def pytorch_call(verb: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """PyTorch's call for `call` without options, with the eps of float32 whatever the dtype."""
+    if verb == "layer_norm":
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, torch.finfo(torch.float32).eps)
+    return y if bias is None else y + bias
+
+
+def widened(tree: Any) -> Any:
+    """The same arguments with every floating-point tensor in float64."""
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().double().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(widen, tree)
+
+
+def assert_as_accurate(ours: Any, pytorch: Callable[..., Any], *args: Any) -> None:
+    """Judge every tensor of `ours` by the oracle's budget beside `pytorch(*args)`, against it on float64 arguments."""
+    trees = (ours, pytorch(*widened(args)), pytorch(*args))
+    for index, (one, expected, theirs) in enumerate(zip(*map(pytree.tree_leaves, trees), strict=True)):
+        exact = expected.detach().cpu().numpy().astype(np.longdouble)
+        judged = oracle.judge(f"result {index}", [(one, exact, theirs)])
+        assert judged.ok, judged
+
+
+def python(
+    code: str, *args: str | Path, env: Mapping[str, str | None] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter where warnings are errors; a variable set to None is removed."""
+    with popen(code, *args, env=env) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(process.args, 0, out, err)
+
+
+def popen(code: str, *args: str | Path, env: Mapping[str, str | None] | None = None) -> subprocess.Popen[str]:
+    """Start `code` in a fresh interpreter, as `python` does, and return at once."""
+    variables = {**os.environ, **(env or {})}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)],
+        env={name: value for name, value in variables.items() if value is not None},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,177 @@
+"""The artefact cache: whole, private entries of the right key are read; everything else is a miss, never an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel_fusion.core import cache
+from kernel_fusion.core.cache import Cache, digest
+
+KEY, OTHER_KEY = digest("a key"), digest("another key")
+PAYLOAD = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of this test's own."""
+    monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(folder: Path) -> Cache:
+    """A kind of entry with one entry stored."""
+    store = Cache("kind", ".bin")
+    assert store.write(KEY, PAYLOAD) == store.path(KEY)
+    return store
+
+
+def test_reads_what_was_written(store: Cache) -> None:
+    """A stored payload comes back, and only under its key."""
+    assert store.read(KEY) == PAYLOAD
+    assert store.read(OTHER_KEY) is None
+
+
+def test_files_are_private(store: Cache, folder: Path) -> None:
+    """Folders have mode 0700 and files are the owner's alone, whatever the umask."""
+    previous = os.umask(0)
+    try:
+        other = Cache("other", ".bin")
+        other.write(KEY, PAYLOAD)
+    finally:
+        os.umask(previous)
+    for path in (folder, folder / "kind", folder / "other"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(other.path(KEY).stat().st_mode) == 0o600
+
+
+def test_digest_separates_its_parts() -> None:
+    """Parts that read alike when joined have different digests."""
+    assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("abc", "")}) == 4
+
+
+def _foreign(path: Path) -> None:
+    """Another key's whole entry under this key's name."""
+    store = Cache("kind", ".bin")
+    store.write(OTHER_KEY, PAYLOAD)
+    store.path(OTHER_KEY).rename(path)
+
+
+def _symlink(path: Path) -> None:
+    """A link to a whole entry elsewhere, which someone else could replace."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+_DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: len(PAYLOAD) // 2]),
+    "headless": lambda path: path.write_bytes(path.read_bytes()[1:]),
+    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
+    "one-bit": _flip,
+    "foreign": _foreign,
+    "symlink": _symlink,
+    "directory": lambda path: (path.unlink(), path.mkdir()),
+    "group-writable": lambda path: path.chmod(0o620),
+    "world-writable": lambda path: path.chmod(0o602),
+    "group-writable-folder": lambda path: path.parent.chmod(0o770),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_untrusted_entries_are_misses(store: Cache, damage: str) -> None:
+    """Damaged, foreign and writable-by-others entries are not returned."""
+    _DAMAGE[damage](store.path(KEY))
+    assert store.read(KEY) is None
+
+
+@pytest.mark.parametrize("damage", [name for name in _DAMAGE if name not in ("directory", "group-writable-folder")])
+def test_untrusted_entries_are_replaced(store: Cache, damage: str) -> None:
+    """Writing again heals an entry that cannot be trusted."""
+    _DAMAGE[damage](store.path(KEY))
+    assert store.write(KEY, PAYLOAD) is not None
+    assert store.read(KEY) == PAYLOAD
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_entries_of_another_user_are_misses(store: Cache, which: str) -> None:
+    """What another user owns is not returned."""
+    path = store.path(KEY)
+    os.chown(path if which == "file" else path.parent, 65534, 65534)
+    assert store.read(KEY) is None
+
+
+def test_folder_that_others_can_write_is_not_used(store: Cache) -> None:
+    """Nothing is stored where another user could replace it."""
+    store.path(KEY).parent.chmod(0o777)
+    assert store.write(OTHER_KEY, PAYLOAD) is None
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder below a regular file can be neither made nor written: misses, no error."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    store = Cache("kind", ".bin")
+    assert store.write(KEY, PAYLOAD) is None
+    assert store.read(KEY) is None
+    assert (store.entries(), store.size()) == ([], 0)
+    store.clear()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "write", "replace"])
+def test_no_space(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A full disk, whichever call meets it, is a miss that leaves no file behind."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class FullFile:
+        def __init__(self, handle: int, _: str) -> None:
+            self.handle = handle
+
+        def __enter__(self) -> FullFile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            os.close(self.handle)
+
+        write = full
+
+    owner, name, value = {
+        "mkdir": (Path, "mkdir", full),
+        "open": (cache.tempfile, "mkstemp", full),
+        "write": (cache.os, "fdopen", FullFile),
+        "replace": (cache.os, "replace", full),
+    }[call]
+    store = Cache("kind", ".bin")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert store.write(KEY, PAYLOAD) is None
+    assert not folder.exists() or [path for path in folder.rglob("*") if path.is_file()] == []
+    assert store.read(KEY) is None
+
+
+def test_entries_size_and_clear(store: Cache, folder: Path) -> None:
+    """The inventory counts this kind's entries, and clearing removes them alone."""
+    other = Cache("other", ".bin")
+    other.write(KEY, PAYLOAD)
+    assert store.entries() == [store.path(KEY)]
+    assert store.size() == store.path(KEY).stat().st_size > len(PAYLOAD)
+    store.clear()
+    assert store.entries() == []
+    assert other.read(KEY) == PAYLOAD

@@ -1,0 +1,278 @@
+"""torch.compile, export and tracing: one graph, one compilation for every row count, and the kernels inside it.
+
+Dynamo's backend is "aot_eager" where only tracing is tested, since Inductor compiles for seconds; what Inductor makes
+of it is tested once per direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import CPU, EAGER, Target, call, python
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import kernel_fusion as kf
+
+# PyTorch's compiler warns about itself when first imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+ROWS = (4, 7, 64, 1000, 33)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    """No graph of another test is reused."""
+    torch._dynamo.reset()
+
+
+def parameters(target: Target, cols: int = 64, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """weight and bias, requiring gradients."""
+    return [torch.randn(cols, device=target.device, dtype=dtype, requires_grad=True) for _ in range(2)]
+
+
+# Grid rationale. opcheck compares schema, autograd registration, fake tensors and a traced graph with the real call;
+# dtypes that differ between x, weight and y, absent parameters and strided rows are what a meta function gets wrong.
+_SAMPLES: dict[str, Callable[[Target], tuple[Any, ...]]] = {
+    "plain": lambda t: (torch.randn(3, 8, device=t.device), 1),
+    "affine": lambda t: (torch.randn(3, 8, device=t.device), 1, *parameters(t, 8)),
+    "no-grad-weight": lambda t: (
+        torch.randn(3, 8, device=t.device, requires_grad=True),
+        1,
+        torch.randn(8, device=t.device),
+    ),
+    "mixed": lambda t: (
+        *(torch.randn(3, 8, device=t.device, dtype=torch.bfloat16), 1, *parameters(t, 8)),
+        *(1e-3, 1.0, torch.float32),
+    ),
+    "strided": lambda t: (
+        torch.randn(8, 5, 3, device=t.device).transpose(0, 2).requires_grad_(),
+        2,
+        torch.ones(5, 8, device=t.device),
+    ),
+    "one-row": lambda t: (torch.randn(8, device=t.device, requires_grad=True), 1),
+    "no-rows": lambda t: (torch.randn(0, 8, device=t.device, requires_grad=True), 1, *parameters(t, 8)),
+}
+
+
+@pytest.mark.parametrize("sample", _SAMPLES)
+def test_opcheck_of_the_verbs(verb: str, sample: str, target: Target) -> None:
+    """PyTorch's own check of custom operators passes."""
+    with target.ran(forward=0 if sample == "no-rows" else None, backward=0 if sample == "no-rows" else None):
+        args = _SAMPLES[sample](target)
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            args[0].requires_grad_()
+        torch.library.opcheck(getattr(torch.ops.kernel_fusion, verb).default, args)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_the_parts(rms: bool, dtype: torch.dtype, target: Target) -> None:
+    """The operators below autograd pass PyTorch's check too."""
+    x, weight, bias = (torch.randn(s, device=target.device, dtype=dtype) for s in ((3, 8), (8,), (8,)))
+    forward = (x, 1, weight, bias, 1e-5, 0.0, None, rms)
+    with target.ran(forward=None, backward=None):
+        torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
+        y, stats = torch.ops.kernel_fusion.row_norm_fwd(*forward)
+        backward = (torch.randn_like(y), x, stats, 1, weight, dtype, 0.0, rms, [True, True, True])
+        torch.library.opcheck(torch.ops.kernel_fusion.row_norm_bwd.default, backward)
+
+
+def test_inference_compiles_once(verb: str, target: Target) -> None:
+    """One full graph serves every row count, with the eager call's bits."""
+    weight, bias = (t.detach() for t in parameters(target))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def compiled(x: Tensor) -> Tensor:
+        return call(verb, x * 2, weight, bias, backend=target.backend) + 1
+
+    for rows in ROWS:
+        x = torch.randn(rows, 64, device=target.device)
+        with target.ran(forward=2):
+            assert torch.equal(compiled(x), call(verb, x * 2, weight, bias, backend=target.backend) + 1)
+    assert _graphs_with_our_operators(counter) == 1
+
+
+def test_training_compiles_once(verb: str, target: Target) -> None:
+    """One full graph serves forward and backward of every row count, with the eager call's bits."""
+    tensors = parameters(target)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return call(verb, x, weight, bias, backend=target.backend)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for rows in ROWS:
+        x = torch.randn(rows, 64, device=target.device, requires_grad=True)
+        dy = torch.randn(rows, 64, device=target.device)
+        with target.ran(forward=2, backward=2):
+            ours = torch.autograd.grad(compiled(x, *tensors), [x, *tensors], dy)
+            plain = torch.autograd.grad(function(x, *tensors), [x, *tensors], dy)
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert _graphs_with_our_operators(counter) == 1
+
+
+def _graphs_with_our_operators(counter: CompileCounterWithBackend) -> int:
+    return sum("kernel_fusion" in graph.code for graph in counter.graphs)
+
+
+def test_automatic_backend_compiles(verb: str, target: Target) -> None:
+    """Without a named backend the graph holds the operator, and the kernel runs."""
+    compiled = torch.compile(lambda x: call(verb, x), fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(5, 64, device=target.device)
+    with target.ran(forward=2):
+        assert torch.equal(compiled(x), call(verb, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor(verb: str, training: bool, target: Target) -> None:
+    """Inductor's graph runs our kernels between its own."""
+    weight, bias = parameters(target)
+    x = torch.randn(5, 64, device=target.device, requires_grad=training)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(call(verb, torch.sin(x), weight, bias, backend=target.backend))
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    with torch.set_grad_enabled(training), target.ran(forward=1, backward=int(training)):
+        y = compiled(x)
+        if training:
+            y.backward(torch.ones_like(y))
+    torch.testing.assert_close(y, function(x))
+
+
+def test_module_compiles(target: Target) -> None:
+    """The modules compile to one full graph."""
+    module = torch.nn.Sequential(kf.FusedLayerNorm(64), kf.FusedRMSNorm(64)).to(target.device)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(5, 64, device=target.device)
+    with kf.use_backend(target.backend), target.ran(forward=4, backward=2):
+        y = compiled(x)
+        y.sum().backward()
+        assert torch.equal(y, module(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_use_backend_inside_compile(verb: str, backend: str) -> None:
+    """`use_backend` inside a compiled function chooses the backend of the calls within."""
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def compiled(x: Tensor) -> Tensor:
+        with kf.use_backend(backend):
+            return call(verb, x)
+
+    x = torch.randn(5, 64)
+    with (CPU if backend == "cpu" else EAGER).ran(forward=1):
+        y = compiled(x)
+    torch.testing.assert_close(y, call(verb, x, backend="eager"))
+
+
+def test_compiled_autograd(verb: str, target: Target) -> None:
+    """Under compiled autograd the backward is traced and gives the same bits."""
+    tensors = parameters(target)
+    x = torch.randn(7, 64, device=target.device, requires_grad=True)
+    dy = torch.randn_like(x)
+    with target.ran(forward=2, backward=2):
+        plain = torch.autograd.grad(call(verb, x, *tensors, backend=target.backend), [x, *tensors], dy)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", dynamic=True)):
+            call(verb, x, *tensors, backend=target.backend).backward(dy)
+    assert all(torch.equal(t.grad, g) for t, g in zip([x, *tensors], plain, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(verb: str, mode: str, target: Target) -> None:
+    """A traced graph holds our operator and runs the kernel."""
+    weight = torch.randn(64, device=target.device)
+    x = torch.randn(5, 64, device=target.device)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return call(verb, x, weight, backend=target.backend)
+
+    graph = make_fx(function, tracing_mode=mode)(x, weight)
+    assert any("kernel_fusion" in str(node.target) for node in graph.graph.nodes)
+    other = torch.randn(9 if mode == "symbolic" else 5, 64, device=target.device)
+    with target.ran(forward=2):
+        assert torch.equal(graph(other, weight), function(other, weight))
+
+
+_FIRST_USE = """
+    import warnings
+    warnings.simplefilter("default")  # PyTorch's compiler warns about itself
+    import torch, kernel_fusion as kf
+    from kernel_fusion.native import loader
+    assert not loader.is_loaded()
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def function(x, weight):
+        return kf.layer_norm(x, (8,), weight)
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    y = function(x, weight)
+    y.sum().backward()
+    expected = torch.nn.functional.layer_norm(x, (8,), weight)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(expected.sum(), weight)[0])
+    print(loader.launches("cpu_forward"), loader.launches("cpu_backward"))
+"""
+
+
+def test_first_use_inside_a_compiled_function() -> None:
+    """In a fresh process the first call may be a compiled one: the extension loads under Dynamo."""
+    assert python(_FIRST_USE).stdout.split() == ["1", "1"]
+
+
+def test_export_save_load(tmp_path: Path) -> None:
+    """An exported program runs our kernel in a fresh process that only imports the library, at any row count."""
+    module = kf.FusedLayerNorm(64)
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(module, (torch.randn(4, 64),), dynamic_shapes={"input": {0: rows}}, strict=False)
+    assert any("kernel_fusion" in str(node.target) for node in program.graph.nodes)
+    x = torch.randn(9, 64)
+    with CPU.ran(forward=1), kf.use_backend("cpu"):
+        torch.save((x, module(x)), tmp_path / "tensors.pt")
+    torch.export.save(program, tmp_path / "program.pt2")
+    code = """
+        import sys, warnings
+        warnings.simplefilter("default")
+        import torch, kernel_fusion
+        from kernel_fusion.native import loader
+        program = torch.export.load(sys.argv[1])
+        assert not loader.is_loaded()
+        x, y = torch.load(sys.argv[2])
+        assert torch.equal(program.module()(x), y)
+        print(loader.launches("cpu_forward"))
+    """
+    assert python(code, tmp_path / "program.pt2", tmp_path / "tensors.pt").stdout.split() == ["1"]
+
+
+# Grid rationale. Under CPU autocast PyTorch's norms keep their input's dtype; under CUDA autocast ours return float32,
+# on every PyTorch version, without an upcast copy of x; an explicit out_dtype wins.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_dtypes(verb: str, dtype: torch.dtype, autocast: torch.dtype, target: Target) -> None:
+    """The result's dtype under autocast is float32 on CUDA and the input's on the CPU; gradients keep their dtypes."""
+    x = torch.randn(5, 64, device=target.device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(64, device=target.device, requires_grad=True)
+    with torch.autocast(target.device, autocast), target.ran(forward=2, backward=1):
+        y = call(verb, x, weight, backend=target.backend)
+        explicit = call(verb, x, weight, out_dtype=torch.float16, backend=target.backend)
+        dx, dweight = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    assert y.dtype == (torch.float32 if target.device == "cuda" else dtype)
+    assert explicit.dtype == torch.float16
+    assert (dx.dtype, dweight.dtype) == (dtype, torch.float32)
+
+
+def test_autocast_module_as_its_parent(target: Target) -> None:
+    """Under autocast the LayerNorm module returns its parent's dtype."""
+    theirs = torch.nn.LayerNorm(64, device=target.device)
+    ours = kf.FusedLayerNorm(64, device=target.device)
+    x = torch.randn(5, 64, device=target.device, dtype=torch.bfloat16)
+    with torch.autocast(target.device, torch.bfloat16), kf.use_backend(target.backend), target.ran(forward=1):
+        assert ours(x).dtype == theirs(x).dtype

@@ -1,0 +1,372 @@
+"""What only a GPU can show: graphs, streams, threads, devices, sizes beyond 32 bits, and what a call costs in launches.
+
+Results against the oracle are in the files shared with the CPU, which run here with `-m cuda` too.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import CUDA, assert_as_accurate, call, python, pytorch_call
+from torch import Tensor
+
+from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda.compile import counters
+from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.core.spec import RowNormSpec
+from kernel_fusion.native import build, loader
+from kernel_fusion.testing import oracle
+from kernel_fusion.testing.oracle import RowNormCase
+
+pytestmark = pytest.mark.cuda
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _no_error_left() -> Iterator[None]:
+    """Whatever a test does, no CUDA error is pending afterwards and the device computes."""
+    yield
+    torch.cuda.synchronize()
+    assert torch.ones(8, device="cuda").sum().item() == 8
+
+
+def inputs(rows: int, cols: int, dtype: torch.dtype = BF16, device: str = "cuda") -> list[Tensor]:
+    """x, weight, bias (requiring gradients) and dy."""
+    shapes = ((rows, cols), (cols,), (cols,), (rows, cols))
+    tensors = [torch.randn(s, device=device).to(dtype) for s in shapes]
+    return [t.requires_grad_() for t in tensors[:3]] + tensors[3:]
+
+
+def run(verb: str, tensors: list[Tensor]) -> list[Tensor]:
+    """y and all gradients."""
+    y = call(verb, *tensors[:3], backend="cuda")
+    return [y.detach(), *torch.autograd.grad(y, tensors[:3], tensors[3])]
+
+
+def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
+    """Bit for bit."""
+    assert all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 12288])
+def test_launches_per_call(verb: str, cols: int) -> None:
+    """Inference and training forward are one launch; backward is at most two, one if only dx is wanted."""
+    x, weight, bias, dy = inputs(32, cols)
+    with torch.no_grad(), CUDA.ran(forward=1):
+        call(verb, x, weight, bias, backend="cuda")
+    with CUDA.ran(forward=1):
+        y = call(verb, x, weight, bias, backend="cuda")
+    before = loader.launches("cuda_launch")
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert loader.launches("cuda_launch") - before == 1
+    torch.autograd.grad(y, (x, weight, bias), dy)
+    assert loader.launches("cuda_launch") - before - 1 <= 2
+
+
+def test_another_batch_size_compiles_nothing(verb: str) -> None:
+    """Kernels are compiled per row length: other row counts find them."""
+    run(verb, inputs(4, 768))
+    before = (counters.compiled, counters.from_disk)
+    for rows in (1, 3, 1000, 70_000):
+        with CUDA.ran(forward=1, backward=1):
+            run(verb, inputs(rows, 768))
+    assert (counters.compiled, counters.from_disk) == before
+
+
+def test_second_process_compiles_nothing(verb: str, tmp_path: Any) -> None:
+    """What one process compiled, the next finds on disk."""
+    code = """
+        import sys, torch, kernel_fusion as kf
+        from kernel_fusion.backends.cuda.compile import counters
+        x = torch.randn(4, 328, device="cuda", requires_grad=True)
+        getattr(kf, sys.argv[1])(x, (328,), backend="cuda").sum().backward()
+        torch.cuda.synchronize()
+        print(counters.compiled, counters.from_disk)
+    """
+    # The kernels' cache is empty, the extension is there already.
+    extension = build.built_library(print).parent
+    shutil.copytree(extension, tmp_path / "cache" / extension.name)
+    env = {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
+    first = [int(n) for n in python(code, verb, env=env).stdout.split()]
+    second = [int(n) for n in python(code, verb, env=env).stdout.split()]
+    assert first[0] > 0
+    assert second == [0, first[0]]
+
+
+def test_graph_capture_after_warm_up(verb: str) -> None:
+    """Forward and backward are captured after a call, and replay on new values."""
+    tensors = inputs(33, 1024)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), CUDA.ran(forward=1, backward=1):
+        run(verb, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with CUDA.ran(forward=1, backward=1), torch.cuda.graph(graph):
+        captured = run(verb, tensors)
+    for _ in range(3):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(torch.randn_like(tensor))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(captured, run(verb, tensors))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_first_use_inside_a_capture(verb: str) -> None:
+    """A first use inside a capture raises, naming the warm-up call, and leaves stream and library usable."""
+    cols = 1032 if verb == "layer_norm" else 1040  # lengths that nothing else uses
+    x = torch.randn(4, cols, device="cuda", dtype=BF16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    words = rf"(?s)N = {cols}.*inside a CUDA graph capture.*kernel-fusion warmup --hidden {cols}"
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            with CUDA.ran(forward=0), pytest.raises(RuntimeError, match=words):
+                call(verb, x, backend="cuda")
+        finally:
+            graph.capture_end()
+    with torch.cuda.stream(stream), CUDA.ran(forward=1):
+        y = call(verb, x, backend="cuda")
+    stream.synchronize()
+    assert_as_accurate(y, lambda x: pytorch_call(verb, x), x)
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(again), CUDA.ran(forward=1):
+        captured = call(verb, x, backend="cuda")
+    again.replay()
+    assert torch.equal(captured, y)
+
+
+def test_two_streams(verb: str) -> None:
+    """Calls run on the current stream: two streams at once give each its own result."""
+    sets = [inputs(2048, 4096) for _ in range(2)]
+    expected = [run(verb, tensors) for tensors in sets]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = [[], []]
+    with CUDA.ran(forward=20, backward=20):
+        for _ in range(10):
+            for index, (stream, tensors) in enumerate(zip(streams, sets, strict=True)):
+                with torch.cuda.stream(stream):
+                    results[index] = run(verb, tensors)
+    torch.cuda.synchronize()
+    for result, reference in zip(results, expected, strict=True):
+        assert_equal(result, reference)
+
+
+def test_call_waits_for_its_stream(verb: str) -> None:
+    """A call on a side stream comes after what that stream did before."""
+    stream = torch.cuda.Stream()
+    x = torch.zeros(64, 4096, device="cuda")
+    values = torch.randn_like(x)
+    call(verb, x, backend="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), CUDA.ran(forward=1):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(values)
+        y = call(verb, x, backend="cuda")
+    stream.synchronize()
+    assert torch.equal(y, call(verb, values, backend="cuda"))
+
+
+@pytest.mark.parametrize("first_use", [False, True])
+def test_threads(verb: str, first_use: bool) -> None:
+    """Fresh Python threads, forward and backward, at first use too, give the bits of one thread."""
+    cols = (1048 if verb == "layer_norm" else 1056) if first_use else 1024
+    sets = [inputs(64, cols) for _ in range(8)]
+    if not first_use:
+        run(verb, sets[0])
+    start = threading.Barrier(8)
+
+    def work(tensors: list[Tensor]) -> list[Tensor]:
+        start.wait()
+        for _ in range(20):
+            result = run(verb, tensors)
+        torch.cuda.current_stream().synchronize()
+        return result
+
+    with CUDA.ran(forward=160, backward=160), ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, sets))
+    for tensors, result in zip(sets, results, strict=True):
+        assert_equal(result, run(verb, tensors))
+
+
+def test_backward_alone_in_a_fresh_thread(verb: str) -> None:
+    """Backward of a graph built elsewhere works in a thread that never touched the device."""
+    x, weight, bias, dy = inputs(16, 1024)
+    expected = run(verb, [x, weight, bias, dy])[1:]
+    y = call(verb, x, weight, bias, backend="cuda")
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(torch.autograd.grad(y, (x, weight, bias), dy)))
+    with CUDA.ran(forward=0, backward=1):
+        thread.start()
+        thread.join()
+    assert_equal(results, expected)
+
+
+def test_dtypes_in_turn(verb: str) -> None:
+    """Calls that alternate between dtypes find each its own kernel."""
+    sets = [inputs(8, 1024, dtype) for dtype in (torch.float32, BF16, torch.float16, torch.float64)]
+    expected = [run(verb, tensors) for tensors in sets]
+    with CUDA.ran(forward=12, backward=12):
+        for _ in range(3):
+            for tensors, reference in zip(sets, expected, strict=True):
+                assert_equal(run(verb, tensors), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strided", [False, True])
+def test_more_than_2_31_elements(verb: str, strided: bool) -> None:
+    """Rows beyond 2^31 elements are read and written where they belong, forward and backward."""
+    cols, rows = 4096, 2**31 // 4096 + 1
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    wide = torch.randn(rows, cols + 8 * strided, device="cuda", dtype=BF16)
+    x = wide[:, :cols].requires_grad_()
+    dy = torch.randn(rows, cols, device="cuda", dtype=BF16)
+    with CUDA.ran(forward=1, backward=1):
+        y = call(verb, x, backend="cuda")
+        (dx,) = torch.autograd.grad(y, x, dy)
+    assert x.numel() > 2**31
+    edge = torch.cat([torch.arange(3), torch.arange(rows - 3, rows), torch.tensor([rows // 2])]).cuda()
+    few = x.detach()[edge].requires_grad_()
+    with CUDA.ran(forward=1, backward=1):
+        y_few = call(verb, few, backend="cuda")
+        (dx_few,) = torch.autograd.grad(y_few, few, dy[edge])
+    assert torch.equal(y[edge], y_few)
+    assert torch.equal(dx[edge], dx_few)
+    del wide, x, dy, y, dx
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+_BAD_CALLS: dict[str, Callable[[str, Tensor], Any]] = {
+    "shape": lambda verb, x: call(verb, x, torch.ones(7, device="cuda"), backend="cuda"),
+    "device": lambda verb, x: call(verb, x, torch.ones(64), backend="cuda"),
+    "dtype": lambda verb, x: call(verb, x, torch.ones(64, device="cuda", dtype=torch.float64), backend="cuda"),
+    "backend": lambda verb, x: call(verb, x.cpu(), backend="cuda"),
+}
+
+
+@pytest.mark.parametrize("bad", _BAD_CALLS)
+def test_bad_call_leaves_no_cuda_error(verb: str, bad: str) -> None:
+    """A refused call launches nothing, and the next call works."""
+    x = torch.randn(4, 64, device="cuda")
+    with CUDA.ran(forward=0), pytest.raises((RuntimeError, ValueError)):
+        _BAD_CALLS[bad](verb, x)
+    torch.cuda.synchronize()
+    with CUDA.ran(forward=1):
+        y = call(verb, x, backend="cuda")
+    assert_as_accurate(y, lambda x: pytorch_call(verb, x), x)
+
+
+def test_explain_shows_the_plan(verb: str) -> None:
+    """`explain` gives a line per direction where a kernel of ours runs."""
+    import kernel_fusion as kf
+
+    explanation = kf.explain(getattr(kf, verb), torch.randn(4, 4096, device="cuda"), (4096,))
+    assert explanation.backend == "cuda"
+    assert len(explanation.plan) == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_second_device(verb: str) -> None:
+    """A device that is not the current one computes, on autograd's own thread for it too, the first one's bits."""
+    tensors = inputs(33, 1024)
+    others = [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in tensors]
+    with CUDA.ran(forward=2, backward=2):
+        expected = run(verb, tensors)
+        result = run(verb, others)
+    assert torch.cuda.current_device() == 0
+    assert {t.device.index for t in result} == {1}
+    same = torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1)
+    if same:
+        assert_equal([t.to("cuda:0") for t in result[:2]], expected[:2])
+
+
+def _played(plan: Plan) -> list[Plan]:
+    """Other executors of the plan's tree: fewer warps, each of which plays several virtual ones, and other clusters."""
+    plans = []
+    major, _ = torch.cuda.get_device_capability()
+    for played in (1, 2, 4):
+        for cluster in (1, 2, 4, 8) if major >= 9 else (1,):
+            warps = plan.warps // (played * cluster)
+            if plan.warps > 1 and 1 <= warps <= 16 and warps * played * cluster == plan.warps:
+                plans.append(replace(plan, played=played, cluster=cluster, threads=32 * warps, min_blocks=1))
+    return plans
+
+
+# Grid rationale. Lengths whose trees have 2 to 16 virtual warps, with and without a tail, so that a warp, a block and
+# a cluster can each play them; forward and backward plans differ.
+@pytest.mark.parametrize("direction", ["inference", "forward", "backward"])
+@pytest.mark.parametrize("cols", [1024, 2047, 4096, 8192, 12288, 16384])
+def test_the_tree_does_not_depend_on_who_executes_it(verb: str, cols: int, direction: str) -> None:
+    """A block, several virtual warps to a warp, and clusters of every size give the same bits."""
+    tensors = inputs(9, cols)
+    expected = run(verb, tensors)
+    seen: list[Plan] = []
+
+    def plans_of(spec: RowNormSpec, plan: Plan) -> list[Plan]:
+        return _played(plan) if spec.direction == direction and spec.cols == cols and plan.storage != "shared" else []
+
+    for index in range(12):
+
+        def change(spec: RowNormSpec, plan: Plan, index: int = index) -> Plan:
+            plans = plans_of(spec, plan)
+            if index < len(plans):
+                seen.append(plans[index])
+                return plans[index]
+            return plan
+
+        with planner.override_plan(change), CUDA.ran(forward=None, backward=None):
+            with torch.no_grad():
+                y = call(verb, *tensors[:3], backend="cuda")
+            result = run(verb, tensors)
+        assert torch.equal(y, expected[0])
+        assert_equal(result[:2], expected[:2])
+    if planner.plan_for(RowNormSpec(direction, verb == "rms_norm", cols, "bf16", "bf16"), _device()).warps > 1:
+        assert len({(p.cluster, p.played) for p in seen}) > 1, "only one executor was tried"
+
+
+def _device() -> Any:
+    return planner.Device.of(torch.cuda.current_device())
+
+
+def test_without_a_compiler_kernels_are_launched_from_python(tmp_path: Any) -> None:
+    """Without the extension the same kernels run, launched from Python, with the extension's bits."""
+    case = [
+        RowNormCase(verb, (7, cols), BF16, weight=BF16, bias=BF16)
+        for verb in ("layer_norm", "rms_norm")
+        for cols in (255, 4096, 32768)
+    ]
+    expected = [oracle.run(c, oracle.make_inputs(c, "cuda"), "cuda") for c in case]
+    torch.save([{name: t.cpu() for name, t in e.items()} for e in expected], tmp_path / "expected.pt")
+    code = """
+        import sys, warnings
+        import torch, kernel_fusion as kf
+        from kernel_fusion.testing import oracle
+        from kernel_fusion.testing.oracle import RowNormCase
+        from kernel_fusion.backends.cuda import python_launch
+        warnings.simplefilter("ignore", UserWarning)
+        bf16 = torch.bfloat16
+        cases = [RowNormCase(verb, (7, cols), bf16, weight=bf16, bias=bf16)
+                 for verb in ("layer_norm", "rms_norm") for cols in (255, 4096, 32768)]
+        for case, expected in zip(cases, torch.load(sys.argv[1])):
+            before = python_launch.launches
+            result = oracle.run(case, oracle.make_inputs(case, "cuda"), "cuda")
+            assert python_launch.launches >= before + 2
+            for name, tensor in expected.items():
+                assert torch.equal(result[name].cpu(), tensor), (case, name)
+        assert kf.EXTENSION_LOADED is False
+        print("done")
+    """
+    assert python(code, tmp_path / "expected.pt", env={"CXX": "/nonexistent"}).stdout.split() == ["done"]

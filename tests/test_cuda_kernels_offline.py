@@ -1,0 +1,224 @@
+"""The CUDA kernels without a GPU: each compiles for every architecture without spilling, and every plan is sound.
+
+A spill to local memory costs more bandwidth than the kernel has to spare and shows in no test of results, so the
+compiler's own count is tested, for every architecture that the library knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import PACKAGE
+
+from kernel_fusion.backends.cuda import planner, python_launch
+from kernel_fusion.backends.cuda.compile import compile_source, counters, cubin
+from kernel_fusion.backends.cuda.plan import (
+    KNOWN_DEVICES,
+    Device,
+    Plan,
+    kernel_source,
+    plan_row_norm,
+)
+from kernel_fusion.core.cache import CUBINS
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+from kernel_fusion.errors import CompileError
+
+Kernel = tuple[str, str]  # what it is, and its source
+_LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_CONTROL = """
+extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
+  float v[128];
+#pragma unroll
+  for (int i = 0; i < 128; ++i) v[i] = p[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 128; ++i) p[i * 1024 + threadIdx.x] = v[127 - i] * v[i ^ 1];
+}
+"""
+
+# Grid rationale. The lengths stand for a row in part of a warp (64), with a tail (255), in a warp or a small block
+# (1024, 4096), in a large block (12288), a cluster (32768), and one that fits nowhere whole (131072). The mixes are
+# those of training: one dtype throughout, and bf16 with float32 parameters.
+_LENGTHS = (64, 255, 1024, 4096, 12288, 32768, 131072)
+_MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"))
+
+
+def _kernels(arch: int) -> Iterator[Kernel]:
+    """Every kernel of the grid, those that finish or split off the weight gradients included."""
+    device = KNOWN_DEVICES[arch]
+    for rms, cols, (x, weight) in product((False, True), _LENGTHS, _MIXES):
+        for spec in planner.family(cols, x, weight, rms=rms):
+            for each in planner.with_helpers(spec, plan_row_norm(spec, device)):
+                yield str(each), kernel_source(each, Access(), planner.plan_for(each, device))[1]
+
+
+def _local_memory(kernel: Kernel, arch: int) -> str | None:
+    """The compiler's words about local memory if the kernel uses any."""
+    name, source = kernel
+    try:
+        _, log = compile_source(source, arch, verbose=True)
+    except CompileError as error:
+        return f"{name}: {error}"
+    counts = _LOG.findall(log)
+    if not counts:
+        return f"{name}: no count of spills in the log: {log}"
+    used = [match for match in counts if any(map(int, match))]
+    return f"{name}: stack frame, spill stores, spill loads = {used} bytes" if used else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", KNOWN_DEVICES)
+def test_no_kernel_spills(arch: int) -> None:
+    """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
+    kernels = sorted(set(_kernels(arch)))
+    assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 3
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        bad = [line for line in pool.map(_local_memory, kernels, [arch] * len(kernels), chunksize=8) if line]
+    assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory on sm_{arch}:\n" + "\n".join(bad)
+
+
+def test_a_spill_is_found() -> None:
+    """A kernel that needs more registers than its launch bounds allow is reported."""
+    assert "spill" in (_local_memory(("control", _CONTROL), 90) or "")
+
+
+# Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
+@pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
+@pytest.mark.parametrize(
+    "access", [Access(2, 2, 2, 2), Access(4, 8, 16, 2, True, False), Access(strided_x=True, strided_y=True)], ids=str
+)
+def test_every_access_compiles(direction: str, access: Access) -> None:
+    """Unaligned and strided rows have kernels too, for LayerNorm and RMSNorm."""
+    for rms, cols in product((False, True), (255, 4096)):
+        spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
+        _, source = kernel_source(spec, access, plan_row_norm(spec, KNOWN_DEVICES[90]))
+        assert compile_source(source, 90)[0].startswith(b"\x7fELF")
+
+
+def test_compile_error_holds_the_log() -> None:
+    """A source that does not compile raises with the compiler's words."""
+    with pytest.raises(CompileError, match=r"(?s)sm_90.*nonsense"):
+        compile_source("nonsense", 90)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "foreign", "writable"])
+def test_bad_cubins_are_compiled_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel on disk is used if it is whole and of its key, and compiled again otherwise."""
+    monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(tmp_path / "cache"))
+    spec = RowNormSpec("inference", False, 64, "f32", "f32")
+    _, source = kernel_source(spec, Access(), plan_row_norm(spec, KNOWN_DEVICES[90]))
+    start = counters.compiled, counters.from_disk
+    code = cubin(source, 90)
+    assert cubin(source, 90) == code
+    assert (counters.compiled - start[0], counters.from_disk - start[1]) == (1, 1)
+    (path,) = CUBINS.entries()
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-7])
+    elif damage == "garbage":
+        path.write_bytes(b"garbage" * 1000)
+    elif damage == "foreign":
+        cubin(source, 80)
+        (other,) = set(CUBINS.entries()) - {path}
+        other.rename(path)
+        start = start[0] + 1, start[1]
+    else:
+        path.chmod(0o666)
+    assert cubin(source, 90) == code
+    assert (counters.compiled - start[0], counters.from_disk - start[1]) == (2, 1)
+
+
+def _members(header: Path, struct: str) -> list[str]:
+    """The members of a C++ struct, in order, with its size where one is an array: "stride[3]"."""
+    body = re.search(rf"struct {struct} \{{\n(.*?)^\s*\}};", header.read_text(), re.DOTALL | re.MULTILINE)
+    assert body, f"no struct {struct} in {header.name}"
+    declarations = re.findall(
+        r"^\s+(?:const )?(?:void\*|long long|double|int32_t|RowLayout) ([^;(]+);", body[1], re.MULTILINE
+    )
+    return [re.sub(r"^const |\s", "", name) for line in declarations for name in line.split(",")]
+
+
+@pytest.mark.parametrize(
+    ("header", "struct", "mirror"),
+    [
+        ("shared/row_norm_args.h", "RowLayout", python_launch.RowLayout),
+        ("shared/row_norm_args.h", "RowNormFwdArgs", python_launch.RowNormFwdArgs),
+        ("shared/row_norm_args.h", "RowNormBwdArgs", python_launch.RowNormBwdArgs),
+        ("shared/row_norm_args.h", "SumPartialsArgs", python_launch.SumPartialsArgs),
+        ("extension/cuda/launcher.h", "KernelRequest", planner.Request),
+    ],
+)
+def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:
+    """The structures that Python fills or reads have the members of the C++ ones, in their order."""
+    members = [
+        f"{name}[{kind._length_}]" if issubclass(kind, ctypes.Array) else name for name, kind, *_ in mirror._fields_
+    ]
+    assert _members(PACKAGE / "native" / header, struct) == members
+
+
+_specs_of_any_length = st.builds(
+    RowNormSpec,
+    direction=st.sampled_from(["inference", "forward", "backward", "backward_weight"]),
+    rms=st.booleans(),
+    cols=st.integers(1, 300_000),
+    x=st.sampled_from(list(ITEMSIZE)),
+    y=st.sampled_from(list(ITEMSIZE)),
+    weight=st.sampled_from([None, *ITEMSIZE]),
+    bias=st.sampled_from([None, *ITEMSIZE]),
+    grads=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
+)
+_devices = st.sampled_from(list(KNOWN_DEVICES.values()))
+
+
+def tree(plan: Plan) -> tuple[int, int, int]:
+    """What decides the order in which a row is summed."""
+    return plan.vec, plan.lanes, plan.warps
+
+
+@given(spec=_specs_of_any_length, device=_devices)
+@settings(max_examples=500, deadline=None)
+def test_plans_fit_the_device(spec: RowNormSpec, device: Device) -> None:
+    """Threads, cluster and shared memory are within the hardware's limits, and the executor covers the tree."""
+    plan = plan_row_norm(spec, device)
+    assert plan.vec * ITEMSIZE[spec.x] == 16
+    assert 32 <= plan.threads <= 1024
+    assert plan.threads % 32 == 0
+    assert plan.min_blocks * plan.threads <= 2048
+    assert plan.cluster in ((1, 2, 4, 8) if device.has_clusters else (1,))
+    assert plan.shared_bytes + 2 * 2 * plan.warps * ITEMSIZE[spec.acc] <= device.shared_bytes
+    for power in (plan.lanes, plan.warps, plan.cluster, plan.played):
+        assert power & (power - 1) == 0
+    if spec.direction == "backward_weight":
+        return
+    if plan.warps == 1:
+        assert plan.rows * plan.lanes == plan.threads
+    else:
+        assert plan.lanes == 32
+        assert plan.rows == 1
+        assert plan.cluster * (plan.threads // 32) * plan.played == plan.warps
+
+
+@given(spec=_specs_of_any_length, device=_devices, other=_specs_of_any_length)
+@settings(max_examples=500, deadline=None)
+def test_the_tree_depends_on_length_and_type_alone(spec: RowNormSpec, device: Device, other: RowNormSpec) -> None:
+    """Parameters, gradients asked for and the output's dtype do not change the order in which a row is summed."""
+    direction = spec.direction
+    varied = replace(other, direction=direction, rms=spec.rms, cols=spec.cols, x=spec.x)
+    assert tree(plan_row_norm(spec, device)) == tree(plan_row_norm(varied, device))
+
+
+@given(spec=_specs_of_any_length, device=_devices)
+@settings(max_examples=200, deadline=None)
+def test_inference_and_training_share_the_tree(spec: RowNormSpec, device: Device) -> None:
+    """Inference and training forward sum a row in the same order."""
+    plans = [plan_row_norm(replace(spec, direction=direction), device) for direction in ("inference", "forward")]
+    assert tree(plans[0]) == tree(plans[1])

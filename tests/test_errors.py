@@ -1,0 +1,201 @@
+"""Bad input: PyTorch's own words where it has some, ours elsewhere, and never a crash or a wrong answer.
+
+PyTorch's texts are not copied here: the same bad call is made on PyTorch, and type and text are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import EAGER, Target, call
+from torch import Tensor
+
+import kernel_fusion as kf
+from kernel_fusion.errors import BackendUnavailableError
+
+_ONES = torch.ones
+
+
+def outcome(function: Callable[[], Tensor]) -> tuple[str, str] | Tensor:
+    """What `function` returns, or the type and text of what it raises."""
+    try:
+        return function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+# x's shape, normalized_shape, weight's shape, bias's shape.
+_BAD_SHAPES = [
+    pytest.param((2, 8), (7,), None, None, id="last"),
+    pytest.param((2, 2, 3), (2, 2), None, None, id="two-dims"),
+    pytest.param((2, 8), (3, 2, 8), None, None, id="too-many"),
+    pytest.param((2, 8), (), None, None, id="none"),
+    pytest.param((), (1,), None, None, id="0-d"),
+    pytest.param((2, 8), (8,), (7,), None, id="weight"),
+    pytest.param((2, 8), (8,), (1, 8), None, id="weight-dims"),
+    pytest.param((2, 8), (8,), (8,), (1,), id="bias"),
+    pytest.param((2, 3, 4), (3, 4), (4,), None, id="weight-of-two"),
+]
+
+
+@pytest.mark.parametrize(("shape", "normalized_shape", "weight", "bias"), _BAD_SHAPES)
+def test_layer_norm_shapes_in_pytorch_words(
+    shape: Any, normalized_shape: Any, weight: Any, bias: Any, any_target: Target
+) -> None:
+    """A shape that does not fit `layer_norm` raises PyTorch's error, word by word."""
+    ones = [None if s is None else _ONES(s, device=any_target.device) for s in (shape, weight, bias)]
+    theirs = outcome(lambda: F.layer_norm(ones[0], normalized_shape, *ones[1:]))
+    with any_target.ran(forward=0):
+        ours = outcome(lambda: kf.layer_norm(ones[0], normalized_shape, *ones[1:], backend=any_target.backend))
+    assert isinstance(theirs, tuple)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("shape", "normalized_shape", "weight"),
+    [pytest.param(*p.values[:3], id=p.id) for p in _BAD_SHAPES if p.id != "bias"],
+)
+def test_rms_norm_shapes_in_pytorch_words(shape: Any, normalized_shape: Any, weight: Any, any_target: Target) -> None:
+    """A shape that does not fit `rms_norm` raises PyTorch's error, word by word."""
+    x, w = (None if s is None else _ONES(s, device=any_target.device) for s in (shape, weight))
+    theirs = outcome(lambda: F.rms_norm(x, normalized_shape, w))
+    with any_target.ran(forward=0):
+        ours = outcome(lambda: kf.rms_norm(x, normalized_shape, w, backend=any_target.backend))
+    assert isinstance(theirs, tuple)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("shape", [(8.0,), ("8",), None], ids=str)
+def test_normalized_shape_of_wrong_type(verb: str, shape: Any, any_target: Target) -> None:
+    """A `normalized_shape` that PyTorch's call refuses by type is a TypeError here too."""
+    x = torch.randn(2, 8, device=any_target.device)
+    with pytest.raises(TypeError):
+        getattr(F, verb)(x, shape)
+    with any_target.ran(forward=0), pytest.raises(TypeError):
+        getattr(kf, verb)(x, shape, backend=any_target.backend)
+
+
+def test_input_that_is_no_tensor(verb: str) -> None:
+    """A list as input raises PyTorch's TypeError."""
+    theirs = outcome(lambda: getattr(F, verb)([1.0], (1,)))
+    with EAGER.ran():
+        assert outcome(lambda: getattr(kf, verb)([1.0], (1,), backend="eager")) == theirs
+
+
+# x's dtype, the parameter's dtype, what is expected.
+_BAD_MIXES = [
+    (torch.float32, torch.float64, "float16 or bfloat16 or float32"),
+    (torch.bfloat16, torch.int64, "float16 or bfloat16 or float32"),
+    (torch.float64, torch.float32, "float64"),
+]
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(("dtype", "parameter", "expected"), _BAD_MIXES)
+def test_dtype_mixes_that_do_not_fit(
+    verb: str, name: str, dtype: torch.dtype, parameter: torch.dtype, expected: str, any_target: Target
+) -> None:
+    """A weight or bias dtype outside the contract is named, with what would fit."""
+    x = _ONES(2, 8, dtype=dtype, device=any_target.device)
+    wrong = {name: _ONES(8, dtype=parameter, device=any_target.device)}
+    short = [str(d).removeprefix("torch.") for d in (dtype, parameter)]
+    text = f"`{verb}`: `{name}` must be {expected} for {short[0]} input, got {short[1]}"
+    with any_target.ran(forward=0):
+        assert outcome(lambda: call(verb, x, backend=any_target.backend, **wrong)) == ("RuntimeError", text)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_out_dtype_that_does_not_fit(verb: str, dtype: torch.dtype, out: torch.dtype, any_target: Target) -> None:
+    """An `out_dtype` outside the contract is named, with what would fit."""
+    x = _ONES(2, 8, dtype=dtype, device=any_target.device)
+    with (
+        any_target.ran(forward=0),
+        pytest.raises(RuntimeError, match=rf"^`{verb}`: `out_dtype` must be .* or None for"),
+    ):
+        call(verb, x, out_dtype=out, backend=any_target.backend)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameter_on_another_device(verb: str, name: str, any_target: Target) -> None:
+    """A weight or bias on another device is named, with both devices."""
+    x = _ONES(2, 8, device=any_target.device)
+    text = (
+        f"`{verb}`: expected all tensors to be on the same device, but `{name}` is on meta and `input` is on {x.device}"
+    )
+    elsewhere = {name: _ONES(8, device="meta")}
+    with any_target.ran(forward=0):
+        assert outcome(lambda: call(verb, x, backend=any_target.backend, **elsewhere)) == ("RuntimeError", text)
+
+
+def test_weight_offset_without_weight(verb: str, any_target: Target) -> None:
+    """`weight_offset` with nothing to add it to is a ValueError."""
+    x = _ONES(2, 8, device=any_target.device)
+    text = f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset=1.0 without one"
+    with any_target.ran(forward=0):
+        assert outcome(lambda: call(verb, x, weight_offset=1.0, backend=any_target.backend)) == ("ValueError", text)
+
+
+def test_unknown_backend(verb: str) -> None:
+    """A backend that does not exist is named beside those that do."""
+    text = "`backend` must be one of 'cuda', 'triton', 'cpu', 'eager' or None, got 'cdua'"
+    with EAGER.ran():
+        assert outcome(lambda: call(verb, _ONES(2, 8), backend="cdua")) == ("ValueError", text)
+        assert outcome(lambda: kf.use_backend("cdua").__enter__()) == ("ValueError", text)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "reason"),
+    [
+        ("cuda", "cpu", "the input is on cpu"),
+        ("cpu", "meta", "the input is on meta"),
+        ("triton", "cpu", "this version of kernel_fusion has no Triton kernels"),
+    ],
+)
+def test_unavailable_backend_says_why(verb: str, backend: str, device: str, reason: str) -> None:
+    """An explicit request that cannot be met raises with the reason, by argument and by `use_backend`."""
+    x = _ONES(2, 8, device=device)
+    text = f"`{verb}`: backend {backend!r} was requested, but {reason}"
+    with EAGER.ran():
+        with pytest.raises(BackendUnavailableError) as by_argument:
+            call(verb, x, backend=backend)
+        with kf.use_backend(backend), pytest.raises(BackendUnavailableError) as by_context:
+            call(verb, x)
+    assert str(by_argument.value) == str(by_context.value) == text
+
+
+def test_use_backend_nests_and_recovers() -> None:
+    """`use_backend` restores the previous choice, after an exception too."""
+    with EAGER.ran(), kf.use_backend("eager"):
+        with pytest.raises(BackendUnavailableError), kf.use_backend("triton"):
+            kf.layer_norm(_ONES(2, 8), (8,))
+        kf.layer_norm(_ONES(2, 8), (8,))
+
+
+def test_explain_names_every_backend(target: Target) -> None:
+    """`explain` says what a call takes and why not the others, and runs nothing."""
+    x = _ONES(2, 8, device=target.device)
+    with target.ran(forward=0):
+        explanation = kf.explain(kf.layer_norm, x, (8,))
+        assert kf.explain(kf.layer_norm, x, (8,), backend="eager").backend == "eager"
+        with pytest.raises(BackendUnavailableError, match="no Triton kernels"):
+            kf.explain(kf.layer_norm, x, (8,), backend="triton")
+    assert explanation.backend == target.backend
+    assert set(explanation.reasons) == {"cuda", "triton", "cpu", "eager"} - {target.backend}
+    assert all(explanation.reasons.values())
+
+
+def test_a_bad_call_changes_nothing(verb: str, target: Target) -> None:
+    """After a refused call the inputs are as they were, and the next call works."""
+    x, weight = torch.randn(4, 8, device=target.device), torch.randn(8, device=target.device)
+    before = x.clone(), weight.clone()
+    with target.ran(forward=1):
+        with pytest.raises(RuntimeError):
+            call(verb, x, weight, torch.randn(7, device=target.device), backend=target.backend)
+        y = call(verb, x, weight, backend=target.backend)
+    assert torch.equal(x, before[0])
+    assert torch.equal(weight, before[1])
+    assert y.isfinite().all()

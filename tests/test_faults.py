@@ -1,0 +1,263 @@
+"""First use under hostile conditions: many processes at once, killed builders, bad files, no compiler, no space.
+
+A compiler that takes its result from a finished build stands in for g++, so that a "build" takes no time, or as long as
+a test wants, and writes down every call; one test, marked slow, builds for real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import popen, python
+
+from kernel_fusion.core import cache
+from kernel_fusion.native import build
+
+# What each process does: build or load, and compute through the automatic choice of backend.
+_USE = """
+    import torch, kernel_fusion as kf
+    from kernel_fusion.native import loader
+    assert loader.load(), loader.error()
+    before = loader.launches("cpu_forward")
+    y = kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
+    print(kf.EXTENSION_LOADED, loader.launches("cpu_forward") - before)
+"""
+_WORKED = ["True", "1"]
+
+_COMPILER = """#!/bin/sh
+for last; do :; done
+case "$*" in
+  --version) echo "stand-in 1.0" ;;
+  *-shared*) echo link >>"{log}"; cp "{library}" "$last" ;;
+  *) echo compile >>"{log}"; {action}; : >"$last" ;;
+esac
+"""
+
+
+@dataclass
+class StandIn:
+    """A stand-in for the C++ compiler, with an empty cache and temporary folder of its own."""
+
+    folder: Path
+    library: Path
+
+    def __post_init__(self) -> None:
+        for name in ("tmp", "bin"):
+            (self.folder / name).mkdir()
+        self.set_action(":")
+
+    def set_action(self, action: str) -> None:
+        """What the compiler does, in shell, for each unit that it compiles."""
+        path = self.folder / "bin" / "g++"
+        path.write_text(_COMPILER.format(log=self.log, library=self.library, action=action))
+        path.chmod(0o755)
+
+    @property
+    def log(self) -> Path:
+        """The calls so far."""
+        return self.folder / "log"
+
+    @property
+    def cache(self) -> Path:
+        """The cache folder that `env` names."""
+        return self.folder / "cache"
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment of a process that uses it."""
+        return {
+            "CXX": str(self.folder / "bin" / "g++"),
+            "KERNEL_FUSION_CACHE_DIR": str(self.cache),
+            "TMPDIR": str(self.folder / "tmp"),
+        }
+
+    def calls(self, kind: str) -> int:
+        """How often the compiler was asked to "compile" or "link"."""
+        return self.log.read_text().split().count(kind) if self.log.exists() else 0
+
+    def built_library(self) -> Path:
+        """The one library in the cache."""
+        (path,) = (self.cache / "extension").glob("*.so")
+        return path
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> StandIn:
+    """A fresh stand-in."""
+    return StandIn(tmp_path, build.built_library(print))
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def _finish(processes: list[Any]) -> Iterator[str]:
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert out.split() == _WORKED
+        yield err
+
+
+def test_eight_processes_build_once(compiler: StandIn) -> None:
+    """Eight processes at first use at once: one builds, the others wait for it, all work."""
+    compiler.set_action("sleep 3")
+    errors = list(_finish([popen(_USE, env=compiler.env) for _ in range(8)]))
+    assert compiler.calls("link") == 1
+    assert sum("building its C++ extension" in error for error in errors) == 1
+
+
+@pytest.mark.slow
+def test_eight_processes_build_once_for_real(tmp_path: Path) -> None:
+    """The same with the real compiler and an empty cache."""
+    env = {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
+    errors = list(_finish([popen(_USE, env=env) for _ in range(8)]))
+    assert sum("built in" in error for error in errors) == 1
+    assert len(list((tmp_path / "cache" / "extension").glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+def test_killed_builder(compiler: StandIn, number: signal.Signals) -> None:
+    """After a builder is killed half-way the next process, and one that waited for it, build and work."""
+    compiler.set_action("sleep 20")
+    builder = popen(_USE, env=compiler.env)
+    _wait_until(lambda: compiler.calls("compile") > 0)
+    waiting = popen(_USE, env=compiler.env)
+    compiler.set_action(":")
+    builder.send_signal(number)
+    builder.communicate(timeout=60)
+    assert builder.returncode == -number
+    list(_finish([waiting]))
+    assert python(_USE, env=compiler.env).stdout.split() == _WORKED
+    assert compiler.calls("link") == 1
+
+
+def _foreign(path: Path) -> None:
+    payload = cache.unseal(path.read_bytes(), path.stem)
+    assert payload is not None
+    path.write_bytes(cache.seal(payload, cache.digest("another key")))
+
+
+_DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(os.urandom(100_000)),
+    "foreign": _foreign,
+    "writable": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_bad_library_is_built_again(compiler: StandIn, damage: str) -> None:
+    """A library in the cache that is damaged, foreign or writable by others is not loaded but replaced."""
+    for links in (1, 1):
+        assert python(_USE, env=compiler.env).stdout.split() == _WORKED
+        assert compiler.calls("link") == links
+    _DAMAGE[damage](compiler.built_library())
+    for links in (2, 2):
+        assert python(_USE, env=compiler.env).stdout.split() == _WORKED
+        assert compiler.calls("link") == links
+
+
+def test_cache_folder_that_cannot_be_made(compiler: StandIn, tmp_path: Path) -> None:
+    """Where nothing can be kept, the process builds for itself, says so, and works."""
+    (tmp_path / "file").write_text("in the way")
+    env = {**compiler.env, "KERNEL_FUSION_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    result = python(_USE, env=env)
+    assert result.stdout.split() == _WORKED
+    assert "cannot be written, so the next process builds again" in result.stderr
+
+
+def test_build_leaves_no_temporary_files(compiler: StandIn) -> None:
+    """A finished build, and a failed one, clean up after themselves."""
+    python(_USE, env=compiler.env)
+    assert list((compiler.folder / "tmp").iterdir()) == []
+    shutil.rmtree(compiler.cache)
+    compiler.set_action("exit 1")
+    python(_FALLBACK, env=compiler.env)
+    assert list((compiler.folder / "tmp").iterdir()) == []
+
+
+# Forward and backward of both verbs, several calls and threads, without the extension; prints why, and the warnings.
+_FALLBACK = """
+    import json, threading, warnings
+    import torch, kernel_fusion as kf
+    import torch.nn.functional as F
+    from kernel_fusion.native import loader
+
+    def use():
+        x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        dy = torch.randn(3, 8)
+        for ours, theirs in ((kf.layer_norm, F.layer_norm), (kf.rms_norm, F.rms_norm)):
+            results = []
+            for verb in (ours, theirs):
+                y = verb(x, (8,), w)
+                results.append((y, *torch.autograd.grad(y, (x, w), dy)))
+            torch.testing.assert_close(*results)
+            assert torch.equal(ours(x, (8,), w), ours(x, (8,), w, backend="eager"))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        use()
+        module = kf.FusedLayerNorm(8)
+        module(torch.randn(3, 8)).sum().backward()
+        assert kf.EXTENSION_LOADED is False
+        try:
+            kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
+        except kf.errors.BackendUnavailableError as error:
+            refusal = str(error)
+    explanation = kf.explain(kf.layer_norm, torch.randn(3, 8), (8,))
+    print(json.dumps([[str(w.message) for w in caught], refusal, explanation.backend]))
+"""
+
+
+def _no_space(compiler: StandIn) -> Mapping[str, str | None]:
+    compiler.set_action('echo "fatal error: No space left on device" >&2; exit 1')
+    return compiler.env
+
+
+def _no_space_for_temporary_files(compiler: StandIn) -> Mapping[str, str | None]:
+    (compiler.folder / "sitecustomize.py").write_text(
+        "import tempfile, errno\n"
+        "def mkdtemp(*_, **__): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "tempfile.mkdtemp = mkdtemp\n"
+    )
+    return {**compiler.env, "PYTHONPATH": str(compiler.folder)}
+
+
+_OBSTACLES: dict[str, tuple[Callable[[StandIn], Mapping[str, str | None]], str]] = {
+    "CXX-names-nothing": (lambda c: {**c.env, "CXX": "/nonexistent/c++"}, "no C++ compiler was found"),
+    "nothing-on-PATH": (lambda c: {**c.env, "CXX": None, "PATH": "/nonexistent"}, "no C++ compiler was found"),
+    "no-space-for-the-compiler": (_no_space, "No space left on device"),
+    "no-space-for-the-build": (_no_space_for_temporary_files, "No space left on device"),
+    "not-a-compiler": (lambda c: {**c.env, "CXX": "/bin/false"}, "/bin/false"),
+}
+
+
+@pytest.mark.parametrize("obstacle", _OBSTACLES)
+def test_everything_works_without_the_extension(compiler: StandIn, obstacle: str) -> None:
+    """Where the extension cannot be built, eager serves every call after exactly one warning that says why."""
+    arrange, reason = _OBSTACLES[obstacle]
+    warned, refusal, backend = json.loads(python(_FALLBACK, env=arrange(compiler)).stdout)
+    assert len(warned) == 1, warned
+    assert reason in warned[0]
+    assert warned[0].startswith("kernel_fusion works without its C++ extension")
+    assert refusal.startswith("`layer_norm`: backend 'cpu' was requested, but its extension could not be built")
+    assert backend == "eager"

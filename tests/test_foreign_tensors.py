@@ -1,0 +1,137 @@
+"""Tensors that are not ours to compute: PyTorch's outcome, value or error, is ours.
+
+Integers, complex numbers, other layouts, nested tensors and subclasses with rules of their own. No backend is named,
+because the automatic choice is what is tested; the counters show that no kernel of ours touched the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import EAGER, call
+from test_errors import outcome
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import kernel_fusion as kf
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Equal values of equal type, or errors of equal type and text."""
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(theirs, tuple):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+_PLAIN: dict[str, Callable[[], Tensor]] = {
+    "int64": lambda: torch.ones(2, 8, dtype=torch.int64),
+    "bool": lambda: torch.ones(2, 8, dtype=torch.bool),
+    "complex64": lambda: torch.randn(2, 8, dtype=torch.complex64),
+    "sparse": lambda: torch.randn(2, 8).to_sparse(),
+    "mkldnn": lambda: torch.randn(2, 8).to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("kind", _PLAIN)
+@pytest.mark.parametrize("affine", [False, True])
+def test_other_dtypes_and_layouts_as_in_pytorch(verb: str, kind: str, affine: bool) -> None:
+    """Integer, complex, sparse and mkldnn inputs behave as in PyTorch's call."""
+    x = _PLAIN[kind]()
+    weight = torch.ones(8) if affine else None
+    theirs = outcome(lambda: getattr(F, verb)(x, (8,), weight))
+    with EAGER.ran():
+        ours = outcome(lambda: getattr(kf, verb)(x, (8,), weight))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_as_in_pytorch(verb: str, layout: torch.layout) -> None:
+    """Nested tensors take PyTorch's own rule."""
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(1, 8)], layout=layout)
+    weight, bias = torch.randn(8), torch.randn(8)
+    arguments = (weight, bias) if verb == "layer_norm" else (weight,)
+    theirs = outcome(lambda: getattr(F, verb)(x, (8,), *arguments))
+    with EAGER.ran():
+        ours = outcome(lambda: getattr(kf, verb)(x, (8,), *arguments))
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(theirs, tuple):
+        assert ours == theirs
+    else:
+        for one, other in zip(ours.unbind(), theirs.unbind(), strict=True):
+            assert torch.equal(one, other)
+
+
+class _FunctionSubclass(Tensor):
+    """Records PyTorch's functions, as DTensor-like and unit-carrying tensors do."""
+
+    seen: list[Any] = []  # noqa: RUF012  # one record for all instances, cleared by the test
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record and go on."""
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_torch_function_subclass_sees_pytorch_call(verb: str) -> None:
+    """A subclass with a `__torch_function__` of its own gets PyTorch's function to override."""
+    _FunctionSubclass.seen.clear()
+    x = torch.randn(2, 8).as_subclass(_FunctionSubclass)
+    with EAGER.ran():
+        y = call(verb, x)
+    assert getattr(F, verb) in _FunctionSubclass.seen
+    assert isinstance(y, _FunctionSubclass)
+
+
+class _DispatchSubclass(Tensor):
+    """Wraps a tensor and knows ATen's operators only."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _DispatchSubclass:
+        """A wrapper of the shape and dtype of `inner`."""
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Unwrap, compute, wrap."""
+        assert func.namespace == "aten", f"{func} is not PyTorch's"
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+def test_torch_dispatch_subclass_sees_pytorch_operators(verb: str) -> None:
+    """A wrapper subclass meets no operator that it cannot know."""
+    x = torch.randn(2, 8)
+    with EAGER.ran():
+        y = call(verb, _DispatchSubclass(x))
+    assert isinstance(y, _DispatchSubclass)
+    assert torch.equal(y.inner, getattr(F, verb)(x, (8,)))
+
+
+def test_meta_tensors_have_shape_and_dtype(verb: str) -> None:
+    """On the meta device the result has the shape, dtype and strides of the real one."""
+    x = torch.empty(3, 4, 8, device="meta", dtype=torch.bfloat16).transpose(0, 1)
+    with EAGER.ran():
+        y = call(verb, x, torch.empty(8, device="meta"), out_dtype=torch.float32)
+    assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, torch.float32)
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("function", ["conj", "neg"])
+def test_lazily_negated_views(verb: str, function: str) -> None:
+    """Views that PyTorch negates lazily are read as what they stand for."""
+    z = torch.randn(2, 8, dtype=torch.complex64)
+    x = z.conj().imag if function == "neg" else z.conj().real
+    assert x.is_neg() == (function == "neg")
+    assert torch.equal(call(verb, x), call(verb, x.clone()))

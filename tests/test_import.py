@@ -1,0 +1,161 @@
+"""What importing does, and who may import whom: rules of the architecture that no other test would notice broken."""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import PACKAGE, python
+
+# The units of the package and what each may import, by first name below `kernel_fusion`. `native` holds the operators,
+# which need the eager definition; `backends` holds the choice between them, which needs the operators.
+_FOUNDATION = {"errors", "config"}
+_CORE = _FOUNDATION | {"core"}
+_KERNELS = _CORE | {"backends", "native"}
+_API = _KERNELS | {"functional", "nn"}
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "core": _CORE,
+    "backends": _KERNELS,
+    "native": _KERNELS,
+    "functional": _KERNELS,
+    "nn": _KERNELS | {"functional"},
+    "__init__": _API,
+    "testing": _API | {"testing", "__init__"},
+    "bench": _API | {"testing", "bench", "__init__"},
+    "cli": _API | {"testing", "bench", "cli", "__init__"},
+    "__main__": {"cli"},
+}
+_SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def unit(path: Path) -> str:
+    """The unit that a file belongs to: its module or top folder below the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module of ours that a file imports, at its top or in a function, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from package import name`: the name is the module where there is one.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == PACKAGE.name)
+
+
+def imported_unit(name: str) -> str:
+    """The unit that a dotted name belongs to; a name that the package itself defines belongs to `__init__`."""
+    first = [*name.split("."), "__init__"][1]
+    return first if (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file() else "__init__"
+
+
+@pytest.mark.parametrize("path", _SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_direction(path: Path) -> None:
+    """A file imports from its own layer and those below."""
+    found = {imported_unit(name) for name in imports(path)}
+    assert found <= MAY_IMPORT[unit(path)], f"{path.name} may not import {found - MAY_IMPORT[unit(path)]}"
+
+
+def test_the_direction_has_no_cycle_beyond_backends_and_native() -> None:
+    """The table itself is layered: only `backends` and `native` know each other."""
+    cycles = {
+        frozenset((a, b)) for a, below in MAY_IMPORT.items() for b in below if a != b and a in MAY_IMPORT.get(b, set())
+    }
+    assert cycles == {frozenset(("backends", "native"))}
+
+
+def test_a_backend_never_imports_another() -> None:
+    """The folders of `backends` do not know each other."""
+    folders = {path.name for path in (PACKAGE / "backends").iterdir() if path.is_dir()}
+    for path in _SOURCES:
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] == "backends" and len(parts) > 2:
+            others = folders - {parts[1]}
+            bad = [
+                name for name in imports(path) if name.split(".")[1:2] == ["backends"] and {*name.split(".")} & others
+            ]
+            assert not bad, f"{path}: {bad}"
+
+
+def test_device_code_includes_only_device_code() -> None:
+    """Kernels and shared headers include nothing but each other: no PyTorch, CUDA or C++ library header."""
+    folders = (PACKAGE / "native" / "kernels", PACKAGE / "native" / "shared")
+    headers = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    assert headers
+    for path in headers:
+        for line in path.read_text().splitlines():
+            if line.lstrip().startswith("#include"):
+                name = line.split('"')[1] if '"' in line else line
+                found = [root / name for root in (path.parent, PACKAGE / "native") if (root / name).is_file()]
+                assert found, f"{path.name}: {line}"
+                assert found[0].parent in folders, f"{path.name}: {line}"
+
+
+def test_only_config_reads_the_environment() -> None:
+    """`os.environ` and `os.getenv` occur in config.py alone."""
+    readers = set()
+    for path in _SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
+            if name in ("environ", "environb", "getenv", "getenvb"):
+                readers.add(path.name)
+    assert readers == {"config.py"}
+
+
+_IMPORT = """
+    import json, os, subprocess, sys, time, torch
+    def refuse(*_, **__):
+        raise AssertionError("import started a process")
+    subprocess.Popen = os.system = os.posix_spawn = refuse
+    before, start = set(sys.modules), time.process_time()
+    import kernel_fusion
+    seconds = time.process_time() - start
+    from kernel_fusion.native import loader
+    print(json.dumps([seconds, sorted(set(sys.modules) - before), loader.is_loaded()]))
+"""
+
+
+def test_import_builds_and_loads_nothing(tmp_path: Path) -> None:
+    """`import kernel_fusion` starts no process, writes no cache and imports no compiler, Triton or plotting."""
+    result = python(_IMPORT, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")})
+    _, modules, loaded = json.loads(result.stdout)
+    heavy = {"triton", "cuda", "matplotlib", "typer", "rich", "ninja", "setuptools"}
+    assert not loaded
+    assert not {name.split(".")[0] for name in modules} & heavy
+    assert not (tmp_path / "cache").exists()
+    assert result.stderr == ""
+
+
+def test_import_adds_at_most_50_ms() -> None:
+    """After `import torch`, `import kernel_fusion` takes at most 50 ms of processor time (median of 7 interpreters)."""
+    # Processor time, because the time on the clock of a busy machine says little.
+    assert statistics.median(json.loads(python(_IMPORT).stdout)[0] for _ in range(7)) <= 0.050
+
+
+def test_availability_is_evaluated_when_read() -> None:
+    """Reading `EXTENSION_LOADED` loads the extension; before that nothing has."""
+    code = """
+        import kernel_fusion as kf
+        from kernel_fusion.native import loader
+        assert not loader.is_loaded()
+        print(kf.EXTENSION_LOADED, loader.is_loaded(), isinstance(kf.CUDA_AVAILABLE, bool))
+    """
+    assert python(code).stdout.split() == ["True"] * 3
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """The lazy attributes of the package hide no misspelling."""
+    import kernel_fusion as kf
+
+    with pytest.raises(AttributeError, match="module 'kernel_fusion' has no attribute 'layernorm'"):
+        kf.layernorm  # noqa: B018

@@ -1,0 +1,150 @@
+"""The same bits: on every call, whatever else is in the batch, wherever a row lies, on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support import CPU, Target, call
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def run(verb: str, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, target: Target) -> list[Tensor]:
+    """y and all gradients."""
+    tensors = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = call(verb, *tensors, backend=target.backend)
+    return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
+
+
+def tensors(target: Target, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, weight, bias and dy, with a mean that makes the order of summation show."""
+    shapes = ((rows, cols), (cols,), (cols,), (rows, cols))
+    return [torch.randn(s, device=target.device).add_(3).to(dtype) for s in shapes]
+
+
+def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
+    """Bit for bit."""
+    for name, one, other in zip(("y", "dx", "dweight", "dbias"), ones, others, strict=False):
+        assert torch.equal(one, other), name
+
+
+# Grid rationale. Several rows per block, several blocks per sum, one long row per block: the ways in which partial
+# sums come about.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(1000, 64), (513, 255), (300, 1024), (7, 32768)])
+def test_repeated_calls(verb: str, rows: int, cols: int, dtype: torch.dtype, target: Target) -> None:
+    """Five calls give the same bits, forward and backward."""
+    inputs = tensors(target, rows, cols, dtype)
+    with target.ran(forward=5, backward=5):
+        first = run(verb, *inputs, target)
+        for _ in range(4):
+            assert_equal(run(verb, *inputs, target), first)
+
+
+# Grid rationale. Odd lengths, whose rows begin at every alignment; lengths at and around one vector, one warp and one
+# block; 67 rows are odd and more than a block of rows.
+_LENGTHS = (1, 3, 17, 64, 255, 1000, 1023, 1024, 4097)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", _LENGTHS)
+def test_a_row_alone_and_in_a_batch(verb: str, cols: int, dtype: torch.dtype, target: Target) -> None:
+    """y and dx of a row are the same whether it comes alone or among 66 others, at every place in the batch."""
+    x, weight, bias, dy = tensors(target, 67, cols, dtype)
+    with target.ran(forward=1 + 67, backward=1 + 67):
+        y, dx = run(verb, x, weight, bias, dy, target)[:2]
+        for row in range(67):
+            at = slice(row, row + 1)
+            assert_equal(run(verb, x[at], weight, bias, dy[at], target)[:2], [y[at], dx[at]])
+
+
+@pytest.mark.parametrize("cols", _LENGTHS)
+@pytest.mark.parametrize("rows", [2, 5, 33])
+def test_batches_of_any_size(verb: str, cols: int, rows: int, target: Target) -> None:
+    """Cutting a batch into pieces changes no bit of y and dx."""
+    x, weight, bias, dy = tensors(target, 67, cols)
+    whole = run(verb, x, weight, bias, dy, target)[:2]
+    with target.ran(forward=None, backward=None):
+        pieces = [run(verb, a, weight, bias, b, target)[:2] for a, b in zip(x.split(rows), dy.split(rows), strict=True)]
+    assert_equal([torch.cat(p) for p in zip(*pieces, strict=True)], whole)
+
+
+def _in_columns(t: Tensor, offset: int, width: int) -> Tensor:
+    """A copy of `t` as a slice of columns of a wider tensor."""
+    wide = t.new_zeros(*t.shape[:-1], width)
+    return wide[..., offset : offset + t.shape[-1]].copy_(t)
+
+
+_PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "offset": lambda t: t.new_empty(t.numel() + 3)[3:].view_as(t).copy_(t),
+    "qkv-slice": lambda t: _in_columns(t, t.shape[-1], 3 * t.shape[-1]),
+    "odd-stride": lambda t: _in_columns(t, 1, t.shape[-1] + 3),
+    "every-second-row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "backwards": lambda t: t.flip(0).contiguous().flip(0),
+    "transposed": lambda t: t.T.contiguous().T,
+    "five-dims": lambda t: t.view(2, 3, 2, 5, -1).transpose(0, 2).contiguous().transpose(0, 2),
+    "six-dims": lambda t: t.view(1, 2, 3, 2, 5, -1).permute(4, 1, 3, 2, 0, 5).contiguous().permute(4, 1, 3, 2, 0, 5),
+}
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize("cols", [17, 255, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_layout(verb: str, place: str, cols: int, dtype: torch.dtype, target: Target) -> None:
+    """Alignment and strides of x and dy change no bit of y or of any gradient."""
+    x, weight, bias, dy = tensors(target, 60, cols, dtype)
+    with target.ran(forward=2, backward=2):
+        plain = run(verb, x, weight, bias, dy, target)
+        placed = run(verb, _PLACES[place](x), weight, bias, _PLACES[place](dy), target)
+    assert_equal([t.reshape(p.shape) for t, p in zip(placed, plain, strict=True)], plain)
+
+
+def test_expanded_rows(verb: str, target: Target) -> None:
+    """Rows that all lie in the same place (stride 0) give that row's bits."""
+    x, weight, bias, dy = tensors(target, 1, 255)
+    with target.ran(forward=2, backward=2):
+        one = run(verb, x, weight, bias, dy, target)[:2]
+        many = run(verb, x.expand(5, 255), weight, bias, dy.expand(5, 255), target)[:2]
+    assert_equal(many, [t.expand(5, 255) for t in one])
+
+
+@pytest.mark.parametrize("wants", [(True, False, False), (True, True, False), (True, False, True)], ids=str)
+@pytest.mark.parametrize("cols", [255, 4096, 32768])
+def test_dx_does_not_depend_on_the_other_gradients(
+    verb: str, cols: int, wants: tuple[bool, ...], target: Target
+) -> None:
+    """Freezing weight or bias changes no bit of dx."""
+    inputs = tensors(target, 5, cols)
+    with target.ran(forward=2, backward=2):
+        dx = run(verb, *inputs, target)[1]
+        leaves = [t.detach().requires_grad_(want) for t, want in zip(inputs, wants, strict=False)]
+        call(verb, *leaves, backend=target.backend).backward(inputs[3])
+    assert torch.equal(leaves[0].grad, dx)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 4096), (7, 1000), (1000, 255), (513, 1024), (4096, 17)])
+def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) -> None:
+    """On the CPU one, two and three threads give the same bits, sums over rows included."""
+    inputs = tensors(CPU, rows, cols, dtype)
+    results = []
+    with CPU.ran(forward=3, backward=3):
+        for count in (1, 2, 3):
+            with _threads(count):
+                results.append(run(verb, *inputs, CPU))
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])

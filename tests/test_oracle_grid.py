@@ -1,0 +1,183 @@
+"""Every norm against float64: dtypes, parameters, shapes, layouts and values, y and all gradients.
+
+The budgets are the oracle's. The grids are separate rather than one product, because each varies what one part of the
+code branches on; the comment above a grid says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from support import Target, call
+
+from kernel_fusion.testing import oracle
+from kernel_fusion.testing.oracle import RowNormCase
+
+VERBS = ("layer_norm", "rms_norm")
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def check(case: RowNormCase, target: Target) -> None:
+    """Run `case` and compare y and every gradient; an empty input has no row, so nothing to launch."""
+    empty = 0 in case.shape
+    with nullcontext() if empty else target.ran(forward=None, backward=None):
+        comparisons = oracle.compare(case, target.device, target.backend)
+    assert {c.name for c in comparisons} == {"y", "dx"} | {
+        name for name, dtype in (("dweight", case.weight), ("dbias", case.bias)) if dtype
+    }
+    failed = [c for c in comparisons if not c.ok]
+    assert not failed, failed
+
+
+# Grid rationale. Every dtype of x, weight, bias and y is a type parameter of some load, store or sum of its own, and
+# an absent weight or bias is a compile-time branch; so all mixes that the contract allows, at one shape that has full
+# vectors and a tail in every dtype (255 = 31 x 8 + 7 = 63 x 4 + 3) and several rows.
+def _mixes() -> Iterator[RowNormCase]:
+    low = (F16, BF16, F32)
+    for verb, (x, parameters) in product(VERBS, [*product(low, [low]), (F64, (F64,))]):
+        outputs = (None, *(dtype for dtype in parameters if dtype != x))
+        for weight, bias, out in product((None, *parameters), (None, *parameters), outputs):
+            yield RowNormCase(verb, (7, 255), x, weight=weight, bias=bias, out_dtype=out)
+
+
+@pytest.mark.parametrize("case", list(_mixes()), ids=str)
+def test_dtype_mixes(case: RowNormCase, any_target: Target) -> None:
+    """Any mix of dtypes, with and without weight and bias, is within budget."""
+    check(case, any_target)
+
+
+# Grid rationale. The row length decides vectors, tails, lanes per row, warps per row, clusters and whether a row stays
+# in registers: 1 and 3 are shorter than a vector, 8 and 17 than a warp; 64 | 255, 256 | 1000, 1023, 1024 straddle full
+# vectors and warps; 4096, 5000, 12288 take several warps; 32768 and 131072 clusters; 200003 (a prime) is past
+# all of them. One row leaves the other rows of a block idle; 7 rows are odd; 1000 rows make several blocks and partial
+# sums of unequal length, and are only taken where they stay small. A single row of fewer than 64 elements is too few
+# for PyTorch's error to be a fair measure; that it has the bits of the same row in a batch is tested elsewhere.
+_LENGTHS = (1, 3, 8, 17, 64, 255, 256, 1000, 1023, 1024, 4096, 5000, 12288, 32768, 131072, 200003)
+
+
+def _lengths() -> Iterator[RowNormCase]:
+    for verb, dtype, cols in product(VERBS, (F32, BF16, F16, F64), _LENGTHS):
+        for rows in (7, 1000) if cols < 64 else (1, 7, 1000) if cols <= 1024 else (1, 7) if cols <= 32768 else (2,):
+            yield RowNormCase(verb, (rows, cols), dtype, weight=dtype, bias=dtype)
+
+
+@pytest.mark.parametrize("case", list(_lengths()), ids=str)
+def test_row_lengths(case: RowNormCase, target: Target) -> None:
+    """Any row length and row count is within budget."""
+    check(case, target)
+
+
+# Grid rationale. Long rows in another mix and without sums take other plans than with them: the sums decide
+# how many elements a thread may hold.
+@pytest.mark.parametrize("cols", [4096, 12288, 32768, 131072])
+@pytest.mark.parametrize("weight", [None, F32], ids=["plain", "f32-weight"])
+def test_long_rows_of_other_mixes(verb: str, cols: int, weight: torch.dtype | None, target: Target) -> None:
+    """Long bf16 rows with a float32 weight, or with no parameter at all, are within budget."""
+    check(RowNormCase(verb, (3, cols), BF16, weight=weight), target)
+
+
+# Grid rationale. Empty rows, an empty batch and an empty everything leave PyTorch's code by different doors: the
+# gradients of weight and bias are zeros of full shape, or empty.
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0,), (3, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_empty(verb: str, shape: tuple[int, ...], dtype: torch.dtype, any_target: Target) -> None:
+    """Empty inputs give empty results and zero gradients of the parameters."""
+    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype), any_target)
+
+
+# Grid rationale. Rows of more than one dimension, down to none left over: statistics then have leading dimensions of
+# any number. 255 = 3 x 5 x 17 keeps a tail.
+@pytest.mark.parametrize("num_dims", [1, 2, 3, 4])
+def test_several_normalized_dimensions(verb: str, num_dims: int, any_target: Target) -> None:
+    """Rows may span any number of last dimensions, all of them included."""
+    check(RowNormCase(verb, (4, 3, 5, 17), F32, num_dims, weight=F32, bias=F32), any_target)
+
+
+# Grid rationale. Three leading dimensions is the most that the row addressing holds; x and dy have the same layout
+# here. "unaligned" and "padded" rows of odd length change a row's alignment from row to row.
+_LAYOUTS = ("padded", "unaligned", "transposed")
+_LAYOUT_SHAPES = ((7, 255), (2, 3, 64), (3, 4, 5, 1000), (2, 3, 1, 2, 264), (5, 4097))
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize("shape", _LAYOUT_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+def test_layouts(verb: str, dtype: torch.dtype, shape: tuple[int, ...], layout: str, any_target: Target) -> None:
+    """Strided rows, permuted dimensions and storage offsets are within budget."""
+    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype, layout=layout), any_target)
+
+
+# Grid rationale. The values that break a variance computed as E[x^2] - E[x]^2, or in the input's dtype: a mean far
+# from zero, squares that overflow fp16 or lose their cubes in fp32, a variance near eps, no variance at all. Where the
+# mean is far, one rounding of it is most of the error and a matter of luck; 64 rows make PyTorch's largest error a fair
+# measure.
+_VALUES = [
+    pytest.param(F32, 1e4, 1.0, id="f32-far"),
+    pytest.param(F64, 1e8, 1.0, id="f64-far"),
+    pytest.param(BF16, 1e4, 1.0, id="bf16-far"),
+    pytest.param(F16, 1e4, 1.0, id="f16-far"),
+    pytest.param(F16, 0.0, 1e4, id="f16-squares-overflow"),
+    pytest.param(BF16, 0.0, 1e15, id="bf16-large"),
+    pytest.param(F32, 0.0, 1e-3, id="f32-variance-near-eps"),
+    pytest.param(F32, 0.0, 1e-20, id="f32-tiny"),
+    pytest.param(F32, 3.0, 0.0, id="f32-constant"),
+    pytest.param(BF16, 3.0, 0.0, id="bf16-constant"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "mean", "std"), _VALUES)
+@pytest.mark.parametrize("cols", [255, 4096, 12288])
+def test_values(verb: str, dtype: torch.dtype, mean: float, std: float, cols: int, any_target: Target) -> None:
+    """Rows with a large mean, a large, tiny or no variance stay within budget."""
+    check(RowNormCase(verb, (64, cols), dtype, weight=dtype, bias=dtype, mean=mean, std=std), any_target)
+
+
+# Grid rationale. The offset is added in the compute type: a bf16 weight near zero keeps its digits.
+@pytest.mark.parametrize("offset", [1.0, -0.5])
+@pytest.mark.parametrize(("dtype", "weight"), [(F32, F32), (BF16, BF16), (BF16, F32), (F64, F64)])
+def test_weight_offset(verb: str, dtype: torch.dtype, weight: torch.dtype, offset: float, any_target: Target) -> None:
+    """`weight_offset` is within budget, forward and backward."""
+    check(RowNormCase(verb, (7, 255), dtype, weight=weight, bias=weight, weight_offset=offset), any_target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+@pytest.mark.parametrize("cols", [17, 1024, 5000])
+def test_nan_and_inf_propagate_as_in_pytorch(
+    verb: str, cols: int, dtype: torch.dtype, value: float, any_target: Target
+) -> None:
+    """A NaN or Inf makes NaN and Inf of the same elements of y and of the gradients as PyTorch's call does."""
+    case = RowNormCase(verb, (4, cols), dtype, weight=dtype, bias=dtype)
+    inputs = oracle.make_inputs(case, any_target.device)
+    with torch.no_grad():
+        inputs.x[1, cols // 2] = value
+        inputs.x[2, -1] = value
+    with any_target.ran(forward=1, backward=1):
+        ours = oracle.run(case, inputs, any_target.backend)
+    theirs = oracle.pytorch(case, inputs)
+    for name, result in theirs.items():
+        # PyTorch's kernels disagree with each other on Inf or NaN in a row that holds either, so both count as one.
+        assert torch.equal(ours[name].isfinite(), result.isfinite()), name
+    assert not ours["y"][1].isfinite().all(), "the value did not propagate"
+
+
+def test_nan_stays_in_its_row(verb: str, any_target: Target) -> None:
+    """A row of NaN leaves every other row's y and dx as they are, to the bit."""
+    clean = torch.randn(9, 255, device=any_target.device)
+    dirty = clean.clone()
+    dirty[4] = float("nan")
+    dy = torch.randn_like(clean)
+    results = []
+    with any_target.ran(forward=2, backward=2):
+        for x in (clean, dirty):
+            x.requires_grad_()
+            y = call(verb, x, backend=any_target.backend)
+            results.append((y, *torch.autograd.grad(y, x, dy)))
+    others = torch.arange(9) != 4
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[others], other[others])
+        assert other[4].isnan().all()
