@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
-from kernel_fusion.backends.select import select
+from kernel_fusion.backends.select import call
 from kernel_fusion.config import state
-from kernel_fusion.core import checks
 from kernel_fusion.native import schemas
 
 _PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
@@ -66,11 +65,11 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
         True
     """
-    num_dims = _num_normalized_dims("layer_norm", input, normalized_shape)
-    if backend is None and state.backend is None and type(input) in _PLAIN_TENSORS:
-        return schemas.layer_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-    operator = select(backend, "layer_norm", input)
-    return operator(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    if backend is None and state.backend is None:
+        num_dims = _num_normalized_dims(input, normalized_shape)
+        if num_dims:
+            return schemas.layer_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
 
 
 def rms_norm(
@@ -113,20 +112,19 @@ def rms_norm(
         >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
         True
     """
-    num_dims = _num_normalized_dims("rms_norm", input, normalized_shape)
-    if backend is None and state.backend is None and type(input) in _PLAIN_TENSORS:
-        return schemas.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-    operator = select(backend, "rms_norm", input)
-    return operator(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    if backend is None and state.backend is None:
+        num_dims = _num_normalized_dims(input, normalized_shape)
+        if num_dims:
+            return schemas.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
 
 
-def _num_normalized_dims(verb: str, input: Tensor, normalized_shape: int | Sequence[int]) -> int:
-    """Check `normalized_shape` against `input` and return how many dimensions it has."""
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
+    """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
+    if type(input) not in _PLAIN_TENSORS or input.is_nested or not input.dim():
+        return 0
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     # One dimension, the usual case, without slicing the shape: that costs 0.2 µs.
-    if len(shape) == 1 and input.dim() and input.shape[-1] == shape[0]:
-        return 1
-    checks.normalized_shape(verb, input, shape)
-    return len(shape)
+    if len(shape) == 1:
+        return int(isinstance(shape[0], int) and input.shape[-1] == shape[0])
+    return len(shape) if input.shape[input.dim() - len(shape) :] == tuple(shape) else 0

@@ -50,9 +50,10 @@ class FusedLayerNorm(nn.LayerNorm):
         hidden_size: _Shape | None = None,
         weight_offset: float = 0.0,
     ) -> None:
-        self.weight_offset = weight_offset if elementwise_affine else 0.0
+        self.weight_offset = _checked_offset("FusedLayerNorm", weight_offset, elementwise_affine)
         shape = _shape("FusedLayerNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        _keep_out_of_fast_paths(self)
 
     def reset_parameters(self) -> None:
         """Initialise to the plain normalisation: weight 1 - weight_offset, bias 0."""
@@ -100,7 +101,7 @@ class FusedRMSNorm(nn.RMSNorm):
         hidden_size: _Shape | None = None,
         weight_offset: float = 0.0,
     ) -> None:
-        self.weight_offset = weight_offset if elementwise_affine else 0.0
+        self.weight_offset = _checked_offset("FusedRMSNorm", weight_offset, elementwise_affine)
         shape = _shape("FusedRMSNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
 
@@ -122,6 +123,25 @@ def _shape(module: str, normalized_shape: _Shape | None, hidden_size: _Shape | N
     if (normalized_shape is None) == (hidden_size is None):
         raise TypeError(f"{module}() takes exactly one of `normalized_shape` and its other name `hidden_size`")
     return hidden_size if normalized_shape is None else normalized_shape  # type: ignore[return-value]
+
+
+def _checked_offset(module: str, weight_offset: float, elementwise_affine: bool) -> float:
+    if weight_offset and not elementwise_affine:
+        raise ValueError(f"{module}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
+    return weight_offset
+
+
+def _keep_out_of_fast_paths(module: FusedLayerNorm) -> None:
+    """Have `nn.TransformerEncoderLayer` call a module with extras, instead of reading its weight and bias in inference.
+
+    Its fused inference path knows the plain LayerNorm alone, and steps aside for modules that have hooks.
+    """
+    if module.weight_offset:
+        module.register_forward_pre_hook(_no_change)
+
+
+def _no_change(module: nn.Module, args: Any) -> None:
+    """A hook that changes nothing."""
 
 
 def _subtract_offset(weight: Tensor | None, offset: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,24 +29,47 @@ Operator = Callable[..., Tensor]
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
 
 
-def select(backend: str | None, verb: str, input: Tensor) -> Operator:
-    """The function with the operator's signature that serves `verb` on `input`.
+def call(
+    verb: str,
+    backend: str | None,
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Serve a row norm that is not the plain case: an explicit backend, an unusual tensor, or arguments that don't fit.
 
     Raises:
         ValueError: `backend` is not a backend.
         BackendUnavailableError: the requested backend cannot serve this input; the message says why.
     """
     check_backend_name(backend)
-    name = backend or state.backend
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    rest = weight, bias, eps, weight_offset, out_dtype
+    if _is_foreign(input) or not _ends_with(input, shape):
+        return eager.pytorch_row_norm(input, shape, *rest, verb == "rms_norm")
+    return _operator(verb, backend or state.backend, input)(input, len(shape), *rest)
+
+
+def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
+    integers = all(isinstance(size, (int, torch.SymInt)) for size in shape)
+    return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
+
+
+def _operator(verb: str, backend: str | None, input: Tensor) -> Operator:
     operator: Operator = getattr(schemas, verb)
-    if name is None:
-        plain = type(input).__torch_function__ is Tensor.__torch_function__ and not _is_wrapper(input)
-        return operator if plain else _pytorch_call(verb)
-    if name == "eager":
+    if backend is None:
+        return operator
+    if backend == "eager":
         return lambda *args: schemas.reference_call(verb, *args)
-    reason = unavailable_reason(name, input.device) or _refusal(name, input)
+    reason = unavailable_reason(backend, input.device) or _refusal(input)
     if reason:
-        raise BackendUnavailableError(f"`{verb}`: backend {name!r} was requested, but {reason}")
+        raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return operator
 
 
@@ -78,36 +101,25 @@ def _cuda_reason(device: torch.device | None) -> str | None:
     return None
 
 
-def _refusal(name: str, input: Tensor) -> str | None:
+def _refusal(input: Tensor) -> str | None:
     """Why `input` itself, on the right device, is nothing for a native backend."""
-    if input.layout != torch.strided or _is_wrapper(input):
+    if input.layout != torch.strided or _is_foreign(input):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
         return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
     return None
 
 
-def _is_wrapper(input: Tensor) -> bool:
-    """Whether `input` is a tensor subclass with dispatch rules of its own (DTensor, nested, ...), tracing apart."""
-    if input.is_nested or isinstance(input, _TRACING_TENSORS):
-        return input.is_nested
-    return type(input).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _pytorch_call(verb: str) -> Operator:
-    def call(
-        input: Tensor,
-        num_dims: int,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
-        y = eager.pytorch_row_norm(input, num_dims, weight, bias, eps, weight_offset, verb == "rms_norm")
-        return y if out_dtype is None else y.to(out_dtype)
-
-    return call
+def _is_foreign(input: Tensor) -> bool:
+    """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
+    if input.is_nested:
+        return True
+    if isinstance(input, _TRACING_TENSORS):
+        return False
+    kind = type(input)
+    function = getattr(kind.__torch_function__, "__func__", None)  # None: disabled, as for Parameter
+    overrides = function not in (None, getattr(Tensor.__torch_function__, "__func__", None))
+    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
@@ -125,8 +137,10 @@ def _launch_from_python(verb: str, *args: Any) -> Tensor:
         return schemas.reference_call(verb, *args)
     from kernel_fusion.backends.cuda import python_launch
 
-    checks.row_norm(verb, input, num_dims, weight, bias, weight_offset)
-    checks.out_dtype(verb, out_dtype, input.dtype)
+    shape = input.shape[input.dim() - num_dims :]
+    if not checks.parameters_fit(shape, weight, bias):
+        return schemas.reference_call(verb, *args)
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     python_launch.register(schemas.library)
     if eps is None:
         eps = schemas.default_eps(input)
@@ -177,7 +191,7 @@ def explain(verb: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: An
     reasons: dict[str, str] = {}
     chosen = None
     for name in BACKENDS:
-        reason = unavailable_reason(name, input.device) or (None if name == "eager" else _refusal(name, input))
+        reason = unavailable_reason(name, input.device) or (None if name == "eager" else _refusal(input))
         if reason is None and wanted not in (None, name):
             reason = f"{wanted!r} was requested"
         if reason is None and chosen is not None:
@@ -193,8 +207,10 @@ def explain(verb: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: An
     return Explanation(chosen, reasons, _plan_lines(chosen, verb.__name__, input, *args, **kwargs))
 
 
-def _plan_lines(backend: str, verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-    if backend != "cuda":
+def _plan_lines(
+    chosen: str, verb: str, input: Tensor, *args: Any, backend: str | None = None, **kwargs: Any
+) -> tuple[str, ...]:
+    if chosen != "cuda":
         return ()
     from kernel_fusion.backends.cuda import planner
 

@@ -25,7 +25,7 @@ def machine(device: torch.device) -> dict[str, str | int]:
         "cpu_logical_cores": os.cpu_count() or 0,
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "os": platform.platform(),
+        "os": f"{platform.system()} {platform.machine()}",
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -102,8 +102,8 @@ def pytorch() -> Provider:
     """PyTorch's own call, which is the reference for speed."""
 
     def forward(case: RowNormCase, inputs: Inputs) -> Tensor:
-        arguments = (inputs.x, case.num_dims, inputs.weight, inputs.bias, None, case.weight_offset)
-        return eager.pytorch_row_norm(*arguments, case.verb == "rms_norm")
+        parameters = (case.normalized_shape, inputs.weight, inputs.bias, None, case.weight_offset, case.out_dtype)
+        return eager.pytorch_row_norm(inputs.x, *parameters, case.verb == "rms_norm")
 
     return Provider("pytorch", torch.__version__, forward)
 

@@ -29,6 +29,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that every backend accumulates in: float64 for float64, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class RowNormSpec:
     """One row-norm kernel: LayerNorm or RMSNorm, in one direction, for one row length and set of dtypes.

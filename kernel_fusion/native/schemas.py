@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernel_fusion.backends import eager
+from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import loader
 
@@ -51,7 +52,7 @@ rms_norm: Callable[..., torch.Tensor] = torch.ops.kernel_fusion.rms_norm.default
 
 def default_eps(input: torch.Tensor) -> float:
     """What `eps=None` of rms_norm stands for: the machine epsilon of the compute type."""
-    return torch.finfo(eager.compute_dtype(input.dtype)).eps
+    return torch.finfo(compute_dtype(input.dtype)).eps
 
 
 def reference_call(name: str, *args: Any) -> torch.Tensor:
@@ -75,15 +76,14 @@ def _bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
     return [bound[a.name] for a in arguments]
 
 
-def _verb_stub(name: str) -> Callable[..., torch.Tensor]:
+def _verb_stub(name: str) -> Callable[..., Any]:
     operator: Any = getattr(torch.ops.kernel_fusion, name).default
 
-    def stub(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = args[0].device.type
-        if device in NATIVE_DEVICES and loader.load():
-            served: torch.Tensor = operator(*args, **kwargs)
-            return served
-        serve = without_extension.get(device, reference_call)
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        device, layout = args[0].device.type, args[0].layout
+        if device in NATIVE_DEVICES and layout == torch.strided and loader.load():
+            return operator(*args, **kwargs)
+        serve: Callable[..., Any] = without_extension.get(device, reference_call)
         return serve(name, *_bind(operator, args, kwargs))
 
     return stub
@@ -108,6 +108,15 @@ for _name in _VERBS:
         library.impl(_name, _verb_stub(_name), _key)
 for _name in _PARTS:
     library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")
+
+
+def _forget_stubs(_: object) -> None:
+    """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
+    for name in _VERBS | _PARTS:
+        getattr(torch.ops.kernel_fusion, name).default._dispatch_cache.clear()
+
+
+loader.on_load(_forget_stubs)
 
 
 def _register_vmap(name: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
-from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.core.spec import compute_dtype, dtype_name
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _wide(t: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.longdouble]]:
 
 
 def _eps(case: RowNormCase) -> float:
-    return 1e-5 if case.verb == "layer_norm" else torch.finfo(eager.compute_dtype(case.dtype)).eps
+    return 1e-5 if case.verb == "layer_norm" else torch.finfo(compute_dtype(case.dtype)).eps
 
 
 def _with_gradients(y: Tensor, inputs: Inputs) -> dict[str, Tensor]:

@@ -16,8 +16,10 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSp
 
 # Vectors (16 bytes of x) per thread in forward: 4 loads in flight each, 16 registers for the row.
 _FORWARD_VECTORS = 4
-# Elements per thread in backward: two fp32 accumulators each, so 16 take 32 of the 128 registers of a 512-thread SM.
-_BACKWARD_ELEMENTS = {"f16": 16, "bf16": 16, "f32": 16, "f64": 8}
+# Vectors per thread in backward, where each element has two accumulators: 16 elements take 32 of the 128 registers that
+# 512 threads per multiprocessor leave each. Longer rows of wide elements take twice as many before they take a cluster.
+_BACKWARD_VECTORS = 2
+_MAX_ELEMENTS = 32  # per thread, beyond which the sums leave no registers
 _MAX_BLOCK_WARPS = 16
 _MAX_CLUSTER = 8  # the portable maximum
 _SMALL_ROW_THREADS = 128
@@ -154,8 +156,9 @@ def _direct(tree: _Tree, **options: Any) -> Plan:
 
 
 def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
-    elements = _BACKWARD_ELEMENTS[spec.x]
-    per_thread = elements * ITEMSIZE[spec.x] // 16
+    per_thread = _BACKWARD_VECTORS
+    if ITEMSIZE[spec.x] > 2 and spec.cols * ITEMSIZE[spec.x] > _MAX_BLOCK_WARPS * 32 * 16 * per_thread:
+        per_thread *= 2
     tree = _tree(spec, device, per_thread, min_lanes=32 if spec.cols >= _MIN_STAGED_COLS else 8)
     staged = _plan_staged(spec, tree, access, device)
     if staged is not None:
@@ -187,7 +190,7 @@ def _plan_staged(spec: RowNormSpec, tree: _Tree, access: Access, device: Device)
     wants_sums = spec.grads[1] or spec.grads[2]
     if not (device.has_clusters and aligned and wants_sums and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
         return None
-    if tree.vectors * tree.vec > 2 * _BACKWARD_ELEMENTS[spec.x]:
+    if tree.vectors * tree.vec > _MAX_ELEMENTS:
         return None
     threads = tree.warps // tree.cluster * 32
     groups = max(1, _MAX_BLOCK_WARPS * 32 // threads) if tree.cluster == 1 else 1

@@ -179,7 +179,7 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[Spec]:
     if spec.direction == "backward" and any(spec.grads[1:]):
         if plan.splits_weight:
             specs.append(weight_pass(spec))
-        first, second = (spec.weight if spec.grads[1] else None), (spec.weight if spec.grads[2] else None)
+        first, second = (spec.weight if spec.grads[1] else None), (spec.bias if spec.grads[2] else None)
         specs.append(SumPartialsSpec(spec.cols, spec.acc, first, second))
     return specs
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends import eager
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.plan import Device, Plan
-from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, dtype_name
+from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
 _pointer, _i64, _f64 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_double
 launches = 0
@@ -155,7 +154,7 @@ def _name(tensor: Tensor | None) -> str | None:
 
 def _empty_stats(input: Tensor, num_dims: int, rms: bool) -> Tensor:
     shape = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
-    return input.new_empty(shape, dtype=eager.compute_dtype(input.dtype))
+    return input.new_empty(shape, dtype=compute_dtype(input.dtype))
 
 
 def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:
@@ -278,7 +277,9 @@ class RowNorm(torch.autograd.Function):
         num_dims, eps, weight_offset, rms = ctx.call
         wants = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         if torch.is_grad_enabled():
-            y = eager.row_norm(input, num_dims, weight, bias, eps, weight_offset, dy.dtype, rms)
+            y = torch.ops.kernel_fusion.row_norm_reference(
+                input, num_dims, weight, bias, eps, weight_offset, dy.dtype, rms
+            )
             leaves = [t for t, wanted in zip((input, weight, bias), wants, strict=True) if wanted]
             found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
             results = [next(found) if wanted else None for wanted in wants]

@@ -6,15 +6,13 @@ differentiate. So it must be a composition of differentiable PyTorch operations,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kernel_fusion.core import checks
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that every backend accumulates in: float64 for float64, float32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from kernel_fusion.core.spec import compute_dtype
 
 
 def row_norm(
@@ -29,10 +27,11 @@ def row_norm(
 ) -> Tensor:
     """LayerNorm (`rms=False`) or RMSNorm (`rms=True`) over the last `num_dims` dimensions."""
     verb = "rms_norm" if rms else "layer_norm"
-    checks.row_norm(verb, input, num_dims, weight, bias, weight_offset)
-    checks.out_dtype(verb, out_dtype, input.dtype)
-    if not input.is_floating_point():
-        return pytorch_row_norm(input, num_dims, weight, bias, eps, weight_offset, rms)
+    shape = list(input.shape[input.dim() - num_dims :])
+    foreign = not input.is_floating_point() or input.layout != torch.strided
+    if foreign or not checks.parameters_fit(shape, weight, bias):
+        return pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     return row_norm_formula(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
 
 
@@ -52,7 +51,7 @@ def row_norm_formula(
     h = input.to(dtype)
     if not rms:
         h = h - h.mean(dims, keepdim=True)
-    y = h * torch.rsqrt(h.square().mean(dims, keepdim=True) + eps)
+    y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + eps)
     if weight is not None:
         y = y * (weight.to(dtype) + weight_offset)
     if bias is not None:
@@ -62,18 +61,25 @@ def row_norm_formula(
 
 def pytorch_row_norm(
     input: Tensor,
-    num_dims: int,
+    normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
     weight_offset: float,
+    out_dtype: torch.dtype | None,
     rms: bool,
 ) -> Tensor:
-    """PyTorch's own call, for what is PyTorch's affair: integers (its error), complex numbers, tensor subclasses."""
-    normalized_shape = list(input.shape[input.dim() - num_dims :])
+    """PyTorch's own call, for what is PyTorch's affair.
+
+    That is: integers, complex numbers, other layouts, tensor subclasses; and shapes that don't fit, so that the error
+    is PyTorch's own, in the words of the version at hand.
+    """
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
         weight = weight + weight_offset
     if not rms:
-        return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, 1e-5 if eps is None else eps)
-    y = torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
-    return y if bias is None else y + bias
+        y = torch.nn.functional.layer_norm(input, shape, weight, bias, 1e-5 if eps is None else eps)
+    else:
+        y = torch.nn.functional.rms_norm(input, shape, weight, eps)
+        y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)

@@ -59,11 +59,17 @@ Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
   return offset == 0.0 ? wide : wide.add(offset);
 }
 
-// Adds rows 1 ... count - 1 to row 0, in this order.
+// Row 0 becomes the sum of all rows, added in their order, in double.
 template <class A> void add_rows_to_first(A* rows, int64_t count, int64_t cols) {
-  at::parallel_for(0, cols, std::max<int64_t>(1, 32768 / count), [&](int64_t begin, int64_t end) {
-    for (int64_t r = 1; r < count; ++r)
-      for (int64_t c = begin; c < end; ++c) rows[c] += rows[r * cols + c];
+  constexpr int64_t kTile = 256;
+  at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, 128 / count), [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t start = tile * kTile, width = std::min(kTile, cols - start);
+      double sums[kTile] = {};
+      for (int64_t r = 0; r < count; ++r)
+        for (int64_t c = 0; c < width; ++c) sums[c] += rows[r * cols + start + c];
+      for (int64_t c = 0; c < width; ++c) rows[start + c] = static_cast<A>(sums[c]);
+    }
   });
 }
 
@@ -100,7 +106,9 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   count(Counter::kCpuBackward);
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
-  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 31) / 32), blocks = (x.rows + block_rows - 1) / block_rows;
+  // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
+  // accumulator type stay small; the blocks themselves are added in double.
+  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64), blocks = (x.rows + block_rows - 1) / block_rows;
   const bool sums = call.wants[1] || call.wants[2];
   const Tensor partials = sums ? at::zeros({2, blocks, x.cols}, call.input.options().dtype(acc)) : Tensor();
   const auto partial = [&](int which, int64_t block) -> void* {

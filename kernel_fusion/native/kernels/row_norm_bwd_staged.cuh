@@ -118,7 +118,10 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     __syncthreads();
   }
   const auto weight_at = [&](int i, A (&w)[kVec]) {
-    if constexpr (kInRegisters) return widen_weight<S>(kept[i], args.weight_offset, w);
+    if constexpr (kInRegisters) {
+      keep_packed(kept[i]);
+      return widen_weight<S>(kept[i], args.weight_offset, w);
+    }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       A piece[kPieceVec];

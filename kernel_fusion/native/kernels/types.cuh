@@ -104,6 +104,14 @@ template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, k
   }
 }
 
+// Makes the compiler widen a pack where it is used, instead of once before a loop into twice the registers.
+template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
+  }
+}
+
 // Loads kVec elements from p, which is aligned to kAlign bytes, in the widest pieces that this allows.
 template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* p) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;

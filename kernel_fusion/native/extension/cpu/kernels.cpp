@@ -173,60 +173,83 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
   }
 }
 
-template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
+// kRows rows together: they share the loads of weight and of dweight and dbias, to which they are added one by one.
+template <class X, class DY, int kRows> void backward_together(const Backward& c, int64_t first) {
   using A = AccOf<X>;
-  constexpr int64_t kStep = Pair<A>::kStep;
+  using P = Pair<A>;
   const auto* weight = static_cast<const A*>(c.weight);
   auto* dweight = static_cast<A*>(c.dweight);
   auto* dbias = static_cast<A*>(c.dbias);
-  for (int64_t row = begin; row < end; ++row) {
-    const X* x = static_cast<const X*>(c.x) + row_offset(c.x_rows, row);
-    const DY* dy = static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row);
-    const A mean = c.rms ? A(0) : static_cast<const A*>(c.mean)[row], rstd = static_cast<const A*>(c.rstd)[row];
-    const auto means = both(mean), rstds = both(rstd);
-    double sum_g = 0, sum_gx = 0;
-    for (int64_t start = 0; start < c.cols; start += kChunk) {
-      const int64_t stop = std::min(start + kChunk, c.cols);
-      Pair<A> gs = both<A>(0), gxs = both<A>(0);
-      A g_rest = 0, gx_rest = 0;
-      int64_t i = start;
-      for (; i + kStep <= stop; i += kStep) {
-        const auto d = load_pair(dy + i), xhat = (load_pair(x + i) - means) * rstds;
-        if (dweight) store_pair(dweight + i, fma(d, xhat, load_pair(dweight + i)));
-        if (dbias) store_pair(dbias + i, load_pair(dbias + i) + d);
-        const auto g = weight ? d * load_pair(weight + i) : d;
-        gs = gs + g;
-        gxs = fma(g, xhat, gxs);
+  const X* x[kRows];
+  const DY* dy[kRows];
+  A mean[kRows], rstd[kRows];
+  double sum_g[kRows] = {}, sum_gx[kRows] = {};
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = static_cast<const X*>(c.x) + row_offset(c.x_rows, first + r);
+    dy[r] = static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, first + r);
+    mean[r] = c.rms ? A(0) : static_cast<const A*>(c.mean)[first + r];
+    rstd[r] = static_cast<const A*>(c.rstd)[first + r];
+  }
+  for (int64_t start = 0; start < c.cols; start += kChunk) {
+    const int64_t stop = std::min(start + kChunk, c.cols);
+    P gs[kRows], gxs[kRows];
+    A g_rest[kRows] = {}, gx_rest[kRows] = {};
+    for (int r = 0; r < kRows; ++r) gs[r] = gxs[r] = both<A>(0);
+    int64_t i = start;
+    for (; i + P::kStep <= stop; i += P::kStep) {
+      const P w = weight ? load_pair(weight + i) : both<A>(1);
+      P dw = dweight ? load_pair(dweight + i) : both<A>(0), db = dbias ? load_pair(dbias + i) : both<A>(0);
+      for (int r = 0; r < kRows; ++r) {
+        const P d = load_pair(dy[r] + i), xhat = (load_pair(x[r] + i) - both(mean[r])) * both(rstd[r]), g = d * w;
+        dw = fma(d, xhat, dw);
+        db = db + d;
+        gs[r] = gs[r] + g;
+        gxs[r] = fma(g, xhat, gxs[r]);
       }
-      for (; i < stop; ++i) {
-        const A d = load_one(dy + i), xhat = (load_one(x + i) - mean) * rstd;
-        if (dweight) dweight[i] += d * xhat;
-        if (dbias) dbias[i] += d;
-        const A g = weight ? d * weight[i] : d;
-        g_rest += g;
-        gx_rest += g * xhat;
-      }
-      sum_g += total(gs) + g_rest;
-      sum_gx += total(gxs) + gx_rest;
+      if (dweight) store_pair(dweight + i, dw);
+      if (dbias) store_pair(dbias + i, db);
     }
-    if (!c.dx) continue;
-    X* dx = static_cast<X*>(c.dx) + row * c.cols;
-    // dx = rstd * g - rstd * mean_g - rstd * mean_gx * xhat
-    const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), mean_gx = static_cast<A>(sum_gx / c.cols);
-    const auto mean_gs = both(mean_g), mean_gxs = both(mean_gx);
+    for (; i < stop; ++i) {
+      A dw = dweight ? dweight[i] : A(0), db = dbias ? dbias[i] : A(0);
+      for (int r = 0; r < kRows; ++r) {
+        const A d = load_one(dy[r] + i), xhat = (load_one(x[r] + i) - mean[r]) * rstd[r], g = weight ? d * weight[i] : d;
+        dw = fma(d, xhat, dw);
+        db += d;
+        g_rest[r] += g;
+        gx_rest[r] += g * xhat;
+      }
+      if (dweight) dweight[i] = dw;
+      if (dbias) dbias[i] = db;
+    }
+    for (int r = 0; r < kRows; ++r) {
+      sum_g[r] += total(gs[r]) + g_rest[r];
+      sum_gx[r] += total(gxs[r]) + gx_rest[r];
+    }
+  }
+  if (!c.dx) return;
+  for (int r = 0; r < kRows; ++r) {
+    X* dx = static_cast<X*>(c.dx) + (first + r) * c.cols;
+    const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g[r] / c.cols), mean_gx = static_cast<A>(sum_gx[r] / c.cols);
+    const P means = both(mean[r]), rstds = both(rstd[r]), mean_gs = both(mean_g), mean_gxs = both(mean_gx);
     sweep<A>(
         c.cols,
         [&](int64_t i) {
-          const auto xhat = (load_pair(x + i) - means) * rstds;
-          const auto g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
+          const P xhat = (load_pair(x[r] + i) - means) * rstds;
+          const P g = weight ? load_pair(dy[r] + i) * load_pair(weight + i) : load_pair(dy[r] + i);
           store_pair(dx + i, (g - mean_gs - xhat * mean_gxs) * rstds);
         },
         [&](int64_t i) {
-          const A xhat = (load_one(x + i) - mean) * rstd;
-          const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
-          dx[i] = static_cast<X>((g - mean_g - xhat * mean_gx) * rstd);
+          const A xhat = (load_one(x[r] + i) - mean[r]) * rstd[r];
+          const A g = weight ? load_one(dy[r] + i) * weight[i] : load_one(dy[r] + i);
+          dx[i] = static_cast<X>((g - mean_g - xhat * mean_gx) * rstd[r]);
         });
   }
+}
+
+template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + 2 <= end; row += 2) backward_together<X, DY, 2>(c, row);
+  if (row < end) backward_together<X, DY, 1>(c, row);
 }
 
 // Calls f with a null pointer of the type that `dtype` names.

@@ -1,0 +1,222 @@
+"""The measurements behind the architecture: host time, first use, the reduction tree, page faults on the CPU.
+
+    python benchmarks/experiments.py --output-dir benchmarks/results/<device>
+
+Writes `experiments.json`: every figure with its unit, machine, versions and this command. Parts that need a GPU are
+left out, by name, on a machine without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import kernel_fusion as kf
+from kernel_fusion.backends.cuda import compile as compiler
+from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES, Plan, kernel_source
+from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for
+from kernel_fusion.bench.machine import machine, versions
+from kernel_fusion.core.spec import RowNormSpec
+from kernel_fusion.native import loader
+
+
+def host_microseconds(device: str) -> dict[str, Any]:
+    """Host time per call, without waiting for the device, ours and PyTorch's in turn."""
+    shape, dtype = ((64, 1024), torch.bfloat16) if device == "cuda" else ((1, 64), torch.float32)
+    cols = shape[1]
+    x = torch.randn(shape, device=device, dtype=dtype)
+    weight, bias = torch.ones(cols, device=device, dtype=dtype), torch.zeros(cols, device=device, dtype=dtype)
+    dy = torch.randn_like(x)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+
+    def calls(f: Callable[..., torch.Tensor]) -> dict[str, Callable[[], object]]:
+        def inference() -> torch.Tensor:
+            with torch.no_grad():
+                return f(x, (cols,), weight, bias)
+
+        def forward() -> torch.Tensor:
+            return f(leaves[0], (cols,), leaves[1], leaves[2])
+
+        return {
+            "inference": inference,
+            "training_forward": forward,
+            "forward_backward": lambda: torch.autograd.grad(forward(), leaves, dy),
+        }
+
+    providers = {"pytorch": calls(F.layer_norm), "ours": calls(kf.layer_norm)}
+    result: dict[str, Any] = {"shape": list(shape), "dtype": str(dtype)}
+    for name in ("inference", "training_forward", "forward_backward"):
+        times: dict[str, list[float]] = {provider: [] for provider in providers}
+        for _ in range(15):
+            for provider, functions in providers.items():
+                times[provider].append(_microseconds(functions[name], device))
+        result[name] = {f"{provider}_us": statistics.median(values) for provider, values in times.items()}
+    return result
+
+
+def _microseconds(function: Callable[[], object], device: str, calls: int = 400) -> float:
+    function()
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    elapsed = time.perf_counter() - start
+    _wait(device)
+    return elapsed / calls * 1e6
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+_FIRST_USE = """
+import time, torch, kernel_fusion as kf
+x = torch.randn(64, 4096, device={device!r}, requires_grad=True)
+w = torch.ones(4096, device={device!r}, requires_grad=True)
+start = time.perf_counter(); kf.EXTENSION_LOADED; extension = time.perf_counter() - start
+start = time.perf_counter(); y = kf.layer_norm(x, (4096,), w)
+if x.is_cuda: torch.cuda.synchronize()
+forward = time.perf_counter() - start
+start = time.perf_counter(); y.backward(y.detach())
+if x.is_cuda: torch.cuda.synchronize()
+print(extension, forward, time.perf_counter() - start)
+"""
+
+
+def first_use(device: str) -> dict[str, float]:
+    """Seconds from nothing: a fresh process on an empty cache, then another one on the filled cache."""
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "KERNEL_FUSION_CACHE_DIR": str(Path(folder) / "cache")}
+        for name in ("empty_cache", "filled_cache"):
+            script = [sys.executable, "-c", _FIRST_USE.format(device=device)]
+            out = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout
+            for part, seconds in zip(("extension", "first_forward", "first_backward"), out.split(), strict=True):
+                figures[f"{name}_{part}_s"] = float(seconds)
+    return figures
+
+
+def compile_seconds(arch: int) -> dict[str, Any]:
+    """NVRTC's time per kernel, cold for the kernel and warm for the compiler; the slowest kernel is named."""
+    device = KNOWN_DEVICES[arch]
+    times: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    for cols in (64, 255, 1024, 4096, 12288, 32768, 131072):
+        for dtype in ("bf16", "f32"):
+            for spec in family(cols, dtype, dtype, rms=False)[1:]:
+                access = contiguous_access(spec)
+                _, source = kernel_source(spec, access, plan_for(spec, access, device))
+                if not times["forward"] and not times["backward"]:
+                    compiler.compile_source(source, arch)  # loads the compiler
+                start = time.perf_counter()
+                compiler.compile_source(source, arch)
+                times[spec.direction][f"N={cols},{dtype}"] = time.perf_counter() - start
+    return {
+        direction: {
+            "median_s": statistics.median(values.values()),
+            "max_s": max(values.values()),
+            "slowest": max(values, key=lambda name: values[name]),
+        }
+        for direction, values in times.items()
+    }
+
+
+def tree_bits() -> dict[str, Any]:
+    """One reduction tree run by different executors: the row's bits, y, mean and rstd, must agree."""
+    results: dict[str, Any] = {}
+    for cols in (4096, 12288, 32768):
+        x = torch.randn(37, cols, device="cuda")
+        y0 = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, False)
+        for played, cluster in ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4)):
+
+            def change(spec: RowNormSpec, plan: Plan, played: int = played, cluster: int = cluster) -> Plan:
+                threads = plan.warps // (played * cluster) * 32
+                return dataclasses.replace(plan, played=played, cluster=cluster, threads=threads)
+
+            with override_plan(change):
+                y1 = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, False)
+            name = f"N={cols}: {played} virtual warps per warp, {cluster} blocks per row"
+            results[name] = all(torch.equal(a, b) for a, b in zip(y0, y1, strict=True))
+    return results
+
+
+def cpu_memory() -> dict[str, Any]:
+    """What a fresh output costs on the CPU: 4096 x 4096 fp32 by `torch.neg`, and what huge pages change."""
+    x = torch.randn(4096, 4096)
+    warm = torch.empty_like(x)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def advised() -> torch.Tensor:
+        out = torch.empty_like(x)
+        start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        libc.madvise(start, out.nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+        return torch.neg(x, out=out)
+
+    cases: dict[str, Callable[[], object]] = {
+        "neg_fresh_output": lambda: torch.neg(x),
+        "neg_warm_output": lambda: torch.neg(x, out=warm),
+        "neg_fresh_output_huge_pages": advised,
+        "layer_norm_fresh_output": lambda: kf.layer_norm(x, (4096,), backend="cpu"),
+        "pytorch_layer_norm_fresh_output": lambda: F.layer_norm(x, (4096,)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(25):
+        for name, function in cases.items():
+            start = time.perf_counter()
+            function()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    figures: dict[str, Any] = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    return figures | {
+        "threads": torch.get_num_threads(),
+        "transparent_huge_pages": pages.read_text().strip() if pages.exists() else "unknown",
+    }
+
+
+def main() -> None:
+    """Measure everything that this machine can, and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    folder = parser.parse_args().output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    assert loader.load(), loader.error()
+    parts: dict[str, Callable[[], Any]] = {
+        "host_cpu": lambda: host_microseconds("cpu"),
+        "first_use_cpu": lambda: first_use("cpu"),
+        "compile_sm_90": lambda: compile_seconds(90),
+        "cpu_memory": cpu_memory,
+    }
+    if kf.CUDA_AVAILABLE:
+        parts |= {
+            "host_cuda": lambda: host_microseconds("cuda"),
+            "first_use_cuda": lambda: first_use("cuda"),
+            "tree_bits": tree_bits,
+        }
+    device = "cuda" if kf.CUDA_AVAILABLE else "cpu"
+    command = "python " + " ".join(sys.argv)
+    results: dict[str, Any] = {"command": command, "machine": machine(torch.device(device)), "versions": versions()}
+    for name, part in parts.items():
+        print(f"{name} ...", flush=True)
+        results[name] = part()
+        print(json.dumps(results[name], indent=2), flush=True)
+    (folder / "experiments.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

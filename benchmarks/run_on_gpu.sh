@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
+#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [experiments] [example]     (default: all)
+# Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
+set -uo pipefail
+out=$1
+shift
+parts=${*:-tests sanitize bench experiments example}
+mkdir -p "$out"
+cd "$(dirname "$0")/.."
+python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
+export PYTHONUNBUFFERED=1
+failed=0
+run() { # name, command...
+  local name=$1 start=$SECONDS
+  shift
+  "$@" >"$out/$name.log" 2>&1
+  local status=$?
+  echo "$name: exit $status after $((SECONDS - start)) s"
+  [ $status -eq 0 ] || failed=1
+}
+python3 -c 'import kernel_fusion as kf; assert kf.EXTENSION_LOADED and kf.CUDA_AVAILABLE' || exit 1
+for part in $parts; do
+  case $part in
+    tests) run tests python3 -m pytest -q -m cuda -n 8 --maxfail 60 tests && tail -n 1 "$out/tests.log" ;;
+    sanitize)
+      for tool in memcheck racecheck initcheck; do
+        run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py
+      done
+      ;;
+    bench) run bench python3 -m kernel_fusion bench models --device cuda --dtypes bf16,fp32 --output-dir "$out" ;;
+    experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
+    example) run example python3 examples/train_gpt.py --device cuda --output-dir "$out" ;;
+  esac
+done
+exit $failed
