@@ -22,7 +22,7 @@ run() { # name, command...
 python3 -c 'import kernel_fusion as kf; assert kf.EXTENSION_LOADED and kf.CUDA_AVAILABLE' || exit 1
 for part in $parts; do
   case $part in
-    tests) run tests python3 -m pytest -q -m cuda -n 8 --maxfail 60 tests && tail -n 1 "$out/tests.log" ;;
+    tests) run tests python3 -m pytest -q -m cuda -p no:benchmark -n 8 --maxfail 60 tests && tail -n 1 "$out/tests.log" ;;
     sanitize)
       for tool in memcheck racecheck initcheck; do
         run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py

@@ -1,7 +1,8 @@
 """Everything that can be configured, and the only module that reads the environment.
 
-Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches, `CXX` names the C++
-compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own and limits the instruction set of our CPU kernels too.
+Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
+`XDG_CACHE_HOME`), `CXX` names the C++ compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own; the C++ side reads it, so that
+it limits the instruction set of our CPU kernels too.
 """
 
 from __future__ import annotations
@@ -68,8 +69,3 @@ def cxx_compiler() -> str | None:
     """The C++ compiler's path, or None where there is none."""
     chosen = os.environ.get("CXX")
     return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("clang++")
-
-
-def cpu_capability_limit() -> str | None:
-    """PyTorch's limit on the CPU instruction set ("default", "avx2", "avx512"), or None."""
-    return os.environ.get("ATEN_CPU_CAPABILITY")

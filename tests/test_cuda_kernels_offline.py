@@ -53,13 +53,19 @@ _LENGTHS = (64, 255, 1024, 4096, 12288, 32768, 131072)
 _MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"))
 
 
+def planned(spec: RowNormSpec, device: Device) -> Plan:
+    """The plan for contiguous tensors."""
+    return plan_row_norm(spec, planner.contiguous_access(spec), device)
+
+
 def _kernels(arch: int) -> Iterator[Kernel]:
     """Every kernel of the grid, those that finish or split off the weight gradients included."""
     device = KNOWN_DEVICES[arch]
     for rms, cols, (x, weight) in product((False, True), _LENGTHS, _MIXES):
         for spec in planner.family(cols, x, weight, rms=rms):
-            for each in planner.with_helpers(spec, plan_row_norm(spec, device)):
-                yield str(each), kernel_source(each, Access(), planner.plan_for(each, device))[1]
+            for each in planner.with_helpers(spec, planned(spec, device)):
+                access = planner.contiguous_access(each)
+                yield str(each), kernel_source(each, access, planner.plan_for(each, access, device))[1]
 
 
 def _local_memory(kernel: Kernel, arch: int) -> str | None:
@@ -101,7 +107,7 @@ def test_every_access_compiles(direction: str, access: Access) -> None:
     """Unaligned and strided rows have kernels too, for LayerNorm and RMSNorm."""
     for rms, cols in product((False, True), (255, 4096)):
         spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
-        _, source = kernel_source(spec, access, plan_row_norm(spec, KNOWN_DEVICES[90]))
+        _, source = kernel_source(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
         assert compile_source(source, 90)[0].startswith(b"\x7fELF")
 
 
@@ -116,7 +122,7 @@ def test_bad_cubins_are_compiled_again(damage: str, tmp_path: Path, monkeypatch:
     """A kernel on disk is used if it is whole and of its key, and compiled again otherwise."""
     monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(tmp_path / "cache"))
     spec = RowNormSpec("inference", False, 64, "f32", "f32")
-    _, source = kernel_source(spec, Access(), plan_row_norm(spec, KNOWN_DEVICES[90]))
+    _, source = kernel_source(spec, Access(), planned(spec, KNOWN_DEVICES[90]))
     start = counters.compiled, counters.from_disk
     code = cubin(source, 90)
     assert cubin(source, 90) == code
@@ -188,18 +194,21 @@ def tree(plan: Plan) -> tuple[int, int, int]:
 @settings(max_examples=500, deadline=None)
 def test_plans_fit_the_device(spec: RowNormSpec, device: Device) -> None:
     """Threads, cluster and shared memory are within the hardware's limits, and the executor covers the tree."""
-    plan = plan_row_norm(spec, device)
+    plan = planned(spec, device)
     assert plan.vec * ITEMSIZE[spec.x] == 16
     assert 32 <= plan.threads <= 1024
     assert plan.threads % 32 == 0
     assert plan.min_blocks * plan.threads <= 2048
     assert plan.cluster in ((1, 2, 4, 8) if device.has_clusters else (1,))
     assert plan.shared_bytes + 2 * 2 * plan.warps * ITEMSIZE[spec.acc] <= device.shared_bytes
-    for power in (plan.lanes, plan.warps, plan.cluster, plan.played):
+    for power in (plan.lanes, plan.cluster, plan.played):
         assert power & (power - 1) == 0
     if spec.direction == "backward_weight":
         return
-    if plan.warps == 1:
+    if plan.stages:
+        assert plan.rows * plan.warps // plan.cluster * 32 == plan.threads
+    elif plan.warps == 1:
+        assert plan.storage != "shared"  # the rows of a block are added up where the sums would be
         assert plan.rows * plan.lanes == plan.threads
     else:
         assert plan.lanes == 32
@@ -210,15 +219,17 @@ def test_plans_fit_the_device(spec: RowNormSpec, device: Device) -> None:
 @given(spec=_specs_of_any_length, device=_devices, other=_specs_of_any_length)
 @settings(max_examples=500, deadline=None)
 def test_the_tree_depends_on_length_and_type_alone(spec: RowNormSpec, device: Device, other: RowNormSpec) -> None:
-    """Parameters, gradients asked for and the output's dtype do not change the order in which a row is summed."""
+    """Parameters, gradients, the output's dtype and alignment do not change the order in which a row is summed."""
     direction = spec.direction
     varied = replace(other, direction=direction, rms=spec.rms, cols=spec.cols, x=spec.x)
-    assert tree(plan_row_norm(spec, device)) == tree(plan_row_norm(varied, device))
+    assert (
+        tree(planned(spec, device)) == tree(planned(varied, device)) == tree(plan_row_norm(spec, Access(x=2), device))
+    )
 
 
 @given(spec=_specs_of_any_length, device=_devices)
 @settings(max_examples=200, deadline=None)
 def test_inference_and_training_share_the_tree(spec: RowNormSpec, device: Device) -> None:
     """Inference and training forward sum a row in the same order."""
-    plans = [plan_row_norm(replace(spec, direction=direction), device) for direction in ("inference", "forward")]
+    plans = [planned(replace(spec, direction=direction), device) for direction in ("inference", "forward")]
     assert tree(plans[0]) == tree(plans[1])

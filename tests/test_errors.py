@@ -103,7 +103,7 @@ def test_dtype_mixes_that_do_not_fit(
     x = _ONES(2, 8, dtype=dtype, device=any_target.device)
     wrong = {name: _ONES(8, dtype=parameter, device=any_target.device)}
     short = [str(d).removeprefix("torch.") for d in (dtype, parameter)]
-    text = f"`{verb}`: `{name}` must be {expected} for {short[0]} input, got {short[1]}"
+    text = f"`{verb}`: `{name}` must be {expected} or None for {short[0]} input, got {short[1]}"
     with any_target.ran(forward=0):
         assert outcome(lambda: call(verb, x, backend=any_target.backend, **wrong)) == ("RuntimeError", text)
 

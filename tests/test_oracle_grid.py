@@ -150,18 +150,22 @@ def test_weight_offset(verb: str, dtype: torch.dtype, weight: torch.dtype, offse
 def test_nan_and_inf_propagate_as_in_pytorch(
     verb: str, cols: int, dtype: torch.dtype, value: float, any_target: Target
 ) -> None:
-    """A NaN or Inf makes NaN and Inf of the same elements of y and of the gradients as PyTorch's call does."""
+    """A NaN or Inf makes NaN and Inf of the same elements of y and of the gradients as PyTorch's call on the CPU does.
+
+    On the CPU, because PyTorch's CUDA rms_norm gives other patterns for some row lengths than for others.
+    """
     case = RowNormCase(verb, (4, cols), dtype, weight=dtype, bias=dtype)
-    inputs = oracle.make_inputs(case, any_target.device)
+    inputs, cpu_inputs = oracle.make_inputs(case, any_target.device), oracle.make_inputs(case, "cpu")
     with torch.no_grad():
-        inputs.x[1, cols // 2] = value
-        inputs.x[2, -1] = value
+        for x in (inputs.x, cpu_inputs.x):
+            x[1, cols // 2] = value
+            x[2, -1] = value
     with any_target.ran(forward=1, backward=1):
         ours = oracle.run(case, inputs, any_target.backend)
-    theirs = oracle.pytorch(case, inputs)
+    theirs = oracle.pytorch(case, cpu_inputs)
     for name, result in theirs.items():
         # PyTorch's kernels disagree with each other on Inf or NaN in a row that holds either, so both count as one.
-        assert torch.equal(ours[name].isfinite(), result.isfinite()), name
+        assert torch.equal(ours[name].isfinite().cpu(), result.isfinite()), name
     assert not ours["y"][1].isfinite().all(), "the value did not propagate"
 
 

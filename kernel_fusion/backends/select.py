@@ -86,6 +86,11 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str | N
     return "this version of kernel_fusion has no Triton kernels"
 
 
+# What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
+# would end up in the loader.
+setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010
+
+
 def _cuda_reason(device: torch.device | None) -> str | None:
     if device is not None and device.type != "cuda":
         return f"the input is on {device}"
@@ -124,10 +129,12 @@ def _is_foreign(input: Tensor) -> bool:
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
     """Give the extension its planner where the CUDA kernels can run; without one its CUDA operators are eager."""
-    if _cuda_reason(None) is None:
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    able = [device.index for device in devices if _cuda_reason(device) is None]
+    if able:
         from kernel_fusion.backends.cuda import planner
 
-        planner.install(library)
+        planner.install(library, able)
 
 
 def _launch_from_python(verb: str, *args: Any) -> Tensor:

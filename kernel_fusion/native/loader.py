@@ -79,7 +79,7 @@ def _open() -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"the extension {path} could not be loaded: {error}") from error
     opened.kf_count.restype = ctypes.c_int64
-    opened.kf_set_planner.argtypes = [ctypes.c_void_p]
+    opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     for hook in _hooks:
         hook(opened)
     return opened

@@ -166,10 +166,11 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     wants_sums = spec.grads[1] or spec.grads[2]
     # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums.
     plan = partial(_direct, tree, min_blocks=max(1, 512 // _direct(tree).threads))
-    if tree.vectors <= per_thread:
+    if tree.vectors <= per_thread + 1:
         rows = _direct(tree).rows
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
-        return plan(storage="registers" if wants_sums else "none", prefetch=True, shared_bytes=table)
+        storage = "registers" if wants_sums else "none"
+        return plan(storage=storage, prefetch=tree.vectors <= per_thread, shared_bytes=table)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     resident = tree.vectors <= 2 * per_thread
     shared = _direct(tree).threads * tree.vectors * tree.vec * 2 * ITEMSIZE[spec.acc]

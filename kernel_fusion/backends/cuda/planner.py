@@ -56,9 +56,9 @@ _kept: list[bytes] = []
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
 
 
-def install(library: ctypes.CDLL) -> None:
-    """Give the extension this planner; from then on its CUDA kernels are enabled."""
-    library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p))
+def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
+    """Give the extension this planner; from then on its CUDA kernels are enabled on `devices`."""
+    library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
 def _answer(request: Any, answer: Any) -> None:
@@ -234,4 +234,4 @@ def explain(
     weight_type = None if weight is None else dtype_name(weight.dtype)
     specs = family(cols, dtype_name(input.dtype), weight_type, rms=verb == "rms_norm")
     device = Device.of(input.device.index)
-    return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs)
+    return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs[1:])

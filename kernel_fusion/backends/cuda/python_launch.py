@@ -83,27 +83,37 @@ class _Kernel:
         if plan.shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, attribute, plan.shared_bytes))
-        resident = _checked(
-            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, plan.threads, plan.shared_bytes)
-        )
+        if plan.cluster > 1:
+            config = self._config(plan.cluster, 1, 0)
+            self.max_blocks = plan.cluster * max(
+                1, _checked(driver.cuOccupancyMaxActiveClusters(self.function, config))
+            )
+            return
+        blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, plan.threads, plan.shared_bytes)
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.max_blocks = max(1, resident * multiprocessors // plan.cluster) * plan.cluster
+        self.max_blocks = max(1, _checked(blocks) * multiprocessors)
 
-    def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:
+    def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:
         from cuda.bindings import driver
 
-        global launches
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.plan.threads, 1, 1
         config.sharedMemBytes = self.plan.shared_bytes
-        config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
+        config.hStream = driver.CUstream(stream)
         if self.plan.cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attribute.value.clusterDim
             dimension.x, dimension.y, dimension.z = self.plan.cluster, 1, 1
             config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:
+        from cuda.bindings import driver
+
+        global launches
+        config = self._config(grid_x, grid_y, torch.cuda.current_stream(device).cuda_stream)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         with torch.cuda.device(device):
             _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(parameters), 0))

@@ -15,7 +15,7 @@
 
 namespace kf {
 
-bool cuda_enabled();  // launcher.cpp
+bool cuda_enabled(int device);  // launcher.cpp
 
 namespace {
 
@@ -48,7 +48,7 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
 bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
              double weight_offset, const OptionalDtype& out_dtype) {
   return supported(input.scalar_type()) && input.layout() == at::kStrided && num_dims >= 1 && num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled()) && fits(weight, input, num_dims) && fits(bias, input, num_dims) &&
+         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(weight, input, num_dims) && fits(bias, input, num_dims) &&
          (weight_offset == 0.0 || present(weight)) && (!out_dtype || mixes(input.scalar_type(), *out_dtype));
 }
 

@@ -54,7 +54,7 @@ void sum_partials(KernelRequest request, const Tensor& partials, int64_t num_par
 
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats) {
   const Rows x(call.input, call.num_dims);
-  TORCH_CHECK(x.cols <= INT32_MAX, "kernel_fusion: rows of more than 2^31 - 1 elements are not supported, got N = ", x.cols);
+  if (x.cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(x.cols));
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
   const int flags = (call.wants_stats ? KernelRequest::kStats : 0) | (call.weight_offset != 0.0 ? KernelRequest::kOffset : 0) |

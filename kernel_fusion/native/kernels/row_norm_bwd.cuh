@@ -218,7 +218,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll
           for (int e = 0; e < kVec; ++e)
             if (kCovers || at.col(i) + e < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
-      } else {  // the rows of the block, added in order of their place in it
+      } else {  // the rows of the block, added pairwise
+        static_assert(S::kStorage == 1, "the table takes the place of sums in shared memory");
         auto* table = reinterpret_cast<A*>(shared);
         __syncthreads();
 #pragma unroll
@@ -226,12 +227,13 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll
           for (int e = 0; e < kVec; ++e)
             if (kCovers || at.col(i) + e < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
-        __syncthreads();
-        for (int c = threadIdx.x; c < kCols; c += blockDim.x) {
-          A total = 0;
-          for (int r = 0; r < S::kRows; ++r) total += table[r * kCols + c];
-          out[which][c] = total;
+#pragma unroll 1
+        for (int half = S::kRows / 2; half > 0; half /= 2) {
+          __syncthreads();
+          for (int c = threadIdx.x; c < half * kCols; c += blockDim.x) table[c] += table[half * kCols + c];
         }
+        __syncthreads();
+        for (int c = threadIdx.x; c < kCols; c += blockDim.x) out[which][c] = table[c];
       }
     }
   }

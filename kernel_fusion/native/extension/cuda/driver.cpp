@@ -3,16 +3,23 @@
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <string>
+
 namespace kf::driver {
+
+void fail(const std::string& text) {
+  TORCH_CHECK(false, "kernel_fusion: " + text);
+  __builtin_unreachable();
+}
 
 const Api& api() {
   static const Api loaded = [] {
     void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-    TORCH_CHECK(library, "kernel_fusion: the CUDA driver libcuda.so.1 cannot be loaded: ", dlerror());
+    if (!library) fail("the CUDA driver libcuda.so.1 cannot be loaded: " + std::string(dlerror()));
     Api a{};
     const auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      TORCH_CHECK(function, "kernel_fusion: the CUDA driver has no ", name, "; CUDA 12.4 or newer is needed");
+      if (!function) fail("the CUDA driver has no " + std::string(name) + "; CUDA 12.4 or newer is needed");
     };
 #define KF_FIND(name) find(a.name, #name)
     KF_FIND(cuGetErrorString);
@@ -41,7 +48,7 @@ void check(Result result, const char* what) {
   if (result == kSuccess) return;
   const char* text = nullptr;
   api().cuGetErrorString(result, &text);
-  TORCH_CHECK(false, "kernel_fusion: ", what, " failed: ", text ? text : "unknown error", " (", result, ")");
+  fail(std::string(what) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(result) + ")");
 }
 
 }  // namespace kf::driver

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace kf::driver {
 
@@ -65,6 +66,10 @@ struct Api {
 
 // The loaded driver; throws c10::Error where there is none.
 const Api& api();
+
+// Throws c10::Error. One ready string, because several arguments would be put together by a stream, and streams crash
+// where the compiler of this library brings another libstdc++ than the process runs with.
+[[noreturn]] void fail(const std::string& text);
 
 // Throws c10::Error with the driver's text unless `result` is success.
 void check(Result result, const char* what);

@@ -26,6 +26,7 @@ struct KernelPlan {
 
 using Planner = void (*)(const KernelRequest*, KernelPlan*);
 std::atomic<Planner> planner{nullptr};
+std::atomic<uint64_t> able_devices{0};  // a bit for each device that the kernels can run on
 
 struct Hash {
   size_t operator()(const KernelRequest& r) const {
@@ -138,13 +139,15 @@ struct RelaxedCapture {
 const LoadedKernel& plan_and_load(const KernelRequest& request, driver::Stream stream) {
   int capturing = driver::kCaptureStatusNone;
   driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  TORCH_CHECK(capturing == driver::kCaptureStatusNone,
-              "kernel_fusion: the first use of a kernel (N = ", request.cols,
-              ") fell inside a CUDA graph capture, which cannot load code. Run the same call, forward and backward, once "
-              "before the capture, or compile ahead with `kernel-fusion warmup --hidden ", request.cols, "` and call once.");
+  if (capturing != driver::kCaptureStatusNone) {
+    const auto cols = std::to_string(request.cols);
+    driver::fail("the first use of a kernel (N = " + cols + ") fell inside a CUDA graph capture, which cannot load code. Run "
+                 "the same call, forward and backward, once before the capture, or compile ahead with `kernel-fusion warmup "
+                 "--hidden " + cols + "` and call once.");
+  }
   KernelPlan plan{};
   planner.load()(&request, &plan);  // may compile; no lock of ours is held, since it takes Python's
-  TORCH_CHECK(plan.error == nullptr, plan.error);
+  if (plan.error) driver::fail(plan.error);
   const RelaxedCapture relaxed;
   auto loaded = load(request, plan);
   const std::unique_lock lock(table_mutex);
@@ -153,7 +156,9 @@ const LoadedKernel& plan_and_load(const KernelRequest& request, driver::Stream s
 
 }  // namespace
 
-bool cuda_enabled() { return planner.load(std::memory_order_relaxed) != nullptr; }
+bool cuda_enabled(int device) {
+  return device < 64 && (able_devices.load(std::memory_order_relaxed) >> device & 1) != 0;
+}
 
 driver::Stream current_stream(c10::Device device) {
   bind_context(device.index());
@@ -191,9 +196,10 @@ void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::
 
 }  // namespace kf
 
-// Called from Python through ctypes. A null planner turns the CUDA kernels off.
-extern "C" __attribute__((visibility("default"))) void kf_set_planner(void* planner) {
+// Called from Python through ctypes. Devices without a bit take the eager definition.
+extern "C" __attribute__((visibility("default"))) void kf_set_planner(void* planner, uint64_t devices) {
   kf::planner.store(reinterpret_cast<kf::Planner>(planner));
+  kf::able_devices.store(devices);
 }
 
 // Forgets every kernel, so that the next call plans again (tests force other plans). Loaded code stays loaded.
