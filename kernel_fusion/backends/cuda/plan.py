@@ -165,7 +165,9 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return staged
     wants_sums = spec.grads[1] or spec.grads[2]
     # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums.
-    plan = partial(_direct, tree, min_blocks=max(1, 512 // _direct(tree).threads))
+    # Half as many threads where the row ends inside a vector: loading it element by element takes registers too.
+    ragged = spec.cols % tree.vec != 0
+    plan = partial(_direct, tree, min_blocks=max(1, (256 if ragged else 512) // _direct(tree).threads))
     if tree.vectors <= per_thread + 1:
         rows = _direct(tree).rows
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
@@ -191,14 +193,16 @@ def _plan_staged(spec: RowNormSpec, tree: _Tree, access: Access, device: Device)
     wants_sums = spec.grads[1] or spec.grads[2]
     if not (device.has_clusters and aligned and wants_sums and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
         return None
-    if tree.vectors * tree.vec > _MAX_ELEMENTS:
+    # Beyond 24 elements every register is needed; compiled for sm_100 such a kernel spills.
+    if tree.vectors * tree.vec > (_MAX_ELEMENTS if device.arch == 90 else 24):
         return None
     threads = tree.warps // tree.cluster * 32
     groups = max(1, _MAX_BLOCK_WARPS * 32 // threads) if tree.cluster == 1 else 1
     columns = tree.vectors * threads * tree.vec
     slot_bytes = columns * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
     weight_bytes = columns * ITEMSIZE[spec.weight] if spec.weight else 0
-    room = device.shared_bytes - _STATIC_SHARED_BYTES - weight_bytes
+    table_bytes = (groups - 1) * columns * ITEMSIZE[spec.acc]
+    room = device.shared_bytes - _STATIC_SHARED_BYTES - weight_bytes - table_bytes
     stages = min(4 if groups == 1 else 3, room // (groups * slot_bytes))
     if stages < 2:
         return None
@@ -210,7 +214,7 @@ def _plan_staged(spec: RowNormSpec, tree: _Tree, access: Access, device: Device)
         rows=groups,
         threads=groups * threads,
         storage="registers",
-        shared_bytes=stages * groups * slot_bytes + weight_bytes,
+        shared_bytes=stages * groups * slot_bytes + weight_bytes + table_bytes,
         stages=stages,
     )
 

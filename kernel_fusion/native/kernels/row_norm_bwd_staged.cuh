@@ -198,9 +198,11 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     }
   }
 
-  // The groups of the block add up their sums, in order, in the shared memory that the rows no longer need.
+  // The groups of the block add up their sums, in order, in shared memory behind the rows and the weight.
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;
-  auto* table = reinterpret_cast<A*>(shared);  // [kGroups - 1][kVectors][kVec][kThreads]
+  constexpr int kWeightBytes = kPresent<Weight> ? kVectors * kThreads * sizeof(Pack<Weight, kVec>) : 0;
+  auto* table =  // [kGroups - 1][kVectors][kVec][kThreads]
+      reinterpret_cast<A*>(shared + kGroups * S::kStages * R::kSlotBytes + kWeightBytes);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
