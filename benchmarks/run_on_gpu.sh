@@ -28,7 +28,11 @@ for part in $parts; do
         run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py
       done
       ;;
-    bench) run bench python3 -m kernel_fusion bench models --device cuda --dtypes bf16,fp32 --output-dir "$out" ;;
+    bench)
+      run bench python3 -m kernel_fusion bench models --device cuda --dtypes bf16,fp32 --output-dir "$out"
+      run bench-shape python3 -m kernel_fusion bench models --shape 32768x4096 --device cuda --dtypes bf16,fp32 \
+        --output-dir "$out/32768x4096"
+      ;;
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
     example) run example python3 examples/train_gpt.py --device cuda --output-dir "$out" ;;
   esac

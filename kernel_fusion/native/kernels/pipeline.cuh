@@ -17,6 +17,10 @@ __device__ inline void mbarrier_init(Mbarrier* b, unsigned arrivals) {
 // Makes initialised barriers visible to the copy engine and to the cluster.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+__device__ inline void mbarrier_arrive(Mbarrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+
 __device__ inline void mbarrier_arrive_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
@@ -42,11 +46,6 @@ __device__ inline void store_cluster_counted(float* p, unsigned rank, float firs
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(b)), "r"(rank));
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
                "f"(first), "f"(second), "r"(barrier) : "memory");
-}
-
-// A barrier among `threads` threads of the block, one of 15 that a block has besides __syncthreads.
-__device__ inline void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace kf

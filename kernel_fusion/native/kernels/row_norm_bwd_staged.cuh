@@ -74,7 +74,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   using Weight = typename S::Weight;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = R::kThreads;
   extern __shared__ __align__(128) char shared[];
-  __shared__ Mbarrier full[kGroups][S::kStages], exchanged[2];
+  __shared__ Mbarrier full[kGroups][S::kStages], exchanged[kGroups][2];
   __shared__ A slots[2][kGroups][S::kWarps][2];
 
   const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
@@ -85,7 +85,8 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   const int first_col = at.warp * 32 * kVec;  // of the group's first thread, which alone uses it
   if (member == 0) {
     for (int s = 0; s < S::kStages; ++s) mbarrier_init(&full[group][s], 1);
-    if (group == 0) mbarrier_init(&exchanged[0], 1), mbarrier_init(&exchanged[1], 1);
+    // In a block each warp announces its sums; in a cluster they are counted as they arrive.
+    for (int b = 0; b < 2; ++b) mbarrier_init(&exchanged[group][b], S::kCluster > 1 ? 1 : S::kWarps);
     mbarrier_init_fence();
     for (int s = 0; s < S::kStages - 1; ++s) ring.fill(args, first + s * step, s, first_col);
   }
@@ -165,18 +166,17 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     sum_gx = sum_lanes<32>(sum_gx);
     if constexpr (S::kWarps > 1) {
       auto& mine = slots[buffer][group];
+      Mbarrier* all = &exchanged[group][buffer];
       if constexpr (S::kCluster > 1) {
-        if (threadIdx.x == 0) mbarrier_arrive_expect(&exchanged[buffer], S::kWarps * 2 * sizeof(A));
-        if (at.lane < S::kCluster) store_cluster_counted(mine[at.warp], at.lane, sum_g, sum_gx, &exchanged[buffer]);
-        mbarrier_wait(&exchanged[buffer], exchange_parity);
-        exchange_parity ^= buffer;
-      } else {
-        if (at.lane == 0) {
-          mine[at.warp][0] = sum_g;
-          mine[at.warp][1] = sum_gx;
-        }
-        named_barrier(1 + group, kThreads);
+        if (threadIdx.x == 0) mbarrier_arrive_expect(all, S::kWarps * 2 * sizeof(A));
+        if (at.lane < S::kCluster) store_cluster_counted(mine[at.warp], at.lane, sum_g, sum_gx, all);
+      } else if (at.lane == 0) {
+        mine[at.warp][0] = sum_g;
+        mine[at.warp][1] = sum_gx;
+        mbarrier_arrive(all);
       }
+      mbarrier_wait(all, exchange_parity);
+      exchange_parity ^= buffer;
       if constexpr (!S::kRms) sum_g = Exchange<S>::sum(at.lane, [&](int w) { return mine[w][0]; });
       sum_gx = Exchange<S>::sum(at.lane, [&](int w) { return mine[w][1]; });
       buffer ^= 1;
