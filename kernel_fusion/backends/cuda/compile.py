@@ -54,8 +54,10 @@ def cubin(source: str, arch: int) -> bytes:
     return code
 
 
-def compile_source(source: str, arch: int, *, verbose: bool = False) -> tuple[bytes, str]:
+def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
     """Machine code of `source` for sm_`arch` and the compiler's log; with `verbose`, registers and spills are in it.
+
+    NVRTC keeps a cache of its own beside ours; `no_cache` makes it compile, to measure how long that takes.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
@@ -69,7 +71,11 @@ def compile_source(source: str, arch: int, *, verbose: bool = False) -> tuple[by
     log = io.StringIO()
     try:
         options = ProgramOptions(
-            arch=f"sm_{arch}", std="c++20", include_path=[str(_NATIVE)], ptxas_options=["-v"] if verbose else None
+            arch=f"sm_{arch}",
+            std="c++20",
+            include_path=[str(_NATIVE)],
+            ptxas_options=["-v"] if verbose else None,
+            no_cache=no_cache or None,
         )
         code = Program(source, "c++", options).compile("cubin", logs=log).code
     except Exception as error:  # cuda-core raises several unrelated types
