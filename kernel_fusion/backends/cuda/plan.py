@@ -172,7 +172,9 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         rows = _direct(tree).rows
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"
-        return plan(storage=storage, prefetch=tree.vectors <= per_thread, shared_bytes=table)
+        # A next row of more than two vectors has registers on sm_90 alone; on sm_120 the compiler spills.
+        prefetch = tree.vectors <= (per_thread if device.arch == 90 else _BACKWARD_VECTORS)
+        return plan(storage=storage, prefetch=prefetch, shared_bytes=table)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     resident = tree.vectors <= 2 * per_thread
     shared = _direct(tree).threads * tree.vectors * tree.vec * 2 * ITEMSIZE[spec.acc]
