@@ -61,7 +61,7 @@ class Plan:
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
-        cluster: blocks per row; played: virtual warps per physical warp; rows: rows per block.
+        cluster: blocks per row; played: virtual warps per physical warp; rows: rows per block, at a time if staged.
         threads: threads per block.
         resident: the row stays in registers, else it is read again.
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
