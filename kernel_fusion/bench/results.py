@@ -1,6 +1,7 @@
-"""Results: every measured value with its unit in its name, and the files and tables made from them.
+"""Results: every measured value with its unit in its name, and the files that hold them.
 
-The list of measurements is the whole truth; speedups, shares of the floor, tables and plots are derived from it.
+The list of measurements is the whole truth; speedups, shares of the floor, tables and plots are derived from it, in a
+run as from a file read back.
 """
 
 from __future__ import annotations
@@ -9,242 +10,257 @@ import csv
 import datetime
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kernel_fusion.bench.machine import load_average, machine, versions
-from kernel_fusion.bench.providers import DIRECTIONS, Direction
+from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.suites import Suite, Workload
-from kernel_fusion.bench.timing import Timing
+from kernel_fusion.bench.timing import Outcomes, Timing
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import Comparison
 
 Record = dict[str, str | int | float | None]
-REFERENCE, FLOOR = "pytorch", "floor"
+Cell = tuple[str, str, str, str | None, str]
+REFERENCE, FLOOR, OURS = "pytorch", "floor", "kf-"
+# Noise begins far before this many digits.
+_DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender in one cell. What was not measured for it (the floor has no results to check) is None or empty."""
+    """One contender in one cell: a record of the files. What was not measured for it is None.
 
-    workload: Workload
-    direction: Direction
+    The floor, for example, has no results to check; `error_over_budget_*` above 1 is a peer whose accuracy is below
+    what is asked of ours.
+    """
+
+    configuration: str
+    verb: str
+    rows: int
+    cols: int
+    dtype: str
+    weight_dtype: str | None
+    bias_dtype: str | None
+    layout: str
+    direction: str
     provider: str
-    version: str
-    timing: Timing
-    training_bytes: int | None = None
-    comparisons: Sequence[Comparison] = ()
+    provider_version: str
+    timing: Timing | None = None
+    saved_bytes: int | None = None
+    training_memory_bytes: int | None = None
+    max_abs_error_y: float | None = None
+    max_abs_error_dx: float | None = None
+    max_abs_error_dweight: float | None = None
+    max_abs_error_dbias: float | None = None
+    error_over_budget_y: float | None = None
+    error_over_budget_dx: float | None = None
+    error_over_budget_dweight: float | None = None
+    error_over_budget_dbias: float | None = None
 
-    def error(self, name: str) -> float | None:
-        """The largest absolute error of the result `name`."""
-        return next((c.error for c in self.comparisons if c.name == name), None)
+    @property
+    def cell(self) -> Cell:
+        """What contenders of the same cell share."""
+        return self.configuration, self.verb, self.dtype, self.weight_dtype, self.direction
+
+    @property
+    def inaccurate(self) -> bool:
+        """Whether some result was beyond its error budget."""
+        budgets = (getattr(self, f"error_over_budget_{name}") for name in ("y", "dx", "dweight", "dbias"))
+        return any(excess is not None and excess > 1 for excess in budgets)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A provider that was not timed, and why."""
+    """What was not measured, and why."""
 
-    workload: Workload
     provider: str
+    workload: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.provider}, {self.workload.name} ({self.workload.case}): {self.reason}"
+        return f"{self.provider}, {self.workload}: {self.reason}"
 
 
 @dataclass
 class Results:
-    """A run of one suite: where, how, and what came of it, also when it was interrupted."""
+    """A run of one suite, also when it was interrupted.
 
-    suite: Suite
-    device: torch.device
-    command: str
+    Attributes:
+        suite, title: as in `Suite`.
+        quick: whether it was a quick run.
+        about: where, when and how: command, date, machine, versions, peers, method.
+    """
+
+    suite: str
+    title: str
     quick: bool
-    method: dict[str, str]
+    about: dict[str, Any]
     measurements: list[Measurement] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     interrupted: bool = False
-    load_average: float = field(default_factory=load_average)
-    date: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    )
 
     @property
     def stem(self) -> str:
         """The files' name without what follows. A quick run never overwrites a full one."""
-        return self.suite.name + ("-quick" if self.quick else "")
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtypes measured, in order."""
-        return list(dict.fromkeys(m.workload.case.dtype for m in self.measurements))
+        return self.suite + ("-quick" if self.quick else "")
 
     @property
     def providers(self) -> list[str]:
-        """The providers measured, in order, without PyTorch and the floor."""
-        return list(dict.fromkeys(m.provider for m in self.measurements if m.provider not in (REFERENCE, FLOOR)))
+        """The contenders in order: the floor, ours, PyTorch, other peers."""
+        names = dict.fromkeys(m.provider for m in self.measurements)
+        return sorted(names, key=lambda name: (name != FLOOR, not name.startswith(OURS), name != REFERENCE))
 
-    def cells(self, dtype: torch.dtype, direction: Direction) -> dict[str, dict[str, Measurement]]:
-        """Configuration to provider to measurement."""
+    @property
+    def groups(self) -> list[tuple[str, str, str]]:
+        """The (verb, dtype, direction) measured, in order."""
+        return list(dict.fromkeys((m.verb, m.dtype, m.direction) for m in self.measurements))
+
+    def cells(self, verb: str, dtype: str, direction: str | None = None) -> dict[str, dict[str, Measurement]]:
+        """Configuration to provider to measurement; without a direction, the last one measured."""
         cells: dict[str, dict[str, Measurement]] = {}
         for m in self.measurements:
-            if m.workload.case.dtype == dtype and m.direction == direction:
-                cells.setdefault(m.workload.name, {})[m.provider] = m
+            if (m.verb, m.dtype) == (verb, dtype) and direction in (None, m.direction):
+                cells.setdefault(m.configuration, {})[m.provider] = m
         return cells
 
+    def add(
+        self,
+        workload: Workload,
+        direction: str,
+        contender: Contender,
+        timing: Timing | None = None,
+        comparisons: Sequence[Comparison] = (),
+        saved_bytes: int | None = None,
+        training_bytes: int | None = None,
+    ) -> None:
+        """Add what was measured of a contender."""
+        case = workload.case
+        measured: dict[str, Any] = {f"max_abs_error_{c.name}": c.error for c in comparisons}
+        measured |= {f"error_over_budget_{c.name}": c.excess for c in comparisons}
+        self.measurements.append(
+            Measurement(
+                configuration=workload.name,
+                verb=case.verb,
+                rows=math.prod(case.shape[: -case.num_dims]),
+                cols=math.prod(case.normalized_shape),
+                dtype=dtype_name(case.dtype),
+                weight_dtype=dtype_name(case.weight) if case.weight else None,
+                bias_dtype=dtype_name(case.bias) if case.bias else None,
+                layout=case.layout,
+                direction=direction,
+                provider=contender.name,
+                provider_version=contender.version,
+                timing=timing,
+                saved_bytes=saved_bytes,
+                training_memory_bytes=training_bytes,
+                **measured,
+            )
+        )
+
+    def add_times(
+        self,
+        workload: Workload,
+        direction: str,
+        contenders: Sequence[Contender],
+        outcomes: Outcomes,
+        errors: Mapping[Any, Sequence[Comparison]],
+        training_bytes: Mapping[Any, int] | None = None,
+    ) -> None:
+        """Add each contender's time, with its errors and memory where known; who has no time becomes a failure."""
+        for contender in contenders:
+            outcome = outcomes[contender.name]
+            if isinstance(outcome, str):
+                self.fail(contender.name, workload, f"{direction}: {outcome}")
+                continue
+            num_bytes = (training_bytes or {}).get(contender)
+            self.add(workload, direction, contender, outcome, errors.get(contender, ()), training_bytes=num_bytes)
+
+    def fail(self, provider: str, workload: Workload, reason: str) -> None:
+        """Note that `provider` was not measured on `workload`, or not completely."""
+        self.failures.append(Failure(provider, f"{workload.name} ({workload.case})", reason))
+
     def records(self) -> list[Record]:
-        """One flat record per measurement, with what follows from its neighbours in the cell."""
-        return [
-            _record(cell, m)
-            for dtype in self.dtypes
-            for direction in DIRECTIONS
-            for cell in self.cells(dtype, direction).values()
-            for m in cell.values()
-        ]
+        """One flat record per measurement, without what is None, with what follows from its neighbours."""
+        timings = {(m.cell, m.provider): m.timing for m in self.measurements}
+        return [_record(m, timings.get((m.cell, REFERENCE)), timings.get((m.cell, FLOOR))) for m in self.measurements]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write JSON and CSV into `folder`; the paths."""
+        paths = [self.write_json(folder), folder / f"{self.stem}.csv"]
+        records = self.records()
+        names = [key for key in (*_FACTS, *_TIMES, *_DERIVED) if any(key in record for record in records)]
+        with paths[1].open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=names)
+            writer.writeheader()
+            writer.writerows(records)
+        return paths
+
+    def write_json(self, folder: Path) -> Path:
+        """Write the JSON file, a line per measurement. A file that was there is replaced at once or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"suite": self.suite, "title": self.title, "quick": self.quick, "interrupted": self.interrupted}
+        head |= self.about | {"failures": [asdict(failure) for failure in self.failures]}
+        lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records())
+        text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "measurements": [\n{lines}\n ]\n}}\n'
+        path = folder / f"{self.stem}.json"
+        temporary = path.with_suffix(".json.part")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+        return path
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of strings, to be printed or written as Markdown."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def tables(results: Results) -> list[Table]:
-    """One table per dtype, direction and provider: that provider beside PyTorch and the floor."""
-    return [
-        _table(results, dtype, direction, provider)
-        for dtype in results.dtypes
-        for provider in results.providers
-        for direction in DIRECTIONS
-        if any(provider in cell for cell in results.cells(dtype, direction).values())
-    ]
+def read(path: Path) -> Results:
+    """The results in a JSON file that `Results.write_json` wrote; ValueError for any other file."""
+    try:
+        data = json.loads(path.read_text())
+        measurements = [_measurement(record) for record in data.pop("measurements")]
+        failures = [Failure(**failure) for failure in data.pop("failures")]
+        suite, title, quick, interrupted = (data.pop(key) for key in ("suite", "title", "quick", "interrupted"))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} holds no results of `kernel-fusion bench`: {error!r}") from error
+    return Results(suite, title, quick, data, measurements, failures, interrupted)
 
 
-def write(results: Results, folder: Path) -> list[Path]:
-    """Write JSON, CSV and Markdown into `folder`; the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    records = results.records()
+def start(
+    suite: Suite, device: torch.device, command: str, quick: bool, method: dict[str, str], peers: dict[str, str]
+) -> Results:
+    """Empty results of a run that begins now; `peers` says of each its version, or why it is absent."""
     about = {
-        "suite": results.suite.name,
-        "title": results.suite.title,
-        "command": results.command,
-        "date": results.date,
-        "quick": results.quick,
-        "interrupted": results.interrupted,
-        "machine": machine(results.device) | {"load_average_at_start": results.load_average},
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(device) | {"load_average_at_start": round(load_average(), 2)},
         "versions": versions(),
-        "method": results.method,
+        "peers": peers,
+        "method": method,
     }
-    failures = [str(failure) for failure in results.failures]
-    paths = [folder / f"{results.stem}.{suffix}" for suffix in ("json", "csv", "md")]
-    paths[0].write_text(json.dumps(about | {"failures": failures, "measurements": records}, indent=1) + "\n")
-    with paths[1].open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
-        writer.writeheader()
-        writer.writerows(records)
-    paths[2].write_text(_markdown(about, failures, tables(results)))
-    return paths
+    return Results(suite.name, suite.title, quick, about)
 
 
-def _record(cell: dict[str, Measurement], m: Measurement) -> Record:
-    case, timing = m.workload.case, m.timing
-    record: Record = {
-        "configuration": m.workload.name,
-        "verb": case.verb,
-        "rows": math.prod(case.shape[: -case.num_dims]),
-        "cols": math.prod(case.normalized_shape),
-        "dtype": dtype_name(case.dtype),
-        "weight_dtype": dtype_name(case.weight) if case.weight else None,
-        "bias_dtype": dtype_name(case.bias) if case.bias else None,
-        "layout": case.layout,
-        "direction": m.direction,
-        "provider": m.provider,
-        "provider_version": m.version,
-        "median_ms": timing.median_ms,
-        "q1_ms": timing.q1_ms,
-        "q3_ms": timing.q3_ms,
-        "iterations": timing.iterations,
-        "calls_per_iteration": timing.calls,
-        "speedup_over_pytorch": _ratio(cell, REFERENCE, m),
-        "percent_of_floor": None if (share := _ratio(cell, FLOOR, m)) is None else 100 * share,
-        "training_memory_bytes": m.training_bytes,
-    }
-    for name in ("y", "dx", "dweight", "dbias"):
-        comparison = next((c for c in m.comparisons if c.name == name), None)
-        record[f"max_abs_error_{name}"] = comparison.error if comparison else None
-        record[f"error_over_budget_{name}"] = comparison.excess if comparison else None
-    return record
+_TIMES = [f.name for f in fields(Timing)]
+_FACTS = [f.name for f in fields(Measurement) if f.name != "timing"]
+_DERIVED = ["speedup_over_pytorch", "percent_of_floor"]
 
 
-def _ratio(cell: dict[str, Measurement], other: str, m: Measurement) -> float | None:
-    """How many times longer `other` takes than `m`."""
-    return cell[other].timing.median_ms / m.timing.median_ms if other in cell else None
+def _record(m: Measurement, reference: Timing | None, floor: Timing | None) -> Record:
+    record: Record = {name: getattr(m, name) for name in _FACTS}
+    if m.timing:
+        record |= asdict(m.timing)
+        record["speedup_over_pytorch"] = reference.median_ms / m.timing.median_ms if reference else None
+        record["percent_of_floor"] = 100 * floor.median_ms / m.timing.median_ms if floor else None
+    return {key: _rounded(value) for key, value in record.items() if value is not None}
 
 
-def _table(results: Results, dtype: torch.dtype, direction: Direction, provider: str) -> Table:
-    # Each direction is judged by its own result; memory is that of a training step, so it stands there alone.
-    judged = "y" if direction == "forward" else "dx"
-    columns = ["configuration", "rows × N", "PyTorch ms", f"{provider} ms", "speedup", "floor ms", "% of floor"]
-    columns += [f"PyTorch {judged} error", f"{provider} {judged} error"]
-    with_memory = direction == "forward+backward"
-    columns += ["PyTorch MB", f"{provider} MB"] if with_memory else []
-    rows = []
-    for name, cell in results.cells(dtype, direction).items():
-        if provider not in cell:
-            continue
-        fused, reference = cell[provider], cell.get(REFERENCE)
-        record = _record(cell, fused)
-        row = [name, f"{record['rows']}×{record['cols']}", _ms(reference), _ms(fused)]
-        row += [
-            _text(record["speedup_over_pytorch"], ".2f"),
-            _ms(cell.get(FLOOR)),
-            _text(record["percent_of_floor"], ".0f"),
-        ]
-        errors = (None if m is None else m.error(judged) for m in (reference, fused))
-        row += [_text(error, ".1e") for error in errors]
-        row += [_megabytes(reference), _megabytes(fused)] if with_memory else []
-        rows.append(tuple(row))
-    title = f"{results.suite.title}: {direction}, {dtype_name(dtype)}, {provider}"
-    return Table(title, tuple(columns), tuple(rows))
+def _measurement(record: dict[str, Any]) -> Measurement:
+    timing = Timing(*(record[name] for name in _TIMES)) if "median_ms" in record else None
+    facts: dict[str, Any] = {name: record.get(name) for name in _FACTS}
+    return Measurement(**facts, timing=timing)
 
 
-def _text(value: str | float | None, format: str) -> str:
-    return "–" if value is None else f"{value:{format}}"
-
-
-def _ms(m: Measurement | None) -> str:
-    """Three significant digits, never an exponent."""
-    if m is None:
-        return _text(None, "")
-    ms = m.timing.median_ms
-    return f"{ms:.{max(0, 2 - math.floor(math.log10(ms)))}f}" if ms else "0"
-
-
-def _megabytes(m: Measurement | None) -> str:
-    return _text(None if m is None or m.training_bytes is None else m.training_bytes / 1e6, ".1f")
-
-
-def _markdown(about: dict[str, object], failures: list[str], tables: list[Table]) -> str:
-    lines = [f"# {about['title']}", "", f"`{about['command']}`, {about['date']}", ""]
-    if about["interrupted"]:
-        lines += ["Interrupted: what was measured until then.", ""]
-    for heading in ("machine", "versions", "method"):
-        facts = about[heading]
-        assert isinstance(facts, dict)
-        lines += [f"- {key}: {value}" for key, value in facts.items()]
-    for table in tables:
-        lines += ["", f"## {table.title}", "", _markdown_row(table.columns)]
-        lines += [_markdown_row(["---", "---", *["---:"] * (len(table.columns) - 2)])]
-        lines += [_markdown_row(row) for row in table.rows]
-    lines += ["", "## Not timed", "", *(f"- {failure}" for failure in failures)] if failures else []
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _rounded(value: str | int | float | None) -> str | int | float | None:
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -1,103 +1,85 @@
-"""Runs workloads: every provider's results are compared with float64 first, and only who passes is timed."""
+"""Runs workloads. Results are compared with float64 first, and only who passes is timed, in one process, in turns.
+
+Whatever a workload raises, memory that runs out included, becomes a failure of that workload, and the run goes on.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
-from kernel_fusion.bench import memory, timing
-from kernel_fusion.bench.providers import DIRECTIONS, Call, Contender, Direction, Floor, Provider, input_sets
-from kernel_fusion.bench.results import Failure, Measurement, Results
-from kernel_fusion.bench.suites import Workload
-from kernel_fusion.bench.timing import Effort, Timing
-from kernel_fusion.testing import oracle
-from kernel_fusion.testing.oracle import Comparison, RowNormCase
-
-# What `measure` yields for one workload: a check, and a time for each direction.
-STEPS = 1 + len(DIRECTIONS)
+from kernel_fusion.bench import check, host, memory, timing
+from kernel_fusion.bench.providers import Call, Contender, Direction, Floor, input_sets
+from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.suites import Kind, Workload
+from kernel_fusion.bench.timing import Outcomes, Setup
+from kernel_fusion.testing.oracle import Inputs, RowNormCase
 
 
-def describe_method(device: torch.device, effort: Effort) -> dict[str, str]:
+def describe_method(kind: Kind, setup: Setup) -> dict[str, str]:
     """How times, memory, floors and errors come about, in words for the files."""
-    return {
-        "time": timing.METHODS[device.type],
+    device = setup.device.type
+    facts = {
+        "time": timing.METHODS["host" if kind == "host" else device],
         "floor": "torch.neg(x) for forward, torch.add(x, dy) for backward, timed like the rest",
         "directions": "forward without gradients; backward alone (dx, dweight, dbias); forward+backward",
-        "training_memory": memory.METHODS[device.type],
-        "errors": "largest absolute error against float64; passes within twice (PyTorch's error + one rounding); "
-        f"compared on the first rows that make up at most {effort.max_checked} elements",
+        "saved_memory": memory.METHODS["saved"],
+        "training_memory": memory.METHODS[device],
+        "errors": check.describe(setup.effort.max_checked),
     }
+    apply = {
+        "kernels": ("time", "floor", "directions", "training_memory", "errors"),
+        "host": ("time", "errors"),
+        "memory": ("saved_memory", "training_memory", "errors"),
+    }
+    return {name: facts[name] for name in apply[kind]}
 
 
-def measure(
-    workload: Workload, providers: Sequence[Provider], device: torch.device, effort: Effort, results: Results
-) -> Iterator[str]:
-    """Check and time `providers` on `workload`, adding to `results`; yields what was done, `STEPS` times at most."""
-    passed, bytes_taken = {}, {}
-    sample = input_sets(workload.case, device, 1)[0]
-    verdicts = check(limited(workload.case, effort.max_checked), providers, device)
-    for provider in providers:
-        verdict = verdicts[provider.name]
-        if isinstance(verdict, str):
-            results.failures.append(Failure(workload, provider.name, verdict))
-            continue
-        passed[provider] = verdict
-        bytes_taken[provider] = memory.training_bytes(provider, workload.case, sample)
-    del sample
-    yield f"{workload.name}: checked"
-    for direction in DIRECTIONS:
-        floor = Floor()
-        timings = time_direction(workload.case, direction, [floor, *passed], device, effort)
-        results.measurements.append(Measurement(workload, direction, floor.name, floor.version, timings[floor.name]))
-        results.measurements += [
-            Measurement(workload, direction, p.name, p.version, timings[p.name], bytes_taken[p], verdict)
-            for p, verdict in passed.items()
-        ]
-        yield f"{workload.name}: {direction}"
+def run(results: Results, kind: Kind, workload: Workload, setup: Setup) -> Iterator[str]:
+    """Measure `workload` into `results`; yields what was done."""
+    try:
+        for done in MEASURES[kind](results, workload, setup):
+            yield f"{workload.name}: {done}"
+    except Exception as error:
+        results.fail("everybody", workload, timing.reason(error))
+    if setup.device.type == "cuda":
+        # The graphs and inputs are gone; give their memory back before the next workload asks for its own.
+        torch.cuda.empty_cache()
 
 
-def check(case: RowNormCase, providers: Sequence[Provider], device: torch.device) -> dict[str, list[Comparison] | str]:
-    """For each provider, by name, its comparisons with float64, or why it must not be timed."""
-    inputs = oracle.make_inputs(case, device)
-    expected, theirs = oracle.reference(case, inputs), oracle.pytorch(case, inputs)
-    verdicts: dict[str, list[Comparison] | str] = {}
-    for provider in providers:
-        try:
-            got = provider.results(case, inputs)
-            comparisons = [oracle.judge(name, [(got[name], expected[name], theirs[name])]) for name in expected]
-        except (RuntimeError, AssertionError) as error:
-            verdicts[provider.name] = str(error)
-            continue
-        wrong = [f"{c.name} is {c.excess:.3g} times its error budget off" for c in comparisons if not c.ok]
-        verdicts[provider.name] = "; ".join(wrong) or comparisons
-    return verdicts
-
-
-def limited(case: RowNormCase, max_elements: int) -> RowNormCase:
-    """`case` with as many of its rows as have at most `max_elements` elements (one row at least)."""
-    if math.prod(case.shape) <= max_elements:
-        return case
-    rows = max(1, max_elements // math.prod(case.normalized_shape))
-    return replace(case, shape=(rows, *case.normalized_shape))
+def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
+    """Check once, then time the providers and the floor against each other in each direction; yields each time."""
+    case, device = workload.case, setup.device
+    bytes_per_call = math.prod(case.shape) * (case.dtype.itemsize + case.result_dtype.itemsize)
+    sets = input_sets(case, device, timing.rotating_calls(bytes_per_call) if device.type == "cuda" else 1)
+    errors = check.passing(results, workload, setup, sets[0])
+    training_bytes = {provider: memory.training_bytes(provider, case, sets[0]) for provider in errors}
+    yield "checked"
+    contenders: list[Contender] = [Floor(), *errors]
+    for direction in setup.directions:
+        outcomes = time_direction(case, direction, contenders, sets, setup)
+        results.add_times(workload, direction, contenders, outcomes, errors, training_bytes)
+        yield direction
 
 
 def time_direction(
-    case: RowNormCase, direction: Direction, contenders: Sequence[Contender], device: torch.device, effort: Effort
-) -> dict[str, Timing]:
-    """Time the contenders against each other in one direction."""
-    if device.type != "cuda":
-        (inputs,) = input_sets(case, device, 1)
-        return timing.time_cpu({c.name: c.prepare(direction, case, inputs) for c in contenders}, effort)
-    bytes_per_call = math.prod(case.shape) * (case.dtype.itemsize + case.result_dtype.itemsize)
-    sets = input_sets(case, device, timing.rotating_calls(bytes_per_call))
+    case: RowNormCase, direction: Direction, contenders: Sequence[Contender], sets: Sequence[Inputs], setup: Setup
+) -> Outcomes:
+    """Time the contenders against each other in one direction; on a GPU over all sets of inputs, else on the first."""
 
-    def calls_of(contender: Contender) -> Callable[[], list[Call]]:
-        return lambda: [contender.prepare(direction, case, inputs) for inputs in sets]
+    def prepare(contender: Contender) -> list[Call]:
+        return [contender.prepare(direction, case, inputs) for inputs in sets]
 
-    timings = timing.time_cuda({c.name: calls_of(c) for c in contenders}, effort, device)
-    # The graphs are gone; give their memory back before the next cell asks for its own.
-    torch.cuda.empty_cache()
-    return timings
+    if setup.device.type == "cuda":
+        return timing.time_cuda({c.name: partial(prepare, c) for c in contenders}, setup.effort, setup.device)
+    return timing.time_cpu({c.name: partial(c.prepare, direction, case, sets[0]) for c in contenders}, setup.effort)
+
+
+MEASURES: dict[Kind, Callable[[Results, Workload, Setup], Iterator[str]]] = {
+    "kernels": measure_kernels,
+    "host": host.measure,
+    "memory": memory.measure,
+}

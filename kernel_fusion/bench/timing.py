@@ -2,7 +2,10 @@
 
 On a CPU one call is one sample, its result freed within it, as in a program. On a GPU a sample is a replay of a CUDA
 graph that holds calls on rotating inputs, so that neither launches nor a warm cache are measured: the calls of a graph
-touch several times what the L2 cache holds, and every call writes to memory of its own.
+touch several times what the L2 cache holds, and every call writes to memory of its own. Host time is that of many
+calls between two synchronisations.
+
+A contender that raises is left out, and its reason takes the place of its time.
 """
 
 from __future__ import annotations
@@ -10,25 +13,32 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
-from kernel_fusion.bench.providers import Call
+from kernel_fusion.bench.providers import Call, Direction, Provider
 
 # The H200 has 60 MB of L2 cache: five times that in one graph leaves nothing of a call for the next replay.
 ROTATED_BYTES = 300_000_000
-_MIN_CALLS, _MAX_CALLS = 8, 4096
+# More calls than this take longer to capture than to time, and calls so small wait for launches, not for memory.
+_MIN_CALLS, _MAX_CALLS = 4, 256
 # A sample this long makes the start of a graph, a few µs, invisible.
 _SAMPLE_MS = 1.0
+HOST_CALLS = 400
 
 METHODS = {
     "cpu": "wall time of single calls, contenders taking turns in rotating order, one warm-up call each; median and "
     "quartiles; every call allocates and frees its own results; inputs are the same for all",
     "cuda": "CUDA graph of calls that rotate over input sets, each call writing to memory of its own, at least "
-    f"{ROTATED_BYTES // 10**6} MB touched per replay where {_MAX_CALLS} calls suffice for that; replays timed with "
-    "events, contenders taking turns in rotating order; median and quartiles of the time per call",
+    f"{ROTATED_BYTES // 10**6} MB touched per replay where {_MAX_CALLS} calls suffice for that (smaller calls wait for "
+    "launches rather than for memory); all contenders write to the same memory, as where it lies among the inputs can "
+    "change a time by a fifth; replays timed with events, contenders taking turns in rotating order; median "
+    "and quartiles of the time per call",
+    "host": f"wall time of {HOST_CALLS} calls without a synchronisation between them, over their number; contenders "
+    "taking turns in rotating order; median and quartiles",
 }
 
 
@@ -40,6 +50,7 @@ class Effort:
         min_rounds, max_rounds: samples of each contender on a CPU.
         max_seconds: for the cell, all contenders together; `min_rounds` comes first.
         replays: samples of each contender on a GPU.
+        host_rounds: samples of each contender's host time.
         max_checked: elements of the largest tensor whose results are compared with float64.
     """
 
@@ -47,22 +58,36 @@ class Effort:
     max_rounds: int
     max_seconds: float
     replays: int
+    host_rounds: int
     max_checked: int
 
 
-FULL = Effort(min_rounds=15, max_rounds=300, max_seconds=6.0, replays=51, max_checked=1 << 24)
-QUICK = Effort(min_rounds=5, max_rounds=50, max_seconds=0.6, replays=15, max_checked=1 << 21)
+FULL = Effort(min_rounds=15, max_rounds=300, max_seconds=6.0, replays=21, host_rounds=15, max_checked=1 << 20)
+QUICK = Effort(min_rounds=5, max_rounds=50, max_seconds=0.6, replays=11, host_rounds=5, max_checked=1 << 19)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Who is measured, where, in which directions (where a suite has a choice), and how long."""
+
+    providers: Sequence[Provider]
+    device: torch.device
+    directions: Sequence[Direction]
+    effort: Effort
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call over `iterations` samples of `calls` calls each."""
+    """Time per call over `iterations` samples of `calls_per_iteration` calls each."""
 
     median_ms: float
     q1_ms: float
     q3_ms: float
     iterations: int
-    calls: int
+    calls_per_iteration: int
+
+
+Outcomes = dict[str, Timing | str]  # by name, the time or why there is none
 
 
 def summarise(samples_ms: Sequence[float], calls: int) -> Timing:
@@ -73,33 +98,59 @@ def summarise(samples_ms: Sequence[float], calls: int) -> Timing:
     return Timing(median, q1, q3, len(samples_ms), calls)
 
 
+def reason(error: BaseException) -> str:
+    """One line that says what went wrong, and what came first: a capture that breaks raises an error of its own."""
+    first = error
+    while first.__context__ is not None:
+        first = first.__context__
+    return _one_line(error) + (f" (after {_one_line(first)})" if first is not error else "")
+
+
 def rotating_calls(bytes_per_call: int) -> int:
     """How many calls on different inputs touch `ROTATED_BYTES`."""
     return min(_MAX_CALLS, max(_MIN_CALLS, math.ceil(ROTATED_BYTES / max(1, bytes_per_call))))
 
 
 def time_cpu(
-    calls: Mapping[str, Call], effort: Effort, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, Timing]:
-    """Time each of `calls`, by name."""
-    for call in calls.values():
+    contenders: Mapping[str, Callable[[], Call]], effort: Effort, clock: Callable[[], float] = time.perf_counter
+) -> Outcomes:
+    """Time contenders, each given as a function that makes its call."""
+
+    def rounds() -> Iterator[int]:
+        deadline = clock() + effort.max_seconds
+        for round in range(effort.max_rounds):
+            if round >= effort.min_rounds and clock() >= deadline:
+                return
+            yield round
+
+    def sample(call: Call) -> float:
+        start = clock()
         call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    deadline = clock() + effort.max_seconds
-    for round in range(effort.max_rounds):
-        if round >= effort.min_rounds and clock() >= deadline:
-            break
-        for name in _rotated(list(calls), round):
-            call = calls[name]
-            start = clock()
+        return (clock() - start) * 1e3
+
+    return _take_turns(contenders, rounds(), sample, 1)
+
+
+def time_host(
+    contenders: Mapping[str, Callable[[], Call]],
+    effort: Effort,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Outcomes:
+    """Time what the host does for a call of each contender; the device is not waited for."""
+
+    def sample(call: Call) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = clock()
+        for _ in range(HOST_CALLS):
             call()
-            samples[name].append((clock() - start) * 1e3)
-    return {name: summarise(times, 1) for name, times in samples.items()}
+        return (clock() - start) * 1e3 / HOST_CALLS
+
+    return _take_turns(contenders, range(effort.host_rounds), sample, HOST_CALLS)
 
 
-def time_cuda(
-    contenders: Mapping[str, Callable[[], list[Call]]], effort: Effort, device: torch.device
-) -> dict[str, Timing]:
+def time_cuda(contenders: Mapping[str, Callable[[], list[Call]]], effort: Effort, device: torch.device) -> Outcomes:
     """Time contenders, each given as a function that makes its calls, one per set of inputs.
 
     The function runs on the stream of the capture: autograd runs a backward on the stream of its forward.
@@ -108,38 +159,88 @@ def time_cuda(
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            captured = {name: _capture(make(), stream) for name, make in contenders.items()}
-            replays = {name: math.ceil(_SAMPLE_MS / _replay_ms(graph)) for name, (graph, _) in captured.items()}
+            captured: dict[str, _Graph] = {}
+            outcomes: Outcomes = {}
+            # One pool, from which each takes what the one before gave back: the same bytes for all.
+            pool = torch.cuda.graph_pool_handle()
+            for name, make in contenders.items():
+                try:
+                    captured[name] = _capture(make(), stream, pool)
+                except Exception as error:  # whatever it is, the others can still be timed
+                    outcomes[name] = reason(error)
             events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in captured}
-            # Nothing waits in this loop: the GPU is still busy with one sample while the next is queued.
-            next(iter(captured.values()))[0].replay()
+            # Nothing waits in these loops: the GPU is still busy with one sample while the next is queued.
+            for warm_up in captured.values():
+                warm_up.graph.replay()
             for round in range(effort.replays):
                 for name in _rotated(list(captured), round):
-                    events[name].append(_timed_replays(captured[name][0], replays[name]))
+                    events[name].append(_timed_replays(captured[name].graph, captured[name].replays))
             stream.synchronize()
-        return {
-            name: summarise([a.elapsed_time(b) / (replays[name] * len(calls)) for a, b in events[name]], len(calls))
-            for name, (_, calls) in captured.items()
-        }
+        for name, graph in captured.items():
+            per_sample = graph.replays * len(graph.calls)
+            outcomes[name] = summarise([a.elapsed_time(b) / per_sample for a, b in events[name]], len(graph.calls))
+        return outcomes
 
 
-def _capture(calls: list[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, list[Call]]:
-    """The graph of `calls`, and the calls, whose tensors the graph reads and which must live as long."""
+@dataclass(frozen=True)
+class _Graph:
+    """A captured graph, how often to replay it in a sample, and its calls, whose tensors it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    replays: int
+    calls: list[Call]
+
+
+def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: tuple[int, int]) -> _Graph:
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with _allocator_restored(stream.device_index, pool), torch.cuda.graph(graph, pool=pool, stream=stream):
         results = [call() for call in calls]
     # Kept up to here, so that no call was given the memory of another's results.
     del results
-    return graph, calls
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     start, end = _timed_replays(graph, 1)
     end.synchronize()
-    return float(start.elapsed_time(end))
+    return _Graph(graph, max(1, round(_SAMPLE_MS / start.elapsed_time(end))), calls)
+
+
+@contextmanager
+def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:
+    """After a capture that failed, make the allocator leave the pool of the graph.
+
+    Not every version of PyTorch does so itself, and then no memory could be freed or captured any more.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # it had left the pool
+            torch._C._cuda_endAllocateToPool(device, pool)
+        raise
+
+
+def _take_turns(
+    contenders: Mapping[str, Callable[[], Call]],
+    rounds: Iterable[int],
+    sample: Callable[[Call], float],
+    calls_per_sample: int,
+) -> Outcomes:
+    """Warm every contender up with one call, then take samples, in ms per call, round by round."""
+    calls: dict[str, Call] = {}
+    outcomes: Outcomes = {}
+    for name, make in contenders.items():
+        try:
+            call = make()
+            call()
+        except Exception as error:  # whatever it is, the others can still be timed
+            outcomes[name] = reason(error)
+        else:
+            calls[name] = call
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for round in rounds:
+        for name in _rotated(list(calls), round):
+            samples[name].append(sample(calls[name]))
+    return outcomes | {name: summarise(times, calls_per_sample) for name, times in samples.items()}
 
 
 def _timed_replays(graph: torch.cuda.CUDAGraph, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -153,5 +254,10 @@ def _timed_replays(graph: torch.cuda.CUDAGraph, count: int) -> tuple[torch.cuda.
 
 def _rotated(names: list[str], round: int) -> list[str]:
     """The names, another one first each round, so that none always follows the same one."""
-    first = round % len(names)
+    first = round % max(1, len(names))
     return names[first:] + names[:first]
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import typer
@@ -15,6 +17,8 @@ from kernel_fusion.core.spec import DTYPES, torch_dtype
 
 # Without a terminal rich assumes 80 columns and would cut the tables.
 _PIPE_WIDTH = 200
+
+Name = TypeVar("Name", bound=str)
 
 CACHES = (EXTENSIONS, CUBINS)
 
@@ -68,6 +72,15 @@ def dtype_names(text: str) -> tuple[str, ...]:
         if name.replace("fp", "f") not in DTYPES:
             raise typer.BadParameter(f"{name!r} is no dtype; there are bf16, fp16, fp32 and fp64")
     return tuple(name.replace("fp", "f") for name in split(text))
+
+
+def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
+    """Those of `known` that a list with commas names; an error that lists them where one is not among them."""
+    by_name = {str(name): name for name in known}
+    unknown = [part for part in split(text) if part not in by_name]
+    if unknown:
+        raise typer.BadParameter(f"no {what} is called {', '.join(unknown)}; there are: {', '.join(by_name)}")
+    return [by_name[part] for part in split(text)]
 
 
 def split(text: str) -> list[str]:

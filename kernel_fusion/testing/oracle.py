@@ -148,14 +148,15 @@ def run(case: RowNormCase, inputs: Inputs, backend: str | None) -> dict[str, Ten
     return _with_gradients(y, inputs)
 
 
-Reference = dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.longdouble]]"]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
+Reference = dict[str, Array]
 
 
 def reference(case: RowNormCase, inputs: Inputs) -> Reference:
     """y and the gradients in float64 by the eager definition, or in long double for float64 inputs."""
     if case.dtype == torch.float64:
         return _reference_long_double(case, inputs)
-    return {name: tensor.numpy().astype(np.longdouble) for name, tensor in _reference_float64(case, inputs).items()}
+    return {name: tensor.numpy() for name, tensor in _reference_float64(case, inputs).items()}
 
 
 def _reference_float64(case: RowNormCase, inputs: Inputs) -> dict[str, Tensor]:
@@ -164,7 +165,14 @@ def _reference_float64(case: RowNormCase, inputs: Inputs) -> dict[str, Tensor]:
         if tensor is not None:
             tensor.requires_grad_()
     y = eager.row_norm(
-        wide.x, case.num_dims, wide.weight, wide.bias, _eps(case), case.weight_offset, None, case.verb == "rms_norm"
+        wide.x,
+        case.num_dims,
+        wide.weight,
+        wide.bias,
+        default_eps(case),
+        case.weight_offset,
+        None,
+        case.verb == "rms_norm",
     )
     return _with_gradients(y, wide)
 
@@ -179,9 +187,9 @@ def pytorch(case: RowNormCase, inputs: Inputs) -> dict[str, Tensor]:
     bias = None if inputs.bias is None else inputs.bias.to(compute)
     x = inputs.x.to(compute)
     if case.verb == "layer_norm":
-        y = torch.nn.functional.layer_norm(x, case.normalized_shape, weight, bias, _eps(case))
+        y = torch.nn.functional.layer_norm(x, case.normalized_shape, weight, bias, default_eps(case))
     else:
-        y = torch.nn.functional.rms_norm(x, case.normalized_shape, weight, _eps(case))
+        y = torch.nn.functional.rms_norm(x, case.normalized_shape, weight, default_eps(case))
         y = y if bias is None else y + bias
     return _with_gradients(y.to(case.result_dtype), inputs)
 
@@ -189,7 +197,7 @@ def pytorch(case: RowNormCase, inputs: Inputs) -> dict[str, Tensor]:
 def _reference_long_double(case: RowNormCase, inputs: Inputs) -> Reference:
     """The formulas of the forward and backward pass, by hand, in NumPy's widest type."""
 
-    def wide(t: Tensor | None, default: float) -> np.ndarray[tuple[int, ...], np.dtype[np.longdouble]]:
+    def wide(t: Tensor | None, default: float) -> Array:
         values = np.full(case.normalized_shape, default) if t is None else t.detach().cpu().numpy()
         return values.astype(np.longdouble)
 
@@ -202,7 +210,7 @@ def _reference_long_double(case: RowNormCase, inputs: Inputs) -> Reference:
         results = {"y": x, "dx": x, "dweight": 0 * weight, "dbias": 0 * bias}
     else:
         centered = x if case.verb == "rms_norm" else x - x.mean(axes, keepdims=True)
-        rstd = 1 / np.sqrt((centered * centered).mean(axes, keepdims=True) + np.longdouble(_eps(case)))
+        rstd = 1 / np.sqrt((centered * centered).mean(axes, keepdims=True) + np.longdouble(default_eps(case)))
         xhat, g = centered * rstd, dy * weight
         dx = g - xhat * (g * xhat).mean(axes, keepdims=True)
         if case.verb == "layer_norm":
@@ -249,11 +257,13 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
     return Comparison(name, max(float(error.max()) for error in errors), pytorch_error, excess)
 
 
-def _wide(t: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.longdouble]]:
-    return t.detach().cpu().double().numpy().astype(np.longdouble)
+def _wide(t: Tensor) -> Array:
+    """In float64, which a long double reference widens further."""
+    return t.detach().cpu().double().numpy()
 
 
-def _eps(case: RowNormCase) -> float:
+def default_eps(case: RowNormCase) -> float:
+    """PyTorch's default: 1e-5 for LayerNorm, the machine epsilon of the compute type for RMSNorm."""
     return 1e-5 if case.verb == "layer_norm" else torch.finfo(compute_dtype(case.dtype)).eps
 
 

@@ -1,0 +1,67 @@
+"""What got faster or slower between two results files, beyond noise."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from kernel_fusion.bench.results import FLOOR, OURS, Measurement, Results
+from kernel_fusion.bench.timing import Timing
+
+# Differences below these are noise, whatever the quartiles say: a share of the time by device, and a time.
+_NOISE_SHARE = {"cpu": 0.05, "cuda": 0.02}
+_NOISE_MS = 0.3e-3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Our time in one cell, before and after."""
+
+    measurement: Measurement
+    before: Timing
+    after: Timing
+
+    @property
+    def ratio(self) -> float:
+        """After over before."""
+        return self.after.median_ms / self.before.median_ms
+
+    def beyond_noise(self, share: float) -> bool:
+        """Whether the medians are further apart than noise, and each lies outside the other's inter-quartile range."""
+        before, after = self.before, self.after
+        if abs(after.median_ms - before.median_ms) <= max(share * before.median_ms, _NOISE_MS):
+            return False
+        return not (before.q1_ms <= after.median_ms <= before.q3_ms or after.q1_ms <= before.median_ms <= after.q3_ms)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, cell by cell.
+
+    Attributes:
+        cells: how many cells of ours both have.
+        faster, slower: where they differ beyond noise, the largest change first.
+        floor: the geometric mean of the floor's time after over before; how far it is from 1 is the machine's doing.
+    """
+
+    cells: int
+    faster: list[Change]
+    slower: list[Change]
+    floor: float | None
+
+
+def compare(before: Results, after: Results) -> Comparison:
+    """Our times in the cells that both results have."""
+    old = {(m.cell, m.provider): m.timing for m in before.measurements}
+    changes = [
+        Change(m, timing, m.timing)
+        for m in after.measurements
+        if m.timing and (timing := old.get((m.cell, m.provider)))
+    ]
+    floors = [change.ratio for change in changes if change.measurement.provider == FLOOR]
+    mine = [change for change in changes if change.measurement.provider.startswith(OURS)]
+    share = _NOISE_SHARE[str(after.about["machine"]["device"]).partition(":")[0]]
+    changed = sorted((change for change in mine if change.beyond_noise(share)), key=lambda change: change.ratio)
+    faster = [change for change in changed if change.ratio < 1]
+    slower = [change for change in reversed(changed) if change.ratio > 1]
+    return Comparison(len(mine), faster, slower, statistics.geometric_mean(floors) if floors else None)

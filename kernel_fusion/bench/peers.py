@@ -1,0 +1,144 @@
+"""Other libraries, measured beside ours where they are installed. A new one is one more entry of `PEERS`.
+
+Each is imported only when asked for, and is given the arguments under which it computes what PyTorch computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.bench.providers import Norm, Provider, pytorch
+from kernel_fusion.bench.timing import reason
+from kernel_fusion.testing.oracle import RowNormCase, default_eps
+
+
+def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
+    """Those of `names` that can be measured here, and of each its version or why it is absent."""
+    found, states = [], {}
+    for name in names:
+        if device.type != "cuda" and name != "torch.compile":
+            states[name] = "absent: it runs on CUDA devices only"
+            continue
+        try:
+            provider = PEERS[name]()
+        except Exception as error:  # an import runs whatever the package does there
+            states[name] = f"absent: {reason(error)}"
+        else:
+            states[name] = provider.version
+            if provider.f32_weights:
+                states[name] += f" (weight and bias in fp32 for {', '.join(provider.f32_weights)})"
+            found.append(provider)
+    return found, states
+
+
+def _torch_compile() -> Provider:
+    # One retained graph is run backward many times, which a backward that reuses its saved buffers does not allow.
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.donated_buffer = False
+
+    @lru_cache(maxsize=1)
+    def norm(case: RowNormCase) -> Norm:
+        # The limit on recompilations counts over all shapes of a function; a program would have a few.
+        torch.compiler.reset()
+        compiled: Norm = torch.compile(pytorch().norm(case), fullgraph=True, dynamic=False)
+        return compiled
+
+    return Provider("torch.compile", torch.__version__, norm)
+
+
+def _liger() -> Provider:
+    layer_norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
+    rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
+
+    def norm(case: RowNormCase) -> Norm:
+        eps = default_eps(case)
+        if case.verb == "layer_norm":
+            return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
+        # No offset; everything in fp32, rounded once, as PyTorch does; and dy is not overwritten.
+        return lambda x, weight, bias: rms_norm(x, weight, eps, 0.0, "gemma", False)
+
+    return Provider("liger", _version("liger-kernel"), norm)
+
+
+def _quack() -> Provider:
+    module = importlib.import_module("quack.rmsnorm")
+    layer_norm = _quack_layer_norm(module)
+
+    def norm(case: RowNormCase) -> Norm:
+        eps = default_eps(case)
+        if case.verb == "layer_norm":
+            return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
+        return lambda x, weight, bias: module.rmsnorm(x, weight, eps=eps)
+
+    return Provider("quack", _version("quack-kernels"), norm, f32_weights=("layer_norm",))
+
+
+def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
+    """Quack's LayerNorm, whose two halves come without autograd and take two dimensions and fp32 parameters."""
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+            y, rstd, mean = module.layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            x, weight, rstd, mean = ctx.saved_tensors
+            return (*module.layernorm_bwd(x, weight, dy.contiguous(), rstd, mean), None)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and x.requires_grad:
+            y = LayerNorm.apply(rows, weight, bias, eps)  # type: ignore[no-untyped-call]
+        else:
+            y = module.layernorm_fwd(rows, weight, bias, eps)
+        return y.view(x.shape)  # type: ignore[no-any-return]
+
+    return layer_norm
+
+
+def _apex() -> Provider:
+    module = importlib.import_module("apex.normalization.fused_layer_norm")
+    importlib.import_module("fused_layer_norm_cuda")  # an apex without its extension fails at the first call
+
+    def norm(case: RowNormCase) -> Norm:
+        shape, eps = case.normalized_shape, default_eps(case)
+        if case.verb == "layer_norm":
+            return lambda x, weight, bias: module.fused_layer_norm_affine(x, weight, bias, shape, eps)
+        return lambda x, weight, bias: module.fused_rms_norm_affine(x, weight, shape, eps)
+
+    return Provider("apex", _version("apex"), norm)
+
+
+def _flash_attn() -> Provider:
+    module = importlib.import_module("flash_attn.ops.triton.layer_norm")
+
+    def norm(case: RowNormCase) -> Norm:
+        return partial(module.layer_norm_fn if case.verb == "layer_norm" else module.rms_norm_fn, eps=default_eps(case))
+
+    return Provider("flash-attn", _version("flash-attn"), norm)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+PEERS: dict[str, Callable[[], Provider]] = {
+    "torch.compile": _torch_compile,
+    "liger": _liger,
+    "quack": _quack,
+    "apex": _apex,
+    "flash-attn": _flash_attn,
+}

@@ -1,0 +1,69 @@
+"""`compare` and `plot`: what can be done with the JSON files of `bench` afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from kernel_fusion.bench import compare as comparing
+from kernel_fusion.bench import plot as plotting
+from kernel_fusion.bench import results
+from kernel_fusion.cli.common import console
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="Results of `bench`.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Later results of the same suite.")],
+    fail_on_slower: Annotated[bool, typer.Option("--fail-on-slower", help="Exit with 1 if a cell got slower.")] = False,
+) -> None:
+    """Show where our kernels got faster or slower from A to B beyond noise."""
+    old, new = _read(before), _read(after)
+    comparison = comparing.compare(old, new)
+    if not comparison.cells:
+        raise typer.BadParameter(f"{before} and {after} have no cell of ours in common")
+    out = console()
+    for name in ("gpu", "cpu"):
+        machines = [str(r.about["machine"].get(name)) for r in (old, new)]
+        if machines[0] != machines[1]:
+            out.print(f"Not the same {name}: {machines[0]} and {machines[1]}.")
+    for title, changes in (("Faster", comparison.faster), ("Slower", comparison.slower)):
+        if changes:
+            out.print(_table(title, changes))
+    counts = f"{len(comparison.faster)} faster, {len(comparison.slower)} slower"
+    floor = "" if comparison.floor is None else f"; floor after ÷ before: {comparison.floor:.3f}"
+    out.print(f"{comparison.cells} cells, {counts}{floor}")
+    raise typer.Exit(1 if fail_on_slower and comparison.slower else 0)
+
+
+def plot(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Results of `bench`.")],
+    format: Annotated[Literal["png", "svg"], typer.Option(help="Of the pictures.")] = "png",
+    output_dir: Annotated[Path | None, typer.Option(help="Default: beside each file.")] = None,
+) -> None:
+    """Draw the plots of results again."""
+    if reason := plotting.missing():
+        raise typer.BadParameter(reason)
+    for file in files:
+        for path in plotting.plot(_read(file), output_dir or file.parent, format):
+            console().print(f"wrote {path}", soft_wrap=True)
+
+
+def _read(path: Path) -> results.Results:
+    try:
+        return results.read(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _table(title: str, changes: list[comparing.Change]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(("cell", "provider", "before µs", "after µs", "after ÷ before")):
+        table.add_column(column, justify="right" if index > 1 else "left")
+    for change in changes:
+        cell = ", ".join(part for part in change.measurement.cell if part)
+        times = (f"{1e3 * timing.median_ms:.2f}" for timing in (change.before, change.after))
+        table.add_row(cell, change.measurement.provider, *times, f"{change.ratio:.3f}")
+    return table

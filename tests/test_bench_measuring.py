@@ -1,0 +1,366 @@
+"""The benchmark harness, from suites to timings: what it measures, and what it refuses to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bench_support import BF16, CASE, CPU, EFFORT, FP32, empty, scaled, setup
+from torch import Tensor
+
+from kernel_fusion.bench import check, host, memory, peers, providers, runner, timing
+from kernel_fusion.bench.providers import Norm, Provider
+from kernel_fusion.bench.suites import SUITES, Workload
+from kernel_fusion.bench.timing import Effort, Timing
+from kernel_fusion.native import loader
+from kernel_fusion.testing.oracle import Inputs, RowNormCase
+
+
+class Clock:
+    """A clock that stands still but for the calls that it is told to charge for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __call__(self) -> float:
+        """The time in seconds."""
+        return self.now
+
+    def work(self, name: str, *seconds: float) -> Callable[[], Callable[[], None]]:
+        """A contender whose call takes `seconds` in turn, beginning anew at the end."""
+        count = 0
+
+        def call() -> None:
+            nonlocal count
+            self.now += seconds[count % len(seconds)]
+            count += 1
+            self.order.append(name)
+
+        return lambda: call
+
+
+def effort(**changes: Any) -> Effort:
+    """Plenty of rounds and time, but for `changes`."""
+    return replace(EFFORT, **({"min_rounds": 1, "max_rounds": 100, "max_seconds": 1e9} | changes))
+
+
+def checked(provider: Provider, case: RowNormCase = CASE, max_elements: int = 1 << 20) -> Any:
+    """The verdict on one provider."""
+    (inputs,) = providers.input_sets(case, CPU, 1)
+    return check.check(case, [provider], inputs, max_elements)[provider]
+
+
+def test_median_and_quartiles_of_known_samples() -> None:
+    """The summary of 1, 2, 3, 4, 5 ms."""
+    assert timing.summarise([5.0, 1.0, 3.0, 2.0, 4.0], 7) == Timing(3.0, 2.0, 4.0, 5, 7)
+    assert timing.summarise([2.5], 1) == Timing(2.5, 2.5, 2.5, 1, 1)
+
+
+def test_cpu_times_are_those_of_the_calls() -> None:
+    """Each contender gets its own times, in ms, and the warm-up call is not among them."""
+    clock = Clock()
+    calls = {"slow": clock.work("slow", 99.0, 0.2), "fast": clock.work("fast", 0.001)}
+    timings = timing.time_cpu(calls, effort(max_rounds=1), clock)
+    assert timings["slow"].median_ms == pytest.approx(200)
+    assert timings["fast"].median_ms == pytest.approx(1)
+
+
+def test_cpu_contenders_take_turns_at_being_first() -> None:
+    """No contender always runs after the same other one, whose data may still be in the cache."""
+    clock = Clock()
+    timing.time_cpu({name: clock.work(name, 1.0) for name in "abc"}, effort(max_rounds=3), clock)
+    assert "".join(clock.order) == "abc" + "abc" + "bca" + "cab"
+
+
+@pytest.mark.parametrize(("min_rounds", "max_seconds", "rounds"), [(2, 0.0, 2), (1, 4.5, 5), (1, 1e9, 10)])
+def test_cpu_time_cap(min_rounds: int, max_seconds: float, rounds: int) -> None:
+    """At least `min_rounds`, then until the time is up, and never more than `max_rounds`."""
+    clock = Clock()
+    limits = effort(min_rounds=min_rounds, max_rounds=10, max_seconds=max_seconds)
+    assert timing.time_cpu({"a": clock.work("a", 1.0)}, limits, clock)["a"].iterations == rounds
+
+
+def test_host_time_is_per_call() -> None:
+    """A sample is many calls; the first call, where things are built, is not among them."""
+    clock = Clock()
+    outcome = timing.time_host({"a": clock.work("a", 9.0, *[2e-6] * 10_000)}, effort(host_rounds=3), CPU, clock)["a"]
+    assert outcome.median_ms == pytest.approx(2e-3)
+    assert (outcome.iterations, len(clock.order)) == (3, 1 + 3 * outcome.calls_per_iteration)
+
+
+def test_a_contender_that_raises_has_a_reason_instead_of_a_time() -> None:
+    """The others are timed, whether it fails to prepare its call or in the call."""
+
+    def broken() -> None:
+        raise ValueError("no such [shape]")
+
+    clock = Clock()
+    contenders = {"call": lambda: broken, "prepare": broken, "right": clock.work("right", 0.5)}
+    outcomes = timing.time_cpu(contenders, effort(max_rounds=1), clock)
+    assert outcomes["right"].median_ms == pytest.approx(500)
+    assert outcomes["call"] == outcomes["prepare"] == "ValueError: no such [shape]"
+
+
+@pytest.mark.parametrize(("num_bytes", "calls"), [(100_000, 256), (2_000_000, 150), (10_000_000_000, 4)])
+def test_rotation_touches_more_than_the_cache(num_bytes: int, calls: int) -> None:
+    """The inputs of one graph exceed 300 MB, in at least four calls and as far as 256 calls suffice."""
+    assert timing.rotating_calls(num_bytes) == calls
+
+
+def test_models_suite_is_the_published_table() -> None:
+    """Eleven configurations, by rows and hidden size, in every dtype and verb asked for."""
+    workloads = SUITES["models"].workloads("cpu", [BF16, FP32], ["layer_norm", "rms_norm"])
+    assert len(workloads) == 44
+    sizes = {w.name: (w.case.shape[0] * w.case.shape[1], w.case.shape[2]) for w in workloads}
+    assert sizes["BERT-Base"] == (16384, 768)
+    assert sizes["GPT-3 XXL"] == (1024, 8192)
+    assert sizes["GPT-3 175B"] == (512, 12288)
+    mixes = {(w.case.verb, w.case.dtype, w.case.weight, w.case.bias) for w in workloads}
+    layer_norms = {("layer_norm", dtype, dtype, dtype) for dtype in (BF16, FP32)}
+    assert mixes == layer_norms | {("rms_norm", dtype, dtype, None) for dtype in (BF16, FP32)}
+
+
+def test_weights_have_the_dtype_asked_for() -> None:
+    """fp32 parameters beside bf16 data."""
+    (workload, *_) = SUITES["large"].workloads("cuda", [BF16], ["layer_norm"], FP32)
+    assert (workload.name, workload.case.dtype) == ("131072x256", BF16)
+    assert workload.case.weight == workload.case.bias == FP32
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_odd_suite_has_tensors_of_128_megabytes(dtype: torch.dtype) -> None:
+    """Whatever the dtype; and one shape whose rows lie apart, under the same row length as an even one."""
+    cases = [w.case for w in SUITES["odd"].workloads("cuda", [dtype], ["layer_norm"])]
+    assert [case.shape[1] for case in cases] == [255, 1000, 1023, 3000, 5000, 7168, 14336, 50257, 4096]
+    for case in cases:
+        assert case.shape[0] * case.shape[1] * dtype.itemsize == pytest.approx(128e6, rel=1e-3)
+    (inputs,) = providers.input_sets(replace(cases[-1], shape=(5, 4096)), CPU, 1)
+    assert inputs.x.stride() == (4097, 1)
+    assert inputs.dy.is_contiguous()
+
+
+def test_prepared_calls_do_what_their_direction_says() -> None:
+    """Forward builds no graph; backward and forward+backward return the same gradients, time after time."""
+    (inputs,) = providers.input_sets(CASE, CPU, 1)
+    provider = providers.pytorch()
+    y = provider.prepare("forward", CASE, inputs)()
+    assert isinstance(y, Tensor)
+    assert not y.requires_grad
+    backward, both = (provider.prepare(direction, CASE, inputs) for direction in ("backward", "forward+backward"))
+    expected = provider.results(CASE, inputs)
+    for _ in range(2):
+        torch.testing.assert_close(backward(), tuple(expected[name] for name in ("dx", "dweight", "dbias")))
+        torch.testing.assert_close(both(), tuple(expected.values()))
+
+
+def test_floor_moves_the_unavoidable_bytes() -> None:
+    """One read and one write forward, two reads and one write backward, on contiguous tensors."""
+    (inputs,) = providers.input_sets(CASE, CPU, 1)
+    x = inputs.x.detach()
+    torch.testing.assert_close(providers.Floor().prepare("forward", CASE, inputs)(), -x)
+    torch.testing.assert_close(providers.Floor().prepare("backward", CASE, inputs)(), x + inputs.dy)
+    torch.testing.assert_close(providers.Floor().prepare("forward+backward", CASE, inputs)(), (-x, x + inputs.dy))
+
+
+def test_input_sets_do_not_share_memory() -> None:
+    """Rotation is over different x and dy; the parameters are one pair, as in a model."""
+    sets = providers.input_sets(CASE, CPU, 3)
+    assert len({t.data_ptr() for s in sets for t in (s.x, s.dy)}) == 6
+    assert len({id(s.weight) for s in sets}) == 1
+
+
+def test_cpu_memory_of_pytorch() -> None:
+    """Saved: mean and rstd, the saved input not counted. Training: with y, dx and the two sums."""
+    (inputs,) = providers.input_sets(CASE, CPU, 1)
+    rows, cols = CASE.shape
+    saved, training = 4 * 2 * rows, 4 * (2 * rows * cols + 2 * cols + 2 * rows)
+    provider = providers.pytorch()
+    assert memory.saved_bytes(provider, CASE, inputs) == saved
+    assert memory.training_bytes(provider, CASE, inputs) == training
+    assert memory.training_bytes(providers.ours("eager"), CASE, inputs) > training
+
+
+def test_memory_suite_measures_bytes_alone() -> None:
+    """Saved and training bytes of each provider, and no times."""
+    results = empty()
+    assert list(memory.measure(results, Workload("a", CASE), setup(providers.ours("eager")))) == ["bytes"]
+    assert [m.provider for m in results.measurements] == ["pytorch", "kf-eager"]
+    for m in results.measurements:
+        assert m.timing is None
+        assert 0 < m.saved_bytes < m.training_memory_bytes
+
+
+def test_host_suite_times_functions_and_modules() -> None:
+    """PyTorch and ours in both forms and every mode; a peer, which has no module, as a function."""
+    assert loader.load(), loader.error()
+    results = empty()
+    case = RowNormCase("rms_norm", (1, 64), FP32, weight=FP32)
+    before = loader.launches("cpu_forward")
+    list(host.measure(results, Workload("1x64", case), setup(providers.ours("cpu"), scaled("peer", 1.0))))
+    assert not results.failures
+    for form, names in {"function": {"pytorch", "peer", "kf-cpu"}, "module": {"pytorch", "kf-cpu"}}.items():
+        for mode in host.MODES:
+            cell = [m for m in results.measurements if (m.configuration, m.direction) == (f"1x64 {form}", mode)]
+            assert {m.provider for m in cell} == names
+    # The two rounds of 400 calls in each form and mode, and a few to check and to warm up
+    assert loader.launches("cpu_forward") - before >= 2 * 400 * 2 * len(host.MODES)
+
+
+def test_check_judges_every_result_of_ours() -> None:
+    """A right provider gets its comparisons, and the kernel ran."""
+    assert loader.load(), loader.error()
+    before = loader.launches("cpu_backward")
+    comparisons = checked(providers.ours("cpu"))
+    assert [c.name for c in comparisons] == ["y", "dx", "dweight", "dbias"]
+    assert loader.launches("cpu_backward") > before
+
+
+def test_check_refuses_results_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right numbers that no kernel of the named backend computed are not timed in its name."""
+    assert loader.load(), loader.error()
+    monkeypatch.setattr(loader, "launches", lambda counter: 0)
+    assert "no kernel of backend 'cpu' ran" in checked(providers.ours("cpu"))
+
+
+def test_check_compares_rows_spread_over_the_tensor() -> None:
+    """As many as fit, never fewer than one; the first and the last of the tensor among them."""
+    assert check.spread_rows(CASE, 96 * 4).tolist() == [0, 16, 31, 47]
+    assert check.spread_rows(CASE, 5).tolist() == [0]
+    assert check.spread_rows(CASE, 48 * 96).tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 48])
+def test_check_of_some_rows_finds_a_wrong_sum(rows: int) -> None:
+    """Rows that are not compared add nothing to dweight and dbias: right sums pass, and wrong ones are named."""
+    assert not isinstance(checked(providers.pytorch(), max_elements=96 * rows), str)
+
+    def norm(case: RowNormCase) -> Norm:
+        right = providers.pytorch().norm(case)
+        return lambda x, weight, bias: right(x, weight, bias.detach() + 0 * bias)
+
+    wrong = checked(Provider("wrong", "0", norm), max_elements=96 * rows)
+    assert isinstance(wrong, str)
+    assert "dbias is off by" in wrong
+    assert "dweight" not in wrong
+
+
+def test_a_peer_may_be_inaccurate_but_ours_may_not() -> None:
+    """One column off by a thousandth: marked for a peer, refused for ours. Off by a half: refused for both."""
+    assert any(not c.ok for c in checked(scaled("peer", 1.001)))
+    assert "times its error budget off" in checked(scaled("kf-eager", 1.001, "eager"))
+    assert "y is off by" in checked(scaled("peer", 1.5))
+    assert "y is off by" in checked(scaled("peer", float("nan")))
+
+
+def test_a_wrong_provider_is_not_timed() -> None:
+    """It becomes a failure that says what is wrong; PyTorch and the floor are still measured."""
+    results = empty()
+    steps = list(runner.run(results, "kernels", Workload("a", CASE), setup(scaled("kf-cpu", 1.001, "cpu"))))
+    assert steps == ["a: checked", *(f"a: {direction}" for direction in providers.DIRECTIONS)]
+    (failure,) = results.failures
+    assert failure.provider == "kf-cpu"
+    assert {m.provider for m in results.measurements} == {"floor", "pytorch"}
+
+
+def test_a_provider_that_fails_in_one_direction_is_timed_in_the_others() -> None:
+    """Its reason names the direction."""
+
+    def norm(case: RowNormCase) -> Norm:
+        def training_only(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            if not x.requires_grad:
+                raise RuntimeError("no inference here")
+            return providers.pytorch().norm(case)(x, weight, bias)
+
+        return training_only
+
+    results = empty()
+    list(runner.run(results, "kernels", Workload("a", CASE), setup(Provider("peer", "0", norm))))
+    assert [str(failure) for failure in results.failures] == [
+        f"peer, a ({CASE}): forward: RuntimeError: no inference here"
+    ]
+    timed = [m.direction for m in results.measurements if m.provider == "peer"]
+    assert timed == ["backward", "forward+backward"]
+
+
+def test_a_workload_that_fails_altogether_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out for the inputs, say."""
+
+    def out_of_memory(*_: Any) -> list[Inputs]:
+        raise torch.OutOfMemoryError("tried to allocate 3 TB")
+
+    monkeypatch.setattr(runner, "input_sets", out_of_memory)
+    results = empty()
+    assert list(runner.run(results, "kernels", Workload("a", CASE), setup())) == []
+    assert results.failures[0].reason == "OutOfMemoryError: tried to allocate 3 TB"
+
+
+def test_peers_are_found_or_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version where it can be imported; why not where it cannot, whatever its import raises."""
+
+    def broken() -> Provider:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setitem(peers.PEERS, "torch.compile", broken)
+    found, states = peers.find(["torch.compile", "liger"], CPU)
+    assert found == []
+    assert states == {
+        "torch.compile": "absent: RuntimeError: 0 active drivers",
+        "liger": "absent: it runs on CUDA devices only",
+    }
+    monkeypatch.setitem(peers.PEERS, "torch.compile", lambda: scaled("torch.compile", 1.0))
+    found, states = peers.find(["torch.compile"], CPU)
+    assert [provider.name for provider in found] == ["torch.compile"]
+    assert states == {"torch.compile": "0"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own affairs
+def test_torch_compile_runs_in_every_direction() -> None:
+    """More shapes than its limit on recompilations, each right, and backward more than once over one graph."""
+    (provider,), _ = peers.find(["torch.compile"], CPU)
+    for rows in range(2, 12):
+        case = replace(CASE, shape=(rows, 32))
+        assert not isinstance(checked(provider, case), str)
+    (inputs,) = providers.input_sets(case, CPU, 1)
+    backward = provider.prepare("backward", case, inputs)
+    torch.testing.assert_close(backward(), backward())
+    assert not provider.prepare("forward", case, inputs)().requires_grad
+
+
+def test_quack_takes_fp32_parameters_whatever_the_case() -> None:
+    """The leaves are the widened ones; other verbs keep theirs."""
+    provider = replace(scaled("quack", 1.0), f32_weights=("layer_norm",))
+    for verb, dtype in (("layer_norm", FP32), ("rms_norm", BF16)):
+        case = RowNormCase(verb, (4, 8), BF16, weight=BF16)
+        (inputs,) = providers.input_sets(case, CPU, 1)
+        gradients = provider.prepare("backward", case, inputs)()
+        assert gradients[1].dtype == dtype
+
+
+def test_pytorch_serves_the_mixes_that_it_refuses() -> None:
+    """bf16 data with fp32 parameters gives bf16, from fp32 arithmetic, in both verbs."""
+    for verb in ("layer_norm", "rms_norm"):
+        case = RowNormCase(verb, (8, 64), BF16, weight=FP32)
+        comparisons = checked(providers.pytorch(), case)
+        assert not isinstance(comparisons, str)
+        assert all(c.ok for c in comparisons)
+
+
+@pytest.mark.cuda
+def test_a_failed_capture_harms_nobody_else() -> None:
+    """A contender that waits for the GPU cannot be captured; the others, and whatever comes later, are timed."""
+    x = torch.randn(1000, 1000, device="cuda")
+    contenders = {
+        "waits": lambda: [lambda: x.sum().item()] * 4,
+        "right": lambda: [lambda: torch.neg(x)] * 4,
+    }
+    for _ in range(2):
+        outcomes = timing.time_cuda(contenders, EFFORT, x.device)
+        assert isinstance(outcomes["waits"], str)
+        assert isinstance(outcomes["right"], Timing)
+        torch.cuda.empty_cache()
+        providers.input_sets(CASE, x.device, 1)

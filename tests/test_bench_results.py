@@ -1,0 +1,220 @@
+"""Results of the benchmark harness once they are measured: files read back, tables, comparisons, plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kernel_fusion.bench import plot, results, tables
+from kernel_fusion.bench.compare import compare
+from kernel_fusion.bench.results import Failure, Measurement, Results
+from kernel_fusion.bench.timing import Timing
+from kernel_fusion.cli import app
+
+ABOUT = {
+    "command": "kernel-fusion bench large",
+    "date": "2026-01-01",
+    "machine": {"device": "cuda", "gpu": "A GPU", "cpu": "A CPU"},
+    "versions": {"torch": "2"},
+    "peers": {"quack": "absent: ModuleNotFoundError"},
+    "method": {"time": "a clock"},
+}
+
+
+def measured(provider: str, median_ms: float | None, rows: int = 32, spread: float = 0.001, **more: Any) -> Measurement:
+    """One contender in the cell of `rows` rows, its quartiles `spread` of the median away from it."""
+    timing = None
+    if median_ms is not None:
+        timing = Timing(median_ms, median_ms * (1 - spread), median_ms * (1 + spread), 21, 4)
+    cell = Measurement(f"{rows}x64", "layer_norm", rows, 64, "bf16", "bf16", "bf16", "contiguous", "forward", "", "1")
+    return replace(cell, provider=provider, timing=timing, **more)
+
+
+def run(*measurements: Measurement, device: str = "cuda") -> Results:
+    """A run with these measurements."""
+    about = ABOUT | {"machine": {"device": device, "cpu": "A CPU"}}
+    return Results("large", "Large inputs", False, about, list(measurements))
+
+
+def table(run: Results) -> list[dict[str, str]]:
+    """The rows of the first table, by column."""
+    first = tables.tables(run)[0]
+    return [dict(zip(first.columns, row, strict=True)) for row in first.rows]
+
+
+def test_results_read_back_are_those_written(tmp_path: Path) -> None:
+    """Everything but digits that are noise: times, bytes, errors, failures, and where they came from."""
+    written = run(
+        measured("floor", 0.0123456789),
+        measured(
+            "kf-cuda", 0.015, spread=0.0, max_abs_error_y=1e-3, error_over_budget_y=0.5, training_memory_bytes=123
+        ),
+        measured("quack", None, saved_bytes=7, training_memory_bytes=123),
+    )
+    written.failures.append(Failure("apex", "32x64", "it raised"))
+    back = results.read(written.write_json(tmp_path))
+    assert back.measurements[0].timing.median_ms == 0.0123457
+    assert back.measurements[1:] == written.measurements[1:]
+    written.measurements, back.measurements = [], []
+    assert back == written
+    assert [path.name for path in tmp_path.iterdir()] == ["large.json"]
+
+
+def test_time_table_compares_with_floor_pytorch_and_the_best_peer() -> None:
+    """Times in microseconds, ratios of medians, an inaccurate peer marked, and geometric means at the end."""
+    rows = table(
+        run(
+            measured("floor", 0.010),
+            measured("pytorch", 0.030),
+            measured("kf-cuda", 0.012),
+            measured("quack", 0.015, error_over_budget_dx=1.5),
+            measured("floor", 0.100, rows=64),
+            measured("pytorch", 0.200, rows=64),
+            measured("kf-cuda", 0.400, rows=64),
+        )
+    )
+    assert rows[0] == {
+        "rows × N": "32×64",
+        "floor µs": "10.0",
+        "kf-cuda µs": "12.0",
+        "kf-cuda ÷ floor": "1.20",
+        "PyTorch µs": "30.0",
+        "speedup": "2.50",
+        "quack µs": "15.0*",
+        "best peer": "quack",
+        "kf-cuda ÷ best peer": "0.80",
+    }
+    assert (rows[1]["quack µs"], rows[1]["best peer"], rows[1]["kf-cuda ÷ best peer"]) == ("–", "PyTorch", "2.00")
+    assert rows[2]["rows × N"] == "geometric mean"
+    means = {"kf-cuda ÷ floor": 1.2 * 4, "speedup": 2.5 * 0.5, "kf-cuda ÷ best peer": 0.8 * 2}
+    assert {name: rows[2][name] for name in means} == {name: f"{math.sqrt(p):.2f}" for name, p in means.items()}
+    assert rows[2]["quack µs"] == rows[2]["best peer"] == ""
+
+
+def test_long_times_are_in_milliseconds() -> None:
+    """As soon as one of the table is 10 ms or longer."""
+    (row,) = table(run(measured("pytorch", 12.0), measured("kf-cuda", 0.5)))
+    assert (row["PyTorch ms"], row["kf-cuda ms"]) == ("12.0", "0.50")
+
+
+def test_errors_and_memory_have_tables_of_their_own() -> None:
+    """Each provider's errors; bytes with ours over PyTorch's; configurations that are no sizes keep their name."""
+    named = {"configuration": "BERT", "saved_bytes": 1_000_000}
+    pytorch = measured("pytorch", None, max_abs_error_y=2e-3, training_memory_bytes=4_000_000, **named)
+    ours = measured("kf-cuda", None, max_abs_error_y=1e-3, training_memory_bytes=3_000_000, **named)
+    errors, memory = tables.tables(run(pytorch, ours))
+    assert errors.columns == ("configuration", "rows × N", "kf-cuda y", "PyTorch y")
+    assert errors.rows == (("BERT", "32×64", "1.0e-03", "2.0e-03"),)
+    saved, training = ("kf-cuda saved MB", "PyTorch saved MB"), ("kf-cuda training MB", "PyTorch training MB")
+    assert memory.columns[2:] == (*saved, *training, "kf-cuda ÷ PyTorch, training")
+    assert memory.rows == (("BERT", "32×64", "1.00", "1.00", "3.00", "4.00", "0.75"),)
+
+
+def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -> None:
+    """Command, absent peers, failures, and what the mark of an inaccurate peer means."""
+    result = run(measured("pytorch", 0.03), measured("liger", 0.02, error_over_budget_y=7.0))
+    result.failures.append(Failure("apex", "32x64", "it raised"))
+    text = tables.write_markdown(result, tmp_path).read_text()
+    assert "`kernel-fusion bench large`" in text
+    assert "- quack: absent: ModuleNotFoundError" in text
+    assert "- apex, 32x64: it raised" in text
+    assert "- * after a time: less accurate than ours must be" in text
+
+
+# The rule is: more than 2 % on a GPU (5 % on a CPU) and more than 0.3 µs, each median outside the other's quartiles.
+@pytest.mark.parametrize(
+    ("before", "after", "spread", "device", "verdict"),
+    [
+        (0.100, 0.103, 0.001, "cuda", "slower"),
+        (0.100, 0.097, 0.001, "cuda:1", "faster"),
+        (0.100, 0.1019, 0.001, "cuda", "same"),
+        (0.100, 0.103, 0.001, "cpu", "same"),
+        (0.100, 0.106, 0.001, "cpu", "slower"),
+        (0.100, 0.103, 0.05, "cuda", "same"),
+        (0.0030, 0.0032, 0.001, "cuda", "same"),
+        (0.0030, 0.0034, 0.001, "cuda", "slower"),
+    ],
+)
+def test_only_differences_beyond_noise_count(
+    before: float, after: float, spread: float, device: str, verdict: str
+) -> None:
+    """Faster, slower or the same."""
+    old, new = (run(measured("kf-cuda", ms, spread=spread), device=device) for ms in (before, after))
+    comparison = compare(old, new)
+    assert (comparison.cells, len(comparison.faster), len(comparison.slower)) == (
+        1,
+        verdict == "faster",
+        verdict == "slower",
+    )
+
+
+def test_compare_is_about_common_cells_of_ours() -> None:
+    """Peers and cells of one run alone do not count; the floor tells whether the machine changed."""
+    old = run(measured("floor", 0.1), measured("pytorch", 0.1), measured("kf-cuda", 0.1), measured("kf-cuda", 1, 64))
+    new = run(measured("floor", 0.2), measured("pytorch", 0.9), measured("kf-cuda", 0.2), measured("kf-cuda", 1, 128))
+    comparison = compare(old, new)
+    assert comparison.cells == 1
+    assert comparison.floor == pytest.approx(2)
+    (change,) = comparison.slower
+    assert (change.measurement.provider, change.ratio) == ("kf-cuda", pytest.approx(2))
+
+
+def test_compare_command_fails_only_when_asked_to(tmp_path: Path) -> None:
+    """The table names cell and ratio; --fail-on-slower turns a slower cell into exit code 1."""
+    run(measured("kf-cuda", 0.1)).write_json(tmp_path / "a")
+    run(measured("kf-cuda", 0.2)).write_json(tmp_path / "b")
+    files = [str(tmp_path / name / "large.json") for name in "ab"]
+    result = CliRunner().invoke(app, ["compare", *files])
+    assert result.exit_code == 0, result.output
+    assert "32x64, layer_norm, bf16, bf16, forward" in result.output
+    assert "2.000" in result.output
+    assert result.output.strip().endswith("1 cells, 0 faster, 1 slower")
+    assert CliRunner().invoke(app, ["compare", "--fail-on-slower", *files]).exit_code == 1
+    assert CliRunner().invoke(app, ["compare", "--fail-on-slower", *reversed(files)]).exit_code == 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"measurements": [{}]})])
+def test_a_file_that_holds_no_results_is_refused(content: str, tmp_path: Path) -> None:
+    """A usage error that names the file."""
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    for command in (["compare", str(path), str(path)], ["plot", str(path)]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        assert "holds no results of" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_plot_shows_every_contender(tmp_path: Path) -> None:
+    """A picture per verb and direction with the colours of the floor, PyTorch, ours and a peer."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    names = ("floor", "pytorch", "kf-cuda", "apex")
+    cells = [measured(name, 0.01 * at, rows) for rows in (32, 64) for at, name in enumerate(names, 1)]
+    (path,) = plot.plot(run(*cells, measured("gone", None)), tmp_path)
+    assert path.name == "large-layer_norm-forward.png"
+    pixels = torch.from_numpy(imread(path)[..., :3].copy())
+    assert min(pixels.shape[:2]) > 400
+    for color in ("#999999", "#E69F00", "#0072B2", "#009E73"):
+        shown = (pixels - torch.tensor(to_rgb(color))).abs().amax(-1) < 0.01
+        assert shown.sum() > 100, color
+
+
+def test_plot_command_draws_files_again(tmp_path: Path) -> None:
+    """Beside the file or elsewhere, as PNG or SVG; host times, which have no floor, as well."""
+    host = [replace(m, direction="training forward") for m in (measured("pytorch", 0.01), measured("kf-cuda", 0.2))]
+    path = run(*host).write_json(tmp_path)
+    assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["plot", str(path), "--format", "svg", "--output-dir", str(tmp_path / "a")]).exit_code
+        == 0
+    )
+    assert (tmp_path / "large-layer_norm-training-forward.png").exists()
+    assert (tmp_path / "a" / "large-layer_norm-training-forward.svg").read_text().count("time (µs)") >= 1
