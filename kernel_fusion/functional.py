@@ -6,10 +6,11 @@ explicit `backend=` (or `use_backend`), and inputs that are not plain tensors, l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Buffer, Parameter
 
 from kernel_fusion.backends.select import call
@@ -17,6 +18,10 @@ from kernel_fusion.config import state
 from kernel_fusion.native import schemas
 
 _PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
+
+# The operators as C++ functions. Calling them through their Python object costs 0.3 µs more, and only Dynamo needs it.
+_layer_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.layer_norm.default._op
+_rms_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.rms_norm.default._op
 
 
 def layer_norm(
@@ -68,7 +73,10 @@ def layer_norm(
     if backend is None and state.backend is None:
         num_dims = _num_normalized_dims(input, normalized_shape)
         if num_dims:
-            return schemas.layer_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+            operator = schemas.layer_norm if is_dynamo_compiling() else _layer_norm
+            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                return operator(input, num_dims, weight, bias, eps)
+            return operator(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
     return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
 
 
@@ -115,16 +123,20 @@ def rms_norm(
     if backend is None and state.backend is None:
         num_dims = _num_normalized_dims(input, normalized_shape)
         if num_dims:
-            return schemas.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+            operator = schemas.rms_norm if is_dynamo_compiling() else _rms_norm
+            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                return operator(input, num_dims, weight, bias, eps)
+            return operator(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
     return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
 
 
 def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
     """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
-    if type(input) not in _PLAIN_TENSORS or input.is_nested or not input.dim():
+    if type(input) not in _PLAIN_TENSORS or input.is_nested:
         return 0
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    shape = input.shape
+    expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     # One dimension, the usual case, without slicing the shape: that costs 0.2 µs.
-    if len(shape) == 1:
-        return int(isinstance(shape[0], int) and input.shape[-1] == shape[0])
-    return len(shape) if input.shape[input.dim() - len(shape) :] == tuple(shape) else 0
+    if len(expected) == 1:
+        return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
+    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0

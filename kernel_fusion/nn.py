@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernel_fusion import functional
+from kernel_fusion.functional import layer_norm, rms_norm
 
 _Shape = int | Sequence[int] | torch.Size
 
@@ -62,7 +62,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; under CUDA autocast the result is float32, as with `torch.nn.LayerNorm`."""
-        return functional.layer_norm(
+        return layer_norm(
             input, self.normalized_shape, self.weight, self.bias, self.eps, weight_offset=self.weight_offset
         )
 
@@ -112,7 +112,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`; under CUDA autocast the result is float32."""
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset)
 
     def extra_repr(self) -> str:
         """PyTorch's text, and the extras that are set."""

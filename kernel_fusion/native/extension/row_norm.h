@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <array>
 #include <optional>
@@ -20,6 +21,15 @@ inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type(
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 inline OptionalDtype dtype_of(const OptionalTensor& t) {
   return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
+}
+
+// A verb, which is layer_norm or rms_norm; they differ in the type of eps.
+template <bool rms> using Eps = std::conditional_t<rms, std::optional<double>, double>;
+template <bool rms>
+using Verb = Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, Eps<rms>, double, OptionalDtype);
+
+template <class Signature> auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 // rms_norm's eps=None: the machine epsilon of the compute type.
@@ -49,9 +59,9 @@ struct Rows {
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
 
-// One direction on one device; rows may be 0, cols may not.
-using ForwardResult = std::tuple<Tensor, Tensor>;           // y, stats (undefined unless wanted)
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias (of size 0 where not wanted)
+// One direction on one device.
+using ForwardResult = std::tuple<Tensor, Tensor>;           // y, stats
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias
 
 struct ForwardCall {
   const Tensor& input;
@@ -75,9 +85,25 @@ struct BackwardCall {
   std::array<bool, 3> wants;
 };
 
-void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats);
-void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats);
-void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
-void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+// Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
+using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats);
+using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+
+ForwardKernel forward_cpu, forward_cuda;
+BackwardKernel backward_cpu, backward_cuda;
+
+// One device. Without kernels it stands for tracing: shapes and dtypes alone.
+struct Backend {
+  c10::DispatchKey key;
+  ForwardKernel* forward;
+  BackwardKernel* backward;
+};
+inline constexpr Backend kCpu{c10::DispatchKey::CPU, forward_cpu, backward_cpu};
+inline constexpr Backend kCuda{c10::DispatchKey::CUDA, forward_cuda, backward_cuda};
+inline constexpr Backend kMeta{c10::DispatchKey::Meta, nullptr, nullptr};
+
+// Allocate, then fill. Forward takes calls that `accepts` accepts; backward checks its own.
+ForwardResult forward(const Backend& backend, const ForwardCall& call);
+BackwardResult backward(const Backend& backend, const BackwardCall& call);
 
 }  // namespace kf

@@ -1,9 +1,9 @@
 // The CPU operators: which rows each thread takes, and where partial sums live.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "counters.h"
@@ -59,8 +59,8 @@ Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
   return offset == 0.0 ? wide : wide.add(offset);
 }
 
-// Row 0 becomes the sum of all rows, added in their order, in double.
-template <class A> void add_rows_to_first(A* rows, int64_t count, int64_t cols) {
+// out = the sum of `count` rows, added in their order, in double.
+template <class A, class Out> void add_rows(const A* rows, int64_t count, int64_t cols, Out* out) {
   constexpr int64_t kTile = 256;
   at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, 128 / count), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
@@ -68,9 +68,20 @@ template <class A> void add_rows_to_first(A* rows, int64_t count, int64_t cols) 
       double sums[kTile] = {};
       for (int64_t r = 0; r < count; ++r)
         for (int64_t c = 0; c < width; ++c) sums[c] += rows[r * cols + start + c];
-      for (int64_t c = 0; c < width; ++c) rows[start + c] = static_cast<A>(sums[c]);
+      for (int64_t c = 0; c < width; ++c) out[start + c] = static_cast<Out>(static_cast<A>(sums[c]));
     }
   });
+}
+
+// The same for rows in the accumulator type of `out`.
+void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
+  const auto* narrow = static_cast<const float*>(rows);
+  switch (out.scalar_type()) {
+    case at::kHalf: return add_rows(narrow, count, cols, out.data_ptr<at::Half>());
+    case at::kBFloat16: return add_rows(narrow, count, cols, out.data_ptr<at::BFloat16>());
+    case at::kFloat: return add_rows(narrow, count, cols, out.data_ptr<float>());
+    default: return add_rows(static_cast<const double*>(rows), count, cols, out.data_ptr<double>());
+  }
 }
 
 const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
@@ -110,10 +121,11 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   // accumulator type stay small; the blocks themselves are added in double.
   const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64), blocks = (x.rows + block_rows - 1) / block_rows;
   const bool sums = call.wants[1] || call.wants[2];
-  const Tensor partials = sums ? at::zeros({2, blocks, x.cols}, call.input.options().dtype(acc)) : Tensor();
+  const int64_t row_bytes = x.cols * stats.element_size();
+  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
   const auto partial = [&](int which, int64_t block) -> void* {
     if (!call.wants[1 + which]) return nullptr;
-    return static_cast<char*>(partials.data_ptr()) + (which * blocks + block) * x.cols * partials.element_size();
+    return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
   const int64_t block_grain = std::max<int64_t>(1, grain(x.cols) / block_rows);
   at::parallel_for(0, blocks, block_grain, [&](int64_t begin, int64_t end) {
@@ -121,17 +133,13 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
       cpu::Backward mine = args;
       mine.dweight = partial(0, block);
       mine.dbias = partial(1, block);
+      for (void* sum : {mine.dweight, mine.dbias})
+        if (sum) std::memset(sum, 0, row_bytes);
       cpu::kernels().backward(mine, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
     }
   });
-  for (int which = 0; which < 2; ++which) {
-    if (!call.wants[1 + which]) continue;
-    const Tensor rows = partials.select(0, which);
-    if (acc == at::kDouble) add_rows_to_first(rows.data_ptr<double>(), blocks, x.cols);
-    else add_rows_to_first(rows.data_ptr<float>(), blocks, x.cols);
-    Tensor& out = which == 0 ? dweight : dbias;
-    out.copy_(rows.select(0, 0).view(out.sizes()));
-  }
+  if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);
+  if (call.wants[2]) add_rows(partial(1, 0), blocks, x.cols, dbias);
 }
 
 }  // namespace kf
