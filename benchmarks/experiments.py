@@ -1,4 +1,4 @@
-"""The measurements behind the architecture: host time, first use, the reduction tree, page faults on the CPU.
+"""The measurements behind the architecture: first use, the reduction tree, page faults on the CPU.
 
     python benchmarks/experiments.py --output-dir benchmarks/results/<device>
 
@@ -33,57 +33,6 @@ from kernel_fusion.backends.cuda.planner import contiguous_access, family, overr
 from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.native import loader
-
-
-def host_microseconds(device: str) -> dict[str, Any]:
-    """Host time per call, without waiting for the device, ours and PyTorch's in turn."""
-    shape, dtype = ((64, 1024), torch.bfloat16) if device == "cuda" else ((1, 64), torch.float32)
-    cols = shape[1]
-    x = torch.randn(shape, device=device, dtype=dtype)
-    weight, bias = torch.ones(cols, device=device, dtype=dtype), torch.zeros(cols, device=device, dtype=dtype)
-    dy = torch.randn_like(x)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-
-    def calls(f: Callable[..., torch.Tensor]) -> dict[str, Callable[[], object]]:
-        def inference() -> torch.Tensor:
-            with torch.no_grad():
-                return f(x, (cols,), weight, bias)
-
-        def forward() -> torch.Tensor:
-            return f(leaves[0], (cols,), leaves[1], leaves[2])
-
-        return {
-            "inference": inference,
-            "training_forward": forward,
-            "forward_backward": lambda: torch.autograd.grad(forward(), leaves, dy),
-        }
-
-    providers = {"pytorch": calls(F.layer_norm), "ours": calls(kf.layer_norm)}
-    result: dict[str, Any] = {"shape": list(shape), "dtype": str(dtype)}
-    for name in ("inference", "training_forward", "forward_backward"):
-        times: dict[str, list[float]] = {provider: [] for provider in providers}
-        for _ in range(15):
-            for provider, functions in providers.items():
-                times[provider].append(_microseconds(functions[name], device))
-        result[name] = {f"{provider}_us": statistics.median(values) for provider, values in times.items()}
-    return result
-
-
-def _microseconds(function: Callable[[], object], device: str, calls: int = 400) -> float:
-    function()
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    elapsed = time.perf_counter() - start
-    _wait(device)
-    return elapsed / calls * 1e6
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
 
 _FIRST_USE = """
 import time, torch, kernel_fusion as kf
@@ -197,14 +146,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     assert loader.load(), loader.error()
     parts: dict[str, Callable[[], Any]] = {
-        "host_cpu": lambda: host_microseconds("cpu"),
         "first_use_cpu": lambda: first_use("cpu"),
         "compile_sm_90": lambda: compile_seconds(90),
         "cpu_memory": cpu_memory,
     }
     if kf.CUDA_AVAILABLE:
         parts |= {
-            "host_cuda": lambda: host_microseconds("cuda"),
             "first_use_cuda": lambda: first_use("cuda"),
             "tree_bits": tree_bits,
         }

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
-#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [experiments] [example]     (default: all)
+#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [peers] [experiments] [example]     (default: all)
 # Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
 set -uo pipefail
 out=$1
 shift
-parts=${*:-tests sanitize bench experiments example}
+parts=${*:-tests sanitize bench peers experiments example}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
 python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
@@ -29,9 +29,13 @@ for part in $parts; do
       done
       ;;
     bench)
-      run bench python3 -m kernel_fusion bench models --device cuda --dtypes bf16,fp32 --output-dir "$out"
-      run bench-shape python3 -m kernel_fusion bench models --shape 32768x4096 --device cuda --dtypes bf16,fp32 \
-        --output-dir "$out/32768x4096"
+      run bench python3 -m kernel_fusion bench models large odd few-rows host memory --device cuda --output-dir "$out"
+      run bench-f32-weights python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --weights fp32 \
+        --verbs layer_norm --directions forward,backward --output-dir "$out/fp32-weights"
+      ;;
+    peers)
+      run peers python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --directions forward,backward \
+        --peers torch.compile,liger,quack --output-dir "$out/peers"
       ;;
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
     example) run example python3 examples/train_gpt.py --device cuda --output-dir "$out" ;;

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -168,6 +169,7 @@ def time_cuda(contenders: Mapping[str, Callable[[], list[Call]]], effort: Effort
                     captured[name] = _capture(make(), stream, pool)
                 except Exception as error:  # whatever it is, the others can still be timed
                     outcomes[name] = reason(error)
+                    pool = torch.cuda.graph_pool_handle()  # the allocator may believe that it still fills the old one
             events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in captured}
             # Nothing waits in these loops: the GPU is still busy with one sample while the next is queued.
             for warm_up in captured.values():
@@ -191,7 +193,7 @@ class _Graph:
     calls: list[Call]
 
 
-def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: tuple[int, int]) -> _Graph:
+def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Graph:
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ several 16-byte loads in flight; and a row should be spread over no more warps t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,18 +15,19 @@ import torch
 
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSpec
 
-# Vectors (16 bytes of x) per thread in forward: 4 loads in flight each, 16 registers for the row.
-_FORWARD_VECTORS = 4
-# Vectors per thread in backward, where each element has two accumulators: 16 elements take 32 of the 128 registers that
-# 512 threads per multiprocessor leave each. Longer rows of wide elements take twice as many before they take a cluster.
-_BACKWARD_VECTORS = 2
-_MAX_ELEMENTS = 32  # per thread, beyond which the sums leave no registers
+# Forward: 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
+_FORWARD_BYTES = 64
+# Backward, where each element has two accumulators: 16 elements of 16 bits take 32 of the 128 registers that a thread
+# of 512 has. Longer rows of wide elements take twice as many bytes before they take a cluster.
+_BACKWARD_BYTES = 32
+_SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and there are twice as many threads
 _MAX_BLOCK_WARPS = 16
 _MAX_CLUSTER = 8  # the portable maximum
+_MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
 _SMALL_ROW_THREADS = 128
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
-_STATIC_SHARED_BYTES = 8192  # at most: what a staged kernel declares besides its rows
-_FINISH_THREADS = 512
+_STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
+_FINISH_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ class Device:
     def has_clusters(self) -> bool:
         """Whether blocks of a cluster can write to each other's shared memory."""
         return self.arch >= 90
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can be launched while the one before it still runs (kernels/chain.cuh)."""
+        return self.arch >= 90
+
+    @property
+    def max_elements(self) -> int:
+        """How many elements a thread can hold in backward with both sums; more than 24 spill, but on sm_90."""
+        return 32 if self.arch == 90 else 24
 
     @staticmethod
     def of(index: int) -> Device:
@@ -61,15 +73,20 @@ class Plan:
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
-        cluster: blocks per row; played: virtual warps per physical warp; rows: rows per block, at a time if staged.
+        cluster: blocks per row; played: virtual warps per physical warp.
+        per_block: rows per block, at a time if persistent; columns per block where a kernel works on columns.
+        persistent: no more blocks than run at once, each of which takes rows until there are no more.
         threads: threads per block.
         resident: the row stays in registers, else it is read again.
+        ahead: forward loads weight and bias beside x, before the statistics.
+        weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
+            type), "shared" memory, or nowhere: "memory".
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
         min_blocks: blocks per multiprocessor that registers must allow.
         shared_bytes: dynamic shared memory.
         splits_weight: dweight and dbias take a pass of their own.
-        stages: backward reads rows through shared memory, this many per group of threads on their way; 0: directly.
+        stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
     """
 
     vec: int
@@ -77,9 +94,12 @@ class Plan:
     warps: int
     cluster: int = 1
     played: int = 1
-    rows: int = 1
+    per_block: int = 1
+    persistent: bool = False
     threads: int = 32
     resident: bool = True
+    ahead: bool = False
+    weight: str = "memory"
     storage: str = "none"
     prefetch: bool = False
     min_blocks: int = 1
@@ -89,11 +109,11 @@ class Plan:
 
     def __str__(self) -> str:
         if self.stages:
-            rows = f"{self.rows} rows at a time" if self.rows > 1 else "a row at a time"
+            rows = f"{self.per_block} rows at a time" if self.per_block > 1 else "a row at a time"
             where = f"clusters of {self.cluster} blocks" if self.cluster > 1 else "blocks"
             shape = f"persistent {where} of {self.threads} threads, {rows}, {self.stages} rows each on their way"
-        elif self.rows > 1:
-            shape = f"{self.rows} rows per block of {self.threads} threads, {self.lanes} lanes per row"
+        elif self.per_block > 1:
+            shape = f"{self.per_block} rows per block of {self.threads} threads, {self.lanes} lanes per row"
         elif self.cluster > 1:
             shape = f"a cluster of {self.cluster} blocks of {self.threads} threads per row"
         else:
@@ -108,8 +128,9 @@ class Plan:
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     """The plan of a row-norm kernel."""
     if spec.direction == "backward_weight":
-        return Plan(vec=16 // ITEMSIZE[spec.x], lanes=32, warps=1, threads=128)
-    return _plan_backward(spec, access, device) if spec.direction == "backward" else _plan_forward(spec, device)
+        vec, threads = _vector(spec), 128
+        return Plan(vec, lanes=32, warps=1, threads=threads, per_block=threads * vec)
+    return (_plan_backward if spec.direction == "backward" else _plan_forward)(spec, access, device)
 
 
 @dataclass(frozen=True)
@@ -123,60 +144,146 @@ class _Tree:
     vectors: int  # per thread
 
 
-def _tree(spec: RowNormSpec, device: Device, per_thread: int, min_lanes: int) -> _Tree:
-    """Spread a row over lanes, warps and blocks so that a thread gets about `per_thread` vectors of it."""
-    vec = 16 // ITEMSIZE[spec.x]
-    vectors = _ceil_div(spec.cols, vec)
+def _vector(spec: RowNormSpec) -> int:
+    """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
+
+    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector.
+    """
+    return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
+
+
+def _tree(
+    spec: RowNormSpec,
+    device: Device,
+    bytes_per_thread: int,
+    most_bytes: int,
+    prefer: Callable[[int], bool] = bool,
+    max_cluster: int = _MAX_CLUSTER,
+) -> _Tree:
+    """Spread a row over lanes, warps and blocks: `bytes_per_thread`, or up to `most_bytes` if that comes out even.
+
+    Of several numbers of warps that come out even, `prefer` says which are better.
+    """
+    itemsize, vec = ITEMSIZE[spec.x], _vector(spec)
+    per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
+    vectors = spec.cols // vec
     slots = _ceil_div(vectors, 32)  # vectors per lane of a single warp
     if slots <= per_thread:
-        lanes = max(min(min_lanes, _power_of_two(vectors)), _power_of_two(_ceil_div(vectors, per_thread)))
+        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them: 10^6
+        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two.
+        min_lanes = min(32, _power_of_two(_ceil_div(vectors, min(2, per_thread))), 128 // (vec * itemsize))
+        lanes = max(min_lanes, _power_of_two(_ceil_div(vectors, per_thread)))
         return _Tree(vec, lanes, 1, 1, _ceil_div(vectors, lanes))
     # A count that divides the row spares every thread the question whether its column is inside.
-    near = [n for n in (per_thread, per_thread - 1, per_thread + 1) if n > 1 and slots % n == 0]
+    near = [
+        n
+        for n in (per_thread, per_thread - 1, *range(per_thread + 1, most + 1))
+        if slots % n == 0 and (n > 1 or slots <= 5)
+    ]
+    near.sort(key=lambda n: prefer(slots // n), reverse=True)
     warps = slots // near[0] if near else _ceil_div(slots, per_thread)
     cluster = _power_of_two(_ceil_div(warps, _MAX_BLOCK_WARPS)) if device.has_clusters else 1
-    cluster = min(_MAX_CLUSTER, cluster)
+    cluster = min(max_cluster, cluster)
+    if cluster > 1 and not near:
+        warps = _MAX_BLOCK_WARPS * cluster
     warps = min(_ceil_div(warps, cluster), _MAX_BLOCK_WARPS) * cluster
     return _Tree(vec, 32, warps, cluster, _ceil_div(slots, warps))
 
 
-def _plan_forward(spec: RowNormSpec, device: Device) -> Plan:
-    tree = _tree(spec, device, _FORWARD_VECTORS, min_lanes=8)
-    resident = tree.vectors <= 2 * _FORWARD_VECTORS
-    return _direct(tree, resident=resident)
+def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
+    itemsize = ITEMSIZE[spec.x]
+    bytes_per_thread = _FORWARD_BYTES
+    if spec.cols * itemsize > _MAX_BLOCK_WARPS * 32 * bytes_per_thread:  # more than a block has
+        bytes_per_thread *= 2 if itemsize == 4 else 1
+    # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
+    tree = _tree(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    per_thread = tree.vectors * tree.vec
+    if tree.cluster > 1 and per_thread <= 32 and spec.acc == "f32":
+        staged = _staged(spec, access, device, tree, groups=1, max_stages=4)
+        if staged is not None:
+            return staged
+    return _direct(tree, resident=tree.vectors * tree.vec * itemsize <= 2 * _FORWARD_BYTES, ahead=per_thread <= 16)
 
 
-def _direct(tree: _Tree, **options: Any) -> Plan:
+def _direct(tree: _Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options: Any) -> Plan:
     """A plan that reads rows straight into registers: several rows per block, or a block or cluster per row."""
     if tree.warps == 1:
-        rows, threads = _SMALL_ROW_THREADS // tree.lanes, _SMALL_ROW_THREADS
+        per_block, threads = small_row_threads // tree.lanes, small_row_threads
     else:
-        rows, threads = 1, tree.warps // tree.cluster * 32
-    return Plan(tree.vec, tree.lanes, tree.warps, tree.cluster, rows=rows, threads=threads, **options)
+        per_block, threads = 1, tree.warps // tree.cluster * 32
+    return Plan(tree.vec, tree.lanes, tree.warps, tree.cluster, per_block=per_block, threads=threads, **options)
+
+
+def _staged(
+    spec: RowNormSpec,
+    access: Access,
+    device: Device,
+    tree: _Tree,
+    groups: int,
+    max_stages: int,
+    shared_bytes: int = 0,
+    weight: str = "memory",
+) -> Plan | None:
+    """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
+    threads = tree.warps // tree.cluster * 32
+    columns = tree.vectors * threads * tree.vec
+    tensors = [(spec.x, access.x)] + ([(spec.y, access.y)] if spec.direction == "backward" else [])
+    slot_bytes = sum(_ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
+    sums_bytes = groups * (32 * tree.warps + 256)  # at most: `Shared` of kernels/row_stream.cuh
+    stages = min(max_stages, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
+    if stages < 2:
+        return None
+    return Plan(
+        tree.vec,
+        tree.lanes,
+        tree.warps,
+        tree.cluster,
+        per_block=groups,
+        persistent=True,
+        threads=groups * threads,
+        storage="registers" if spec.direction == "backward" else "none",
+        shared_bytes=stages * groups * slot_bytes + shared_bytes,
+        weight=weight,
+        stages=stages,
+    )
 
 
 def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
-    per_thread = _BACKWARD_VECTORS
-    if ITEMSIZE[spec.x] > 2 and spec.cols * ITEMSIZE[spec.x] > _MAX_BLOCK_WARPS * 32 * 16 * per_thread:
-        per_thread *= 2
-    tree = _tree(spec, device, per_thread, min_lanes=32 if spec.cols >= _MIN_STAGED_COLS else 8)
-    staged = _plan_staged(spec, tree, access, device)
+    row_bytes = spec.cols * ITEMSIZE[spec.x]
+    bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
+    if ITEMSIZE[spec.x] > 2 and row_bytes > _MAX_BLOCK_WARPS * 32 * bytes_per_thread:
+        bytes_per_thread *= 2
+    tree = _tree(
+        spec,
+        device,
+        bytes_per_thread,
+        bytes_per_thread + 16,
+        # Groups of rows then fill the block, where rows are staged.
+        prefer=lambda warps: device.has_clusters and _MAX_BLOCK_WARPS % warps == 0,
+        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and spec.x == "f32" else _MAX_CLUSTER,
+    )
+    staged = _plan_staged_backward(spec, tree, access, device)
     if staged is not None:
         return staged
     wants_sums = spec.grads[1] or spec.grads[2]
-    # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums.
-    # Half as many threads where the row ends inside a vector: loading it element by element takes registers too.
-    ragged = spec.cols % tree.vec != 0
-    plan = partial(_direct, tree, min_blocks=max(1, (256 if ragged else 512) // _direct(tree).threads))
-    if tree.vectors <= per_thread + 1:
-        rows = _direct(tree).rows
+    thread_bytes = tree.vectors * tree.vec * ITEMSIZE[spec.x]
+    # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums. One vector each
+    # leaves room for twice as many, which do without the next row: 131072x256 bf16 on an H200 1.28 and 1.16.
+    short = tree.warps == 1 and thread_bytes <= 16 and spec.acc == "f32"
+    plan = partial(_direct, tree, persistent=True, min_blocks=max(1, (1024 if short else 512) // _direct(tree).threads))
+    if thread_bytes <= bytes_per_thread + 16:
+        rows = _direct(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"
-        # A next row of more than two vectors has registers on sm_90 alone; on sm_120 the compiler spills.
-        prefetch = tree.vectors <= (per_thread if device.arch == 90 else _BACKWARD_VECTORS)
-        return plan(storage=storage, prefetch=prefetch, shared_bytes=table)
+        # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills; and so it does where every
+        # element of 16 bits takes a register.
+        longest = bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
+        prefetch = not short and thread_bytes <= longest and tree.vec * ITEMSIZE[spec.x] > 2
+        weight = "wide" if tree.vectors * tree.vec <= 8 and spec.acc == "f32" else "memory"
+        return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
-    resident = tree.vectors <= 2 * per_thread
+    most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
+    resident = thread_bytes <= 2 * bytes_per_thread and tree.vectors * tree.vec <= most
     shared = _direct(tree).threads * tree.vectors * tree.vec * 2 * ITEMSIZE[spec.acc]
     if not wants_sums:
         return plan(resident=resident)
@@ -185,45 +292,45 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     return plan(resident=resident, splits_weight=True)
 
 
-def _plan_staged(spec: RowNormSpec, tree: _Tree, access: Access, device: Device) -> Plan | None:
-    """A plan that copies whole rows into shared memory in bulk, or None where that is impossible.
+def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device: Device) -> Plan | None:
+    """A plan that copies whole rows into shared memory in bulk, or None where that is impossible: it takes sm_90.
 
-    It takes sm_90, and addresses and lengths that are multiples of 16 bytes. Measured on an H200, bf16, time over the
-    floor, directly and so: 32768x4096 1.42 and 1.18, 16384x8192 1.57 and 1.06, 4096x32768 2.13 and 1.35.
+    Measured on an H200, bf16, time over the floor, directly and so: 32768x4096 1.42 and 1.18, 16384x8192 1.57 and 1.06,
+    4096x32768 2.13 and 1.35.
     """
-    aligned = access.x == access.y == access.dx == 16
-    wants_sums = spec.grads[1] or spec.grads[2]
-    if not (device.has_clusters and aligned and wants_sums and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
+    if not (device.has_clusters and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
         return None
-    # Beyond 24 elements every register is needed; compiled for sm_100 such a kernel spills.
-    if tree.vectors * tree.vec > (_MAX_ELEMENTS if device.arch == 90 else 24):
+    short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
+    if tree.lanes < 32 or short or tree.vectors * tree.vec > device.max_elements:
         return None
-    threads = tree.warps // tree.cluster * 32
-    groups = max(1, _MAX_BLOCK_WARPS * 32 // threads) if tree.cluster == 1 else 1
-    columns = tree.vectors * threads * tree.vec
-    slot_bytes = columns * (ITEMSIZE[spec.x] + ITEMSIZE[spec.y])
-    weight_bytes = columns * ITEMSIZE[spec.weight] if spec.weight else 0
-    table_bytes = (groups - 1) * columns * ITEMSIZE[spec.acc]
-    room = device.shared_bytes - _STATIC_SHARED_BYTES - weight_bytes - table_bytes
-    stages = min(4 if groups == 1 else 3, room // (groups * slot_bytes))
-    if stages < 2:
-        return None
-    return Plan(
-        tree.vec,
-        tree.lanes,
-        tree.warps,
-        tree.cluster,
-        rows=groups,
-        threads=groups * threads,
-        storage="registers",
-        shared_bytes=stages * groups * slot_bytes + weight_bytes + table_bytes,
-        stages=stages,
-    )
+    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree), tree.vectors * tree.vec
+    staged = partial(_staged, spec, access, device, tree, groups)
+    if spec.weight is None:
+        return staged(max_stages=4)
+    if elements <= (16 if groups * threads <= _MAX_BLOCK_WARPS * 32 else 8):
+        return staged(max_stages=4, weight="wide")
+    shared = staged(max_stages=4, weight="shared", shared_bytes=elements * threads * ITEMSIZE[spec.weight])
+    if (shared is not None and shared.stages > 2) or spec.weight == "f32":
+        return shared  # fp32 read from memory for every row takes registers that are not there
+    return staged(max_stages=4)
+
+
+def _groups(tree: _Tree) -> int:
+    """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
+
+    Or up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200, 16384x5120
+    bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15.
+    """
+    if tree.cluster > 1:
+        return 1
+    if _MAX_BLOCK_WARPS % tree.warps == 0 or tree.vectors * tree.vec > 16:
+        return max(1, _MAX_BLOCK_WARPS // tree.warps)
+    return max(1, 20 // tree.warps)
 
 
 def plan_sum_partials(spec: SumPartialsSpec) -> Plan:
-    """The plan of the finishing kernel: 32 columns per block, the partial rows spread over its warps."""
-    return Plan(vec=1, lanes=32, warps=1, threads=_FINISH_THREADS)
+    """The plan of the finishing kernel: 32 columns per block, the partial rows spread over its threads."""
+    return Plan(vec=4, lanes=8, warps=1, threads=_FINISH_THREADS, per_block=32)
 
 
 def kernel_source(spec: RowNormSpec | SumPartialsSpec, access: Access, plan: Plan) -> tuple[str, str]:
@@ -263,7 +370,7 @@ def _row_norm_source(
         "kWarps": plan.warps,
         "kCluster": plan.cluster,
         "kPlayed": plan.played,
-        "kRows": plan.rows,
+        "kRows": plan.per_block,
         "kThreads": plan.threads,
         "kResident": plan.resident,
         "kStridedX": access.strided_x,
@@ -271,17 +378,18 @@ def _row_norm_source(
         "kAlignWeight": access.weight,
     }
     if backward:
-        if plan.stages:
-            header = "row_norm_bwd_staged"
-            constants["kStages"] = plan.stages
         dx, dweight, dbias = spec.grads
         constants |= {"kDX": dx, "kDWeight": dweight, "kDBias": dbias, "kPrefetch": plan.prefetch}
         constants |= {"kStorage": ("none", "registers", "shared").index(plan.storage)}
+        constants |= {"kKeeping": ("wide", "shared", "memory").index(plan.weight)}
         constants |= {"kStridedDY": access.strided_y, "kAlignDY": access.y, "kAlignDX": access.dx}
         args = "RowNormBwdArgs"
     else:
-        constants |= {"kStats": spec.direction == "forward", "kAlignY": access.y}
+        constants |= {"kStats": spec.direction == "forward", "kAlignY": access.y, "kAhead": plan.ahead}
         args = "RowNormFwdArgs"
+    if plan.stages:
+        header += "_staged"
+        constants["kStages"] = plan.stages
     norm = "rms_norm" if spec.rms else "layer_norm"
     name = f"kf_{norm}_{spec.direction}_{spec.cols}_{spec.x}"
     return name, args, header, types, constants

@@ -30,6 +30,9 @@ class Request(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
+_NUMBERS = ("threads", "shared_bytes", "cluster", "per_block", "splits_weight", "persistent", "chained")
+
+
 class Answer(ctypes.Structure):
     """`KernelPlan` of launcher.cpp, field by field."""
 
@@ -37,7 +40,7 @@ class Answer(ctypes.Structure):
         ("error", ctypes.c_char_p),
         ("image", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
-        *((name, ctypes.c_int32) for name in ("threads", "shared_bytes", "cluster", "rows_per_block", "splits_weight")),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
     ]
 
 
@@ -67,7 +70,7 @@ def _answer(request: Any, answer: Any) -> None:
         spec, access = decode(request.contents)
         device = Device.of(request.contents.device)
         plan, name, code = compiled(spec, access, device)
-        for field, value in _launch_numbers(spec, plan).items():
+        for field, value in _launch_numbers(plan, device).items():
             setattr(answer.contents, field, value)
         _set_pointer(answer.contents, "image", code)
         _set_pointer(answer.contents, "name", name.encode())
@@ -83,15 +86,15 @@ def _set_pointer(answer: Answer, field: str, data: bytes) -> None:
     setattr(answer, field, data)
 
 
-def _launch_numbers(spec: Spec, plan: Plan) -> dict[str, int]:
-    # For the pass over weights alone the launcher divides columns, not rows.
-    column_tiles = isinstance(spec, RowNormSpec) and spec.direction == "backward_weight"
+def _launch_numbers(plan: Plan, device: Device) -> dict[str, int]:
     return {
         "threads": plan.threads,
         "shared_bytes": plan.shared_bytes,
         "cluster": plan.cluster,
-        "rows_per_block": plan.threads * plan.vec if column_tiles else plan.rows,
+        "per_block": plan.per_block,
         "splits_weight": plan.splits_weight,
+        "persistent": plan.persistent,
+        "chained": device.has_dependent_launch,
     }
 
 

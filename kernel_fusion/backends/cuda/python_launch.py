@@ -83,6 +83,9 @@ class _Kernel:
         if plan.shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, attribute, plan.shared_bytes))
+        if plan.cluster > 8:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _checked(driver.cuFuncSetAttribute(self.function, attribute, 1))
         if plan.cluster > 1:
             config = self._config(plan.cluster, 1, 0)
             self.max_blocks = plan.cluster * max(
@@ -92,6 +95,13 @@ class _Kernel:
         blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, plan.threads, plan.shared_bytes)
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self.max_blocks = max(1, _checked(blocks) * multiprocessors)
+
+    def grid(self, rows: int) -> int:
+        """Blocks for so many rows."""
+        groups = -(-rows // self.plan.per_block)
+        if self.plan.persistent:
+            groups = min(groups, self.max_blocks // self.plan.cluster)
+        return groups * self.plan.cluster
 
     def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:
         from cuda.bindings import driver
@@ -202,7 +212,7 @@ def row_norm_fwd(
         kernel = _kernel(spec, access, x.device.index)
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
         args = RowNormFwdArgs(*pointers, rows, _layout(cols, rows), eps, weight_offset)
-        kernel.launch(-(-rows // kernel.plan.rows) * kernel.plan.cluster, 1, x.device, args)
+        kernel.launch(kernel.grid(rows), 1, x.device, args)
     return y, stats
 
 
@@ -244,27 +254,27 @@ def _launch_backward(
     """The same launches as native/extension/row_norm_cuda.cpp."""
     kernel = _kernel(spec, access, device.index)
     plan: Plan = kernel.plan
-    grid = min(-(-args.rows // plan.rows), kernel.max_blocks // plan.cluster)
+    grid = kernel.grid(args.rows)
     if not any(spec.grads[1:]):
-        kernel.launch(grid * plan.cluster, 1, device, args)
+        kernel.launch(grid, 1, device, args)
         return
     split = _kernel(planner.weight_pass(spec), access, device.index) if plan.splits_weight else None
-    tiles = -(-spec.cols // (split.plan.threads * split.plan.vec)) if split else 1
-    num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid
+    tiles = -(-spec.cols // split.plan.per_block) if split else 1
+    num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid // plan.cluster
     pitch = -(-spec.cols // 32) * 32
     acc = torch.float64 if spec.acc == "f64" else torch.float32
     partials = torch.empty(2, num_partials, pitch, dtype=acc, device=device)
     args.dweight_partials, args.dbias_partials = partials[0].data_ptr(), partials[1].data_ptr()
     args.partial_pitch = pitch
     if spec.grads[0] or split is None:
-        kernel.launch(grid * plan.cluster, 1, device, args)
+        kernel.launch(grid, 1, device, args)
     if split:
         split.launch(tiles, num_partials, device, args)
     outs = [out if wanted else None for out, wanted in ((dweight, spec.grads[1]), (dbias, spec.grads[2]))]
     finish = _kernel(SumPartialsSpec(spec.cols, spec.acc, _name(outs[0]), _name(outs[1])), Access(), device.index)
     halves = (_pointer * 2)(partials[0].data_ptr(), partials[1].data_ptr())
     finish_args = SumPartialsArgs(halves, (_pointer * 2)(*map(_address, outs)), num_partials, pitch)
-    finish.launch(-(-spec.cols // 32), 2, device, finish_args)
+    finish.launch(-(-spec.cols // finish.plan.per_block), 2, device, finish_args)
 
 
 class RowNorm(torch.autograd.Function):

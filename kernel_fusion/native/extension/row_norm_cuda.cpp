@@ -47,7 +47,8 @@ void sum_partials(KernelRequest request, const Tensor& partials, int64_t num_par
   const SumPartialsArgs args{{base, base + num_partials * pitch * partials.element_size()},
                              {wants[1] ? dweight.data_ptr() : nullptr, wants[2] ? dbias.data_ptr() : nullptr},
                              num_partials, pitch};
-  launch(find_kernel(request, stream), ceil_div(request.cols, 32), 2, stream, &args);
+  const auto& kernel = find_kernel(request, stream);
+  launch(kernel, kernel.grid(request.cols), 2, stream, &args);
 }
 
 }  // namespace
@@ -73,7 +74,7 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats) {
     args.mean = s.mean;
     args.rstd = s.rstd;
   }
-  launch(kernel, ceil_div(x.rows, kernel.rows_per_block) * kernel.cluster, 1, stream, &args);
+  launch(kernel, kernel.grid(x.rows), 1, stream, &args);
 }
 
 void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias) {
@@ -95,23 +96,21 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const Stats s(stats, x.rows, call.rms);
   RowNormBwdArgs args{dy.data(), x.data(), s.mean, s.rstd, w, wants_dx ? dx.data_ptr() : nullptr, nullptr, nullptr,
                       x.rows, 0, x.layout, dy.layout, call.weight_offset};
-  // Persistent: no more blocks than run at once.
-  const int64_t groups = ceil_div(x.rows, kernel.rows_per_block);
-  const int64_t grid = std::min<int64_t>(groups, kernel.max_blocks / kernel.cluster);
-  if (!sums) return launch(kernel, grid * kernel.cluster, 1, stream, &args);
+  const int64_t grid = kernel.grid(x.rows);
+  if (!sums) return launch(kernel, grid, 1, stream, &args);
 
   const int64_t pitch = ceil_div(x.cols, 32) * 32;
   const auto* split = kernel.splits_weight ? &(request.kernel = 2, find_kernel(request, stream)) : nullptr;
-  const int64_t column_tiles = split ? ceil_div(x.cols, split->rows_per_block) : 1;
+  const int64_t column_tiles = split ? split->grid(x.cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =
-      split ? std::max<int64_t>(1, std::min(ceil_div(x.rows, 16), ceil_div(split->max_blocks, column_tiles))) : grid;
+      split ? std::max<int64_t>(1, std::min(ceil_div(x.rows, 16), ceil_div(split->max_blocks, column_tiles))) : grid / kernel.cluster;
   const Tensor partials = at::empty({2, num_partials, pitch}, call.input.options().dtype(acc_dtype(call.input)));
   auto* base = static_cast<char*>(partials.data_ptr());
   args.dweight_partials = base;
   args.dbias_partials = base + num_partials * pitch * partials.element_size();
   args.partial_pitch = pitch;
-  if (wants_dx || !split) launch(kernel, grid * kernel.cluster, 1, stream, &args);
+  if (wants_dx || !split) launch(kernel, grid, 1, stream, &args);
   if (split) launch(*split, column_tiles, num_partials, stream, &args);
   sum_partials(request, partials, num_partials, pitch, dweight, dbias, call.wants, stream);
 }

@@ -60,8 +60,8 @@ Rows::Rows(const Tensor& t, int64_t num_dims) : tensor(t) {
   }
   const auto bytes = static_cast<int64_t>(tensor.element_size());
   uintptr_t bits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  if (rows > 1)
-    for (const auto s : layout.stride) bits |= static_cast<uintptr_t>(s * bytes);
+  // Of a single row too, which must not ask for a kernel of its own.
+  for (const auto s : layout.stride) bits |= static_cast<uintptr_t>(s * bytes);
   alignment = alignment_of(reinterpret_cast<const void*>(bits));
 }
 

@@ -5,11 +5,12 @@
 //
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
 // columns and adds their dweight and dbias up itself, in registers or in shared memory (slots private to the thread,
-// 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
+// up to 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
 // order. Memory: one read of x and of dy, one write of dx. With kPrefetch the next row is loaded before the sums of this one
 // are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
 #pragma once
 
+#include "chain.cuh"
 #include "rows.cuh"
 #include "tree.cuh"
 
@@ -22,20 +23,89 @@ template <class S> struct Normalize {
   __device__ A operator()(A x) const { return (x - mean) * rstd; }
 };
 
-// dx of an element, from the row's sums of g and of g * xhat.
+// dx of an element from its dy, weight and x, and the row's sums of g and of g * xhat. In this form it takes two fma, a
+// subtraction and a product. In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
 template <class S> struct Derivative {
   using A = typename S::Acc;
-  A rstd, mean_g, mean_gx;
-  __device__ Derivative(A rstd, A sum_g, A sum_gx)
-      : rstd(rstd), mean_g(sum_g / static_cast<A>(S::kCols)), mean_gx(sum_gx / static_cast<A>(S::kCols)) {}
-  __device__ A operator()(A g, A xhat) const { return (g - mean_g - xhat * mean_gx) * rstd; }
+  A mean, rstd, mean_g, slope;
+  __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
+      : mean(row.mean), rstd(row.rstd), mean_g(sum_g / static_cast<A>(S::kCols)),
+        slope(-row.rstd * (sum_gx / static_cast<A>(S::kCols))) {}
+  __device__ A operator()(A dy, A weight, A x) const {
+    const A g = S::kCols == 1 ? product(dy, weight) - mean_g : fused(dy, weight, -mean_g);
+    return fused(x - mean, slope, g) * rstd;
+  }
+};
+
+// The weight of a thread's columns, kept for all rows as S::kKeeping says.
+enum Keeping { kWide, kShared, kMemory };  // in registers in the compute type, in shared memory, nowhere
+
+template <class S, int kVectors> struct ColumnWeight {
+  static constexpr int kKeeping = S::kKeeping;
+  using A = typename S::Acc;
+  using Weight = typename S::Weight;
+  static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<Weight, kVec>) <= 16 ? 1 : sizeof(Pack<Weight, kVec>) / 16;
+  using Piece = Pack<Weight, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
+
+  const RowNormBwdArgs& args;
+  const Place<S>& at;
+  Piece* shared;  // [kVectors][kPieces][threads]
+  int threads, member;
+  A wide[kKeeping == kWide ? kVectors : 1][kVec];
+
+  // By every thread; `shared_bytes` is used, and threads must meet before get(), if shared memory keeps the weight.
+  __device__ ColumnWeight(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
+                          int member = 0)
+      : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
+    if constexpr (kKeeping == kMemory) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const auto loaded = load_parameter<S, Weight>(args.weight, at.col(i));
+      if constexpr (kKeeping == kWide) {
+        widen(loaded, wide[i]);
+        // Opaque to the compiler, which would rather keep the weight as loaded and widen it again for every row.
+        if constexpr (kPresent<Weight> && sizeof(A) == 4)
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j)
+          shared[(i * kPieces + j) * threads + member] = reinterpret_cast<const Piece*>(&loaded)[j];
+      }
+    }
+  }
+
+  // weight_offset + weight of this thread's i-th vector; 1 without a weight.
+  __device__ void get(int i, A (&w)[kVec]) {
+    if constexpr (kKeeping == kWide) {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) w[e] = wide[i][e];
+    } else if constexpr (kKeeping == kShared) {
+      Pack<Weight, kVec> pack;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) reinterpret_cast<Piece*>(&pack)[j] = shared[(i * kPieces + j) * threads + member];
+      widen(pack, w);
+    } else {
+      widen(load_parameter<S, Weight>(args.weight, at.col(i)), w);
+    }
+  }
+
+ private:
+  __device__ void widen(const Pack<Weight, kVec>& pack, A (&w)[kVec]) const {
+    if constexpr (kPresent<Weight>) {
+      widen_weight<S>(pack, args.weight_offset, w);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) w[e] = 1;
+    }
+  }
 };
 
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
 template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
-  static constexpr int kPerSlot = 16 / sizeof(A), kSlots = S::kVec / kPerSlot;
-  struct alignas(16) Slot { A v[kPerSlot]; };
+  static constexpr int kPerSlot = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A)), kSlots = S::kVec / kPerSlot;
+  struct alignas(kPerSlot * sizeof(A)) Slot { A v[kPerSlot]; };
 
   A sums[2][S::kStorage == 1 ? kVectors : 1][S::kVec];
   Slot* slots;  // [2][kVectors][kSlots][blockDim.x]
@@ -90,6 +160,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   constexpr bool kCovers = P::kCovers, kSums = S::kStorage != 0;
   constexpr int kUnroll = S::kResident ? kVectors : 2;
   const P at;
+  wait_for_previous_kernel();
   extern __shared__ __align__(16) char shared[];
   Accumulators<S, kVectors> sums(shared);
   __shared__ A slots[2][S::kWarps][2];
@@ -124,15 +195,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     r.mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
     r.rstd = static_cast<const A*>(args.rstd)[row];
   };
-  auto weight_at = [&](int i, A (&w)[kVec]) {
-    if constexpr (kPresent<typename S::Weight>) {
-      const auto* weight = static_cast<const typename S::Weight*>(args.weight);
-      widen_weight<S>(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(weight, at.col(i)), args.weight_offset, w);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = 1;
-    }
-  };
+  ColumnWeight<S, kVectors> weights(args, at);
 
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows;
   int buffer = 0;
@@ -161,17 +224,17 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         A x[kVec], dys[kVec], weight[kVec], dyx[kVec];
         widen_pack(x_at(i), x);
         widen_pack(dy_at(i), dys);
-        weight_at(i, weight);
+        weights.get(i, weight);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
           // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
-          const bool inside = kCovers || at.col(i) + e < kCols;
+          const bool inside = kCovers || at.col(i) < kCols;
           const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x[e]) : A(0);
           if (S::kRows > 1 && !now.live) dys[e] = 0;
           dyx[e] = dys[e] * xhat;
-          const A g = rounded_product(dys[e], weight[e]);
+          const A g = product(dys[e], weight[e]);
           g_sum += g;
-          gx_sum += g * xhat;
+          gx_sum = fused(g, xhat, gx_sum);
         }
         if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx);
         if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
@@ -191,16 +254,16 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         if constexpr (!S::kRms) total_g = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][0]; });
         total_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
       }
-      const Derivative<S> derivative(now.rstd, total_g, total_gx);
+      const Derivative<S> derivative(normalize, total_g, total_gx);
       auto* dx_row = static_cast<X*>(args.dx) + row * kCols;
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], dx[kVec];
         widen_pack(x_at(i), x);
         widen_pack(dy_at(i), dy);
-        weight_at(i, weight);
+        weights.get(i, weight);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dx[e] = derivative(rounded_product(dy[e], weight[e]), normalize(x[e]));
+        for (int e = 0; e < kVec; ++e) dx[e] = derivative(dy[e], weight[e], x[e]);
         if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), narrow_pack<X>(dx));
       }
     }
@@ -217,7 +280,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         for (int i = 0; i < kVectors; ++i)
 #pragma unroll
           for (int e = 0; e < kVec; ++e)
-            if (kCovers || at.col(i) + e < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
+            if (kCovers || at.col(i) < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
       } else {  // the rows of the block, added pairwise
         static_assert(S::kStorage == 1, "the table takes the place of sums in shared memory");
         auto* table = reinterpret_cast<A*>(shared);
@@ -226,7 +289,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         for (int i = 0; i < kVectors; ++i)
 #pragma unroll
           for (int e = 0; e < kVec; ++e)
-            if (kCovers || at.col(i) + e < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
+            if (kCovers || at.col(i) < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
 #pragma unroll 1
         for (int half = S::kRows / 2; half > 0; half /= 2) {
           __syncthreads();

@@ -3,6 +3,7 @@
 // partial row p. Memory: one read of x and of dy. sum_partials.cuh finishes.
 #pragma once
 
+#include "chain.cuh"
 #include "rows.cuh"
 #include "types.cuh"
 
@@ -12,6 +13,7 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kCols = S::kCols;
   constexpr bool kCovers = false;
+  wait_for_previous_kernel();
   const i64 start = (static_cast<i64>(blockIdx.x) * S::kThreads + threadIdx.x) * kVec;
   if (start >= kCols) return;
   const int col = static_cast<int>(start);
@@ -34,7 +36,6 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   const i64 partial = blockIdx.y * args.partial_pitch + col;
 #pragma unroll
   for (int e = 0; e < kVec; ++e) {
-    if (col + e >= kCols) break;
     if constexpr (S::kDWeight) static_cast<A*>(args.dweight_partials)[partial + e] = dweight[e];
     if constexpr (S::kDBias) static_cast<A*>(args.dbias_partials)[partial + e] = dbias[e];
   }

@@ -4,15 +4,46 @@
 // Who computes what: tree.cuh. One row per lane group, block or cluster; grid = rows / rows per block.
 // Memory: one read of x, one write of y; weight and bias come from L1/L2. With kResident the row stays in registers as
 // loaded (kVectors packs per thread); otherwise it is read again, from L2, for the deviations and for the result.
-// Statistics: two passes over registers within a warp: a center first, then the deviations from it and their squares,
-// which correct the center's own rounding (without that, mean/std = 1e4 loses digits). Then one exchange of (mean,
-// squared deviations) between warps, joined by Chan's formula: as stable as two passes over the row, with one barrier.
 #pragma once
 
+#include "chain.cuh"
+#include "moments.cuh"
 #include "rows.cuh"
-#include "tree.cuh"
 
 namespace kf {
+
+// y of one vector of a row.
+template <class S> struct Affine {
+  using A = typename S::Acc;
+  A mean, rstd;
+
+  template <int kVec, class Weight, class Bias>
+  __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::X, kVec>& x, const Weight& weight, const Bias& bias,
+                                                  double offset) const {
+    A y[kVec];
+    widen_pack(x, y);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
+    if constexpr (kPresent<typename S::Weight>) {
+      A w[kVec];
+      widen_weight<S>(weight, offset, w);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) y[e] *= w[e];
+    }
+    if constexpr (kPresent<typename S::Bias>) {
+      A b[kVec];
+      widen_pack(bias, b);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) y[e] += b[e];
+    }
+    return narrow_pack<typename S::Y>(y);
+  }
+};
+
+template <class S, class A> __device__ void store_stats(const RowNormFwdArgs& args, i64 row, A mean, A rstd) {
+  if constexpr (!S::kRms) static_cast<A*>(args.mean)[row] = mean;
+  static_cast<A*>(args.rstd)[row] = rstd;
+}
 
 template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   using A = typename S::Acc;
@@ -27,107 +58,55 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const i64 row = live ? wanted : args.rows - 1;
   const auto* x_row = static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
   if constexpr (S::kCluster > 1) cluster_arrive();
+  wait_for_previous_kernel();
 
+  const auto load_x = [&](int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i)); };
   Pack<typename S::X, kVec> resident[S::kResident ? kVectors : 1];
-  auto fetch = [&](int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i)); };
+  Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
+  Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
   if constexpr (S::kResident) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) resident[i] = fetch(i);
+    for (int i = 0; i < kVectors; ++i) resident[i] = load_x(i);
   }
-  auto x_at = [&](int i) {
+  if constexpr (S::kAhead) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
+      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
+    }
+  }
+  const auto x_at = [&](int i) {
     if constexpr (S::kResident) return resident[i];
-    else return fetch(i);
+    else return load_x(i);
   };
 
-  A means[S::kPlayed], squares[S::kPlayed];  // per virtual warp: its mean, and the sum of (x - its mean)^2
+  Moments<S> moments[S::kPlayed];
 #pragma unroll
-  for (int w = 0; w < S::kPlayed; ++w) {
-    const A count = static_cast<A>(max(P::cols_of(at.warp + w), 1));
-    A center = 0;
-    if constexpr (!S::kRms) {
-      A sum = 0;
-#pragma unroll kUnroll
-      for (int k = 0; k < P::kChunks; ++k) {
-        A x[kVec];
-        widen_pack(x_at(w * P::kChunks + k), x);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) sum += x[e];
-      }
-      center = sum_lanes<S::kLanes>(sum) / count;
-    }
-    A rest = 0, square = 0;
-#pragma unroll kUnroll
-    for (int k = 0; k < P::kChunks; ++k) {
-      const int i = w * P::kChunks + k;
-      A x[kVec];
-      widen_pack(x_at(i), x);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const A d = S::kRms || kCovers || at.col(i) + e < kCols ? x[e] - center : A(0);
-        rest += d;
-        square += d * d;
-      }
-    }
-    squares[w] = sum_lanes<S::kLanes>(square);
-    means[w] = 0;
-    if constexpr (!S::kRms) {
-      rest = sum_lanes<S::kLanes>(rest);
-      squares[w] -= rest * rest / count;
-      means[w] = center + rest / count;
-    }
-  }
-
-  A mean = means[0], var = squares[0];
+  for (int w = 0; w < S::kPlayed; ++w)
+    moments[w] = moments_of_warp<S, kUnroll>(at, at.warp + w, [&](int k) { return x_at(w * P::kChunks + k); });
+  A mean = moments[0].mean, squares = moments[0].squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
     Exchange<S> exchange{slots};
     if constexpr (S::kCluster > 1) cluster_wait();
 #pragma unroll
-    for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, means[w], squares[w]);
+    for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, moments[w].mean, moments[w].squares);
     exchange.barrier();
-    if constexpr (!S::kRms) {  // relative to the first warp's mean, so that only small numbers are added
-      const A base = slots[0][0];
-      mean = base + exchange.sum(at.lane, [&](int w) { return static_cast<A>(P::cols_of(w)) * (slots[w][0] - base); }) /
-                        static_cast<A>(kCols);
-    }
-    var = exchange.sum(at.lane, [&](int w) {
-      if constexpr (S::kRms) return slots[w][1];
-      const A shift = slots[w][0] - mean;
-      return slots[w][1] + static_cast<A>(P::cols_of(w)) * shift * shift;
-    });
+    const auto joined = join_moments<S>(at.lane, slots);
+    mean = joined.mean;
+    squares = joined.squares;
   }
-  const A rstd = reciprocal_sqrt(var / static_cast<A>(kCols) + static_cast<A>(args.eps));
+  const A rstd = reciprocal_sqrt(squares / static_cast<A>(kCols) + static_cast<A>(args.eps));
+  if (S::kStats && live && at.leader()) store_stats<S>(args, row, mean, rstd);
 
-  if constexpr (S::kStats) {
-    if (live && at.leader()) {
-      if constexpr (!S::kRms) static_cast<A*>(args.mean)[row] = mean;
-      static_cast<A*>(args.rstd)[row] = rstd;
-    }
-  }
-
-  const auto* weight = static_cast<const typename S::Weight*>(args.weight);
-  const auto* bias = static_cast<const typename S::Bias*>(args.bias);
+  const Affine<S> affine{mean, rstd};
   auto* y_row = static_cast<typename S::Y*>(args.y) + row * kCols;
 #pragma unroll kUnroll
   for (int i = 0; i < kVectors; ++i) {
-    const int col = at.col(i);
-    A y[kVec];
-    widen_pack(x_at(i), y);
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
-    if constexpr (kPresent<typename S::Weight>) {
-      A w[kVec];
-      widen_weight<S>(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(weight, col), args.weight_offset, w);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) y[e] *= w[e];
-    }
-    if constexpr (kPresent<typename S::Bias>) {
-      A b[kVec];
-      widen_pack(load_cols<S::kAlignWeight, kVec, kCols, kCovers>(bias, col), b);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) y[e] += b[e];
-    }
-    if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, col, narrow_pack<typename S::Y>(y));
+    const auto weight = S::kAhead ? weights[S::kAhead ? i : 0] : load_parameter<S, typename S::Weight>(args.weight, at.col(i));
+    const auto bias = S::kAhead ? biases[S::kAhead ? i : 0] : load_parameter<S, typename S::Bias>(args.bias, at.col(i));
+    const auto y = affine(x_at(i), weight, bias, args.weight_offset);
+    if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, at.col(i), y);
   }
 }
 

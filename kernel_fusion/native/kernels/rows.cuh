@@ -2,7 +2,8 @@
 #pragma once
 
 #include "shared/row_norm_args.h"
-#include "types.cuh"
+#include "tree.cuh"
+#include "vectors.cuh"
 
 namespace kf {
 
@@ -11,6 +12,14 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
   const i64 outer = row / layout.inner;
   return outer / layout.middle * layout.stride[0] + outer % layout.middle * layout.stride[1] +
          row % layout.inner * layout.stride[2];
+}
+
+// A vector of weight or bias at column `col`; of an absent one, nothing.
+template <class S, class T> __device__ Pack<T, S::kVec> load_parameter(const void* p, int col) {
+  if constexpr (kPresent<T>)
+    return load_cols<S::kAlignWeight, S::kVec, S::kCols, Place<S>::kCovers>(static_cast<const T*>(p), col);
+  else
+    return {};
 }
 
 // The factor of n: weight_offset + weight, the addition compiled in only where there is an offset.

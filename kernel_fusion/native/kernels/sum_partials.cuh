@@ -1,36 +1,48 @@
 // out[c] = sum over p of partials[p][c], in a fixed order: the finish of every column sum.
 //
-// A block of 32 x kDepth threads takes 32 columns; thread (c, d) adds partials d, d + kDepth, ..., then the kDepth sums
-// of a column are added pairwise. blockIdx.y chooses between the two sums of a call (dweight, dbias).
+// A block takes 32 columns, 8 lanes with 4 of them each; so a warp reads 4 partial rows at a time and the block 4 per warp.
+// Each thread adds partials d, d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block.
+// blockIdx.y chooses between the two sums of a call (dweight, dbias). Few threads with few registers: the blocks fit beside
+// those of the kernel before, so that they are there when it ends (chain.cuh).
 #pragma once
 
+#include "chain.cuh"
 #include "shared/row_norm_args.h"
-#include "types.cuh"
+#include "vectors.cuh"
 
 namespace kf {
 
 template <class S, class T> __device__ void sum_partials_to(const SumPartialsArgs& args, int which) {
   using A = typename S::Acc;
-  constexpr int kDepth = S::kThreads / 32;
-  __shared__ A table[kDepth][32 + 1];
-  const int lane = threadIdx.x % 32, depth = threadIdx.x / 32;
-  const int col = blockIdx.x * 32 + lane;
-  A sum = 0;
-  if (col < S::kCols) {
-    const A* partials = static_cast<const A*>(args.partials[which]) + col;
+  constexpr int kWarps = S::kThreads / 32, kDepth = 4 * kWarps;
+  __shared__ A table[kWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * 32 + lane % 8 * 4;
+  A sums[4] = {};
+  // The pitch is a multiple of 32 columns: every vector is there.
+  const A* partials = static_cast<const A*>(args.partials[which]) + first;
 #pragma unroll 4
-    for (i64 p = depth; p < args.num_partials; p += kDepth) sum += partials[p * args.pitch];
-  }
-  table[depth][lane] = sum;
+  for (i64 p = threadIdx.x / 8; p < args.num_partials; p += kDepth) {
+    const auto pack = load<16, 4>(partials + p * args.pitch);
 #pragma unroll
-  for (int half = kDepth / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (depth < half) table[depth][lane] += table[depth + half][lane];
+    for (int e = 0; e < 4; ++e) sums[e] += pack.v[e];
   }
-  if (depth == 0 && col < S::kCols) static_cast<T*>(args.out[which])[col] = narrow<T>(table[0][lane]);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 8);
+    sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 16);
+    if (lane < 8) table[warp][lane * 4 + e] = sums[e];
+  }
+  __syncthreads();
+  const int col = blockIdx.x * 32 + lane;
+  if (warp > 0 || col >= S::kCols) return;
+  A sum = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += table[w][lane];
+  static_cast<T*>(args.out[which])[col] = narrow<T>(sum);
 }
 
 template <class S> __device__ void sum_partials(const SumPartialsArgs& args) {
+  wait_for_previous_kernel();
   if (blockIdx.y == 0) {
     if constexpr (kPresent<typename S::First>) sum_partials_to<S, typename S::First>(args, 0);
   } else {

@@ -1,7 +1,8 @@
 // The canonical reduction tree of a row, and who executes it.
 //
-// A row of kCols columns is cut into vectors of kVec. Vector j belongs to lane j % kLanes of *virtual warp*
-// (j / kLanes) % kWarps. The order of summation is a function of (kCols, kVec, kLanes, kWarps) alone:
+// A row of kCols columns is cut into vectors of kVec, which divides kCols, and the vectors into kWarps equal stretches, one
+// for each *virtual warp*: in its stretch vector j belongs to lane j % kLanes. The order of summation is a function of
+// (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
 //   2. a butterfly adds up the kLanes lanes of a virtual warp;
@@ -41,11 +42,13 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
 //   kCluster, kPlayed             the executor: kWarps == kCluster * (physical warps of the block) * kPlayed,
 //                                 or, with kWarps == 1, one row per kLanes threads and kRows rows per block
 template <class S> struct Place {
-  static constexpr int kSpan = S::kWarps * S::kLanes * S::kVec;             // columns covered by one chunk of all lanes
+  static constexpr int kSpan = S::kWarps * S::kLanes * S::kVec;             // columns of one vector of every lane
   static constexpr int kChunks = (S::kCols + kSpan - 1) / kSpan;            // vectors per lane and virtual warp
-  static constexpr bool kCovers = S::kCols % kSpan == 0;                    // no lane is ever past the end
+  static constexpr int kStretch = kChunks * S::kLanes * S::kVec;            // columns of a virtual warp, the last ones fewer
+  static constexpr bool kCovers = S::kCols == S::kWarps * kStretch;         // no lane is ever past the end
   static constexpr int kVectors = kChunks * S::kPlayed;                     // vectors per thread
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;               // virtual warps of this block
+  static_assert(S::kCols % S::kVec == 0);
 
   int lane, row, warp;  // lane in the virtual warp, row in the block, first virtual warp played
 
@@ -59,14 +62,13 @@ template <class S> struct Place {
   }
 
   // First column of this thread's i-th vector, 0 <= i < kVectors: chunk i % kChunks of virtual warp i / kChunks.
-  __device__ int col(int i) const { return ((i % kChunks * S::kWarps + warp + i / kChunks) * S::kLanes + lane) * S::kVec; }
+  __device__ int col(int i) const { return warp * kStretch + (i * S::kLanes + lane) * S::kVec; }
 
   // How many columns virtual warp w holds.
   __device__ static int cols_of(int w) {
-    if constexpr (kCovers) return S::kCols / S::kWarps;
-    constexpr int kPerWarp = S::kLanes * S::kVec, kFull = S::kCols / kSpan;
-    const int rest = S::kCols - kFull * kSpan - w * kPerWarp;
-    return kFull * kPerWarp + (rest < 0 ? 0 : rest > kPerWarp ? kPerWarp : rest);
+    if constexpr (kCovers) return kStretch;
+    const int rest = S::kCols - w * kStretch;
+    return rest < 0 ? 0 : rest > kStretch ? kStretch : rest;
   }
 
   __device__ bool leader() const { return lane == 0 && warp == 0; }

@@ -21,7 +21,7 @@ enum : int {
   kAttributeClusterDimension = 4,
   kAttributeProgrammaticStreamSerialization = 6,
   kFunctionMaxDynamicSharedBytes = 8,
-  kFunctionNonPortableClusterSize = 13,
+  kFunctionNonPortableClusterSize = 14,
   kDeviceMultiprocessorCount = 16,
   kCaptureStatusNone = 0,
   kCaptureModeRelaxed = 2,

@@ -21,7 +21,7 @@ struct KernelPlan {
   const char* error;  // null: success
   const void* image;  // machine code
   const char* name;
-  int32_t threads, shared_bytes, cluster, rows_per_block, splits_weight;
+  int32_t threads, shared_bytes, cluster, per_block, splits_weight, persistent, chained;
 };
 
 using Planner = void (*)(const KernelRequest*, KernelPlan*);
@@ -73,17 +73,28 @@ void bind_context(int device) {
   if (device < 64) known[device] = wanted;
 }
 
-// A launch of `kernel`; `cluster` is where its attribute lives.
-driver::LaunchConfig config_of(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream,
-                               driver::LaunchAttribute& cluster) {
-  cluster = {};
-  cluster.id = driver::kAttributeClusterDimension;
-  cluster.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
-  return {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
-          static_cast<unsigned>(kernel.threads), 1, 1,
-          static_cast<unsigned>(kernel.shared_bytes), stream,
-          &cluster, kernel.cluster > 1 ? 1u : 0u};
-}
+// The attributes of a launch; the configuration points to them.
+struct Launch {
+  driver::LaunchAttribute attributes[2] = {};
+  driver::LaunchConfig config;
+
+  Launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream)
+      : config{static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
+               static_cast<unsigned>(kernel.threads), 1, 1,
+               static_cast<unsigned>(kernel.shared_bytes), stream, attributes, 0} {
+    if (kernel.cluster > 1) {
+      auto& attribute = attributes[config.num_attributes++];
+      attribute.id = driver::kAttributeClusterDimension;
+      attribute.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
+    }
+    if (kernel.chained) {
+      auto& attribute = attributes[config.num_attributes++];
+      attribute.id = driver::kAttributeProgrammaticStreamSerialization;
+      attribute.value.flag = 1;
+    }
+  }
+  Launch(const Launch&) = delete;
+};
 
 // How many blocks of `kernel` run at once. Clusters are asked for as such: how many fit depends on how the
 // multiprocessors are grouped, and a persistent grid of one cluster too many would take twice the time.
@@ -91,9 +102,9 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
   const auto& cu = driver::api();
   int count = 0;
   if (kernel.cluster > 1) {
-    driver::LaunchAttribute cluster;
-    const auto config = config_of(kernel, kernel.cluster, 1, nullptr, cluster);
-    driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &config), "cuOccupancyMaxActiveClusters");
+    Launch launch(kernel, kernel.cluster, 1, nullptr);
+    launch.config.num_attributes = 1;  // the cluster's
+    driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &launch.config), "cuOccupancyMaxActiveClusters");
     return std::max(1, count) * kernel.cluster;
   }
   driver::Device device;
@@ -123,8 +134,10 @@ std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPla
   loaded->threads = plan.threads;
   loaded->shared_bytes = plan.shared_bytes;
   loaded->cluster = plan.cluster;
-  loaded->rows_per_block = plan.rows_per_block;
+  loaded->per_block = plan.per_block;
   loaded->splits_weight = plan.splits_weight != 0;
+  loaded->persistent = plan.persistent != 0;
+  loaded->chained = plan.chained != 0;
   loaded->max_blocks = max_blocks(*loaded, request.device);
   return loaded;
 }
@@ -187,10 +200,9 @@ const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream str
 }
 
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
-  driver::LaunchAttribute cluster;
-  const auto config = config_of(kernel, grid_x, grid_y, stream, cluster);
+  const Launch launch(kernel, grid_x, grid_y, stream);
   void* parameters[] = {const_cast<void*>(args)};
-  driver::check(driver::api().cuLaunchKernelEx(&config, kernel.function, parameters, nullptr), "launching a kernel");
+  driver::check(driver::api().cuLaunchKernelEx(&launch.config, kernel.function, parameters, nullptr), "launching a kernel");
   count(Counter::kCudaLaunch);
 }
 

@@ -4,6 +4,7 @@
 
 #include <c10/core/Device.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -29,9 +30,17 @@ struct KernelRequest {
 // A kernel ready to be launched on one device.
 struct LoadedKernel {
   driver::Function function;
-  int threads, shared_bytes, cluster, rows_per_block;
-  bool splits_weight;
+  int threads, shared_bytes, cluster;
+  int per_block;  // rows, or columns where a kernel works on columns
+  bool splits_weight, persistent;
+  bool chained;    // launched before the kernel before it has ended; it waits by itself
   int max_blocks;  // that run at once on the whole device
+
+  // Blocks for so many rows (or columns).
+  int64_t grid(int64_t count) const {
+    const int64_t groups = (count + per_block - 1) / per_block;
+    return (persistent ? std::min<int64_t>(groups, max_blocks / cluster) : groups) * cluster;
+  }
 };
 
 // The stream that PyTorch works on, and the context made current on this thread.

@@ -1,5 +1,5 @@
-// Rows on their way from global to shared memory: bulk copies (one instruction moves kilobytes and takes no registers),
-// counted by mbarriers in shared memory. sm_90 and newer.
+// Bulk copies from global to shared memory (one instruction moves kilobytes and takes no registers), and the mbarriers in
+// shared memory that count them. sm_90 and newer.
 #pragma once
 
 #include "types.cuh"

@@ -1,0 +1,79 @@
+// Row norm, forward, for rows too long for a block to hold in registers: streamed through shared memory by a persistent
+// cluster (row_stream.cuh). The formulas and the tree are those of row_norm_fwd.cuh; here is another executor of them.
+//
+// Each block of the cluster owns a piece of the columns. A thread keeps weight and bias of its columns in registers for all
+// rows: read for every row, they would take twice as much of the L2 cache's bandwidth as x itself.
+// Memory: one read of x, one write of y.
+#pragma once
+
+#include "row_norm_fwd.cuh"
+#include "row_stream.cuh"
+
+namespace kf {
+
+template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& args) {
+  using A = float;
+  using P = Place<S>;
+  using Stream = RowStream<S>;
+  using X = Piece<typename S::X, S::kAlignX, Stream::kCols>;
+  constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kRows;
+  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][X::kBytes]
+  __shared__ typename Stream::Shared shared[kGroups];
+
+  const int group = threadIdx.x / Stream::kThreads, member = threadIdx.x % Stream::kThreads;
+  const P at(member);
+  Stream stream{shared[group], at, member};
+  stream.init();
+  wait_for_previous_kernel();
+
+  const int first_col = Stream::first_col(), cols = Stream::cols();
+  const auto slot_of = [&](int s) { return slots + (group * S::kStages + s) * X::kBytes; };
+  const auto piece_of = [&](i64 row) {
+    return X{static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
+  };
+  const auto fill = [&](i64 row, int slot) {
+    const X x = piece_of(row);
+    mbarrier_arrive_expect(&shared[group].full[slot], x.copied_bytes(cols));
+    x.copy(slot_of(slot), cols, &shared[group].full[slot]);
+  };
+  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
+  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
+  stream.start(args.rows, first, step, fill);
+
+  const auto x_at = [&](i64 row, int slot, int i) {
+    const auto* x_row = piece_of(row).row_in(slot_of(slot), first_col);
+    return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers>(x_row, at.col(i));
+  };
+  Pack<typename S::Weight, kVec> weights[kVectors];
+  Pack<typename S::Bias, kVec> biases[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
+    biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
+  }
+
+  struct State { A first, second; };  // the warp's mean and squared deviations
+  const auto first_pass = [&](i64 row, int slot) {
+    const auto moments = moments_of_warp<S, kVectors>(at, at.warp, [&](int i) { return x_at(row, slot, i); });
+    return State{moments.mean, moments.squares};
+  };
+  const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums sums) {
+    Moments<S> moments{state.first, state.second};
+    if constexpr (S::kWarps > 1) moments = join_moments<S>(at.lane, sums);
+    const A rstd = reciprocal_sqrt(moments.squares / static_cast<A>(S::kCols) + static_cast<A>(args.eps));
+    if (S::kStats && at.leader()) store_stats<S>(args, row, moments.mean, rstd);
+    const Affine<S> affine{moments.mean, rstd};
+    auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kPresent<typename S::Weight>) keep_packed(weights[i]);
+      if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
+      const auto y = affine(x_at(row, slot, i), weights[i], biases[i], args.weight_offset);
+      store_cols<S::kAlignY, kVec, S::kCols, P::kCovers>(y_row, at.col(i), y);
+    }
+  };
+  stream.run(args.rows, first, step, fill, first_pass, second_pass);
+  stream.join();
+}
+
+}  // namespace kf

@@ -1,0 +1,145 @@
+// Rows streamed through shared memory by a persistent block (or cluster, for long rows): how the staged kernels read.
+//
+// A group of threads takes a row at a time and has a ring of kStages slots, into which the rows to come are copied whatever
+// the threads do. With three slots or more it works on two rows at once: while the sums of a row travel between its warps, and
+// between the blocks of a cluster, the first pass over the next row is under way.
+#pragma once
+
+#include "async_copy.cuh"
+#include "rows.cuh"
+#include "tree.cuh"
+
+namespace kf {
+
+// A group's columns of one row of one tensor: a contiguous piece, copied with what else lies in its first and last 16 bytes,
+// so that any alignment will do.
+template <class T, int kAlign, int kCols> struct Piece {
+  static constexpr int kBytes = (kCols * static_cast<int>(sizeof(T)) + 15) / 16 * 16 + (kAlign < 16 ? 16 : 0);  // in a slot
+
+  const T* source;
+
+  __device__ int lead() const {
+    return kAlign >= 16 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(source) & 15);
+  }
+  __device__ unsigned copied_bytes(int cols) const { return (lead() + cols * static_cast<int>(sizeof(T)) + 15) & ~15u; }
+  __device__ void copy(char* slot, int cols, Mbarrier* b) const {
+    bulk_load(slot, reinterpret_cast<const char*>(source) - lead(), copied_bytes(cols), b);
+  }
+  // Where column 0 of the row would be, with the group's first column at the beginning of the slot.
+  __device__ const T* row_in(const char* slot, int first_col) const {
+    return reinterpret_cast<const T*>(slot + lead()) - first_col;
+  }
+};
+
+template <class S> struct RowStream {
+  using A = float;
+  using P = Place<S>;
+  static constexpr int kStages = S::kStages;
+  static constexpr int kLag = kStages > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
+  static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
+  static constexpr int kCols = P::kLocalWarps * P::kStretch;     // of a group, the last of a cluster fewer
+  // A warp that is ahead may announce its next two rows before another has read the sums of this one.
+  static constexpr int kBuffers = 4;
+
+  struct Shared {
+    Mbarrier full[kStages], empty[kStages], exchanged[kBuffers];
+    A sums[kBuffers][S::kWarps][2];
+  };
+  using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
+
+  Shared& shared;
+  const P& at;
+  int member;  // this thread, within the group
+
+  // By all threads of the block, before anything else.
+  __device__ void init() const {
+    if (member == 0) {
+      for (int s = 0; s < kStages; ++s) {
+        mbarrier_init(&shared.full[s], 1);
+        mbarrier_init(&shared.empty[s], kThreads / 32);
+      }
+      // In a block each warp announces its sums; in a cluster their bytes are counted as they arrive.
+      for (int b = 0; b < kBuffers; ++b) mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
+      mbarrier_init_fence();
+    }
+    __syncthreads();
+    join();
+  }
+
+  // No block writes to another's shared memory before that one runs, and none leaves while it may still be written to.
+  __device__ void join() const {
+    if constexpr (S::kCluster > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+
+  // The first column of this block, and how many it has.
+  __device__ static int first_col() { return S::kCluster > 1 ? static_cast<int>(cluster_rank()) * kCols : 0; }
+  __device__ static int cols() { return P::kCovers ? kCols : max(0, min(kCols, S::kCols - first_col())); }
+
+  // Rows first, first + step, ... below `rows`:
+  //   fill(row, slot)                     one thread starts the copies into the slot and announces their bytes on full[slot]
+  //   first_pass(row, slot) -> state      with the warp's two sums in state.first and state.second
+  //   second_pass(row, slot, state, sums) with those of all virtual warps; the slot is free after it
+  // start() fills the ring; what the caller loads before run() overlaps with that.
+  template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
+    if (member != 0) return;
+    for (int s = 0; s < kStages && first + s * step < rows; ++s) fill(first + s * step, s);
+  }
+
+  template <class Fill, class First, class Second>
+  __device__ void run(i64 rows, i64 first, i64 step, Fill&& fill, First&& first_pass, Second&& second_pass) const {
+    int slot = 0, last = 0, before_last = 0;  // of this row and of the two before it
+    unsigned parity = 0, n = 0;
+    decltype(first_pass(first, 0)) state{}, next{};
+    for (i64 row = first;; row += step, ++n) {
+      const int free = kLag ? before_last : last;
+      const i64 refill = row + (kStages - 1 - kLag) * step;
+      if (member == 0 && n > kLag && refill < rows) {
+        mbarrier_wait(&shared.empty[free], free >= slot ? parity ^ 1 : parity);
+        fill(refill, free);
+      }
+      if (row < rows) {
+        mbarrier_wait(&shared.full[slot], parity);
+        next = first_pass(row, slot);
+        announce(n % kBuffers, next.first, next.second);
+      } else if (kLag == 0) {
+        break;
+      }
+      if (n >= kLag) {
+        const unsigned buffer = (n - kLag) % kBuffers;
+        if constexpr (S::kWarps > 1) mbarrier_wait(&shared.exchanged[buffer], (n - kLag) / kBuffers % 2);
+        second_pass(row - kLag * step, kLag ? last : slot, kLag ? state : next, static_cast<Sums>(shared.sums[buffer]));
+        __syncwarp();
+        if (at.lane == 0) mbarrier_arrive(&shared.empty[kLag ? last : slot]);
+      }
+      if (row >= rows) break;
+      state = next;
+      before_last = last;
+      last = slot;
+      if (++slot == kStages) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  }
+
+ private:
+  __device__ void announce(unsigned buffer, A first, A second) const {
+    if constexpr (S::kWarps > 1) {
+      auto& sums = shared.sums[buffer];
+      Mbarrier* all = &shared.exchanged[buffer];
+      if constexpr (S::kCluster > 1) {
+        if (member == 0) mbarrier_arrive_expect(all, S::kWarps * 2 * sizeof(A));
+        if (at.lane < S::kCluster) store_cluster_counted(sums[at.warp], at.lane, first, second, all);
+      } else if (at.lane == 0) {
+        sums[at.warp][0] = first;
+        sums[at.warp][1] = second;
+        mbarrier_arrive(all);
+      }
+    }
+  }
+};
+
+}  // namespace kf

@@ -1,0 +1,129 @@
+// Vectors: kVec neighbouring elements of a row, converted, loaded and stored whatever their alignment.
+#pragma once
+
+#include "types.cuh"
+
+namespace kf {
+
+// kVec neighbouring elements of one row, as loaded: 16-bit elements stay packed until they are used.
+template <class T, int kVec> struct alignas(sizeof(T) * kVec < 16 ? sizeof(T) * kVec : 16) Pack {
+  T v[kVec];
+};
+
+__device__ inline unsigned narrow_pair(bf16, float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+__device__ inline unsigned narrow_pair(f16, float low, float high) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// A whole pack: 16-bit types round two values with one instruction.
+template <class T, int kVec, class A> __device__ Pack<T, kVec> narrow_pack(const A (&v)[kVec]) {
+  Pack<T, kVec> pack;
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) reinterpret_cast<unsigned*>(&pack)[e / 2] = narrow_pair(T{}, v[e], v[e + 1]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) pack.v[e] = narrow<T>(v[e]);
+  }
+  return pack;
+}
+
+// Both halves of a pair: the compiler would first extract each half into a register of its own.
+__device__ inline void widen_pair(bf16, unsigned pair, float& low, float& high) {
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xffff0000u);
+}
+__device__ inline void widen_pair(f16, unsigned pair, float& low, float& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(pair));
+}
+
+// A whole pack in the compute type.
+template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, kVec>& pack, A (&v)[kVec]) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) widen_pair(T{}, reinterpret_cast<const unsigned*>(&pack)[e / 2], v[e], v[e + 1]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = widen<A>(pack.v[e]);
+  }
+}
+
+// Makes the compiler widen a pack where it is used, instead of once before a loop into twice the registers.
+template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
+  }
+}
+
+template <int kBytes> struct Word;
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+
+template <int kAlign, class T, int kVec> inline constexpr int kPieceBytes =
+    static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
+
+// Loads kVec elements from p, which is aligned to kAlign bytes, in the widest pieces that this allows. Vectors of 16-bit
+// elements that begin anywhere come in the aligned words that hold them, shifted: loading 2 bytes costs as much as 4.
+template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* p) {
+  constexpr int kPiece = kPieceBytes<kAlign, T, kVec>, kWords = sizeof(Pack<T, kVec>) / 4;
+  using W = typename Word<kPiece>::type;
+  Pack<T, kVec> pack;
+  if constexpr (kPiece == 2 && kWords > 0) {
+    const bool odd = reinterpret_cast<unsigned long long>(p) & 2;
+    const auto* words = reinterpret_cast<const unsigned*>(p - odd);
+    unsigned w[kWords + 1];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) w[i] = words[i];
+    w[kWords] = odd ? words[kWords] : 0;  // no word is touched that holds nothing of the vector
+    const unsigned order = odd ? 0x5432 : 0x3210;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<unsigned*>(&pack)[i] = __byte_perm(w[i], w[i + 1], order);
+  } else {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i)
+      reinterpret_cast<W*>(&pack)[i] = reinterpret_cast<const W*>(p)[i];
+  }
+  return pack;
+}
+
+// One store instruction. The compiler is free to split a plain store of a vector into its elements, and sometimes does.
+__device__ inline void store_word(void* p, unsigned short v) { *static_cast<unsigned short*>(p) = v; }
+__device__ inline void store_word(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
+__device__ inline void store_word(void* p, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ inline void store_word(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Stores to global memory, which is ours and as aligned as a vector wants it or, where it is not, in pieces.
+template <int kAlign, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
+  constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
+  using W = typename Word<kPiece>::type;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i)
+    store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&pack)[i]);
+}
+
+// Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row all reads as zero and nothing
+// is written. The comparison disappears where the caller's threads cover the row exactly.
+template <int kAlign, int kVec, int kCols, bool kCovers, class T> __device__ Pack<T, kVec> load_cols(const T* row, int col) {
+  if (kCovers || col < kCols) return load<kAlign, kVec>(row + col);
+  return {};
+}
+
+template <int kAlign, int kVec, int kCols, bool kCovers, class T>
+__device__ void store_cols(T* row, int col, const Pack<T, kVec>& pack) {
+  if (kCovers || col < kCols) store<kAlign>(row + col, pack);
+}
+
+}  // namespace kf
