@@ -53,9 +53,10 @@ template <class S, int kVectors> struct ColumnWeight {
   int threads, member;
   A wide[kKeeping == kWide ? kVectors : 1][kVec];
 
-  // By every thread; `shared_bytes` is used, and threads must meet before get(), if shared memory keeps the weight.
+  // By every thread. If shared memory keeps the weight, some `threads` of the block write it to `shared_bytes`, and all must
+  // meet before get().
   __device__ ColumnWeight(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
-                          int member = 0)
+                          int member = 0, bool writes = false)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
     if constexpr (kKeeping == kMemory) return;
 #pragma unroll
@@ -67,7 +68,7 @@ template <class S, int kVectors> struct ColumnWeight {
         if constexpr (kPresent<Weight> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
-      } else {
+      } else if (writes) {
 #pragma unroll
         for (int j = 0; j < kPieces; ++j)
           shared[(i * kPieces + j) * threads + member] = reinterpret_cast<const Piece*>(&loaded)[j];
@@ -104,7 +105,8 @@ template <class S, int kVectors> struct ColumnWeight {
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
 template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
-  static constexpr int kPerSlot = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A)), kSlots = S::kVec / kPerSlot;
+  static constexpr int kPerSlot = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
+  static constexpr int kSlots = S::kVec / kPerSlot;
   struct alignas(kPerSlot * sizeof(A)) Slot { A v[kPerSlot]; };
 
   A sums[2][S::kStorage == 1 ? kVectors : 1][S::kVec];

@@ -51,7 +51,8 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   stream.start(args.rows, first, step, fill);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
-  ColumnWeight<S, kVectors> weights(args, at, slots + kGroups * S::kStages * kSlotBytes, kThreads, member);
+  ColumnWeight<S, kVectors> weights(args, at, slots + kGroups * S::kStages * kSlotBytes, kThreads, member,
+                                    group == 0);
   if (S::kKeeping == kShared) __syncthreads();
   const auto stats_of = [&](i64 row) {
     Normalize<S> stats{0, 0};
