@@ -29,7 +29,9 @@ for part in $parts; do
       done
       ;;
     bench)
-      run bench python3 -m kernel_fusion bench models large odd few-rows host memory --device cuda --output-dir "$out"
+      run bench python3 -m kernel_fusion bench models host memory --device cuda --output-dir "$out"
+      run bench-shapes python3 -m kernel_fusion bench large odd few-rows --device cuda --directions forward,backward \
+        --output-dir "$out"
       run bench-f32-weights python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --weights fp32 \
         --verbs layer_norm --directions forward,backward --output-dir "$out/fp32-weights"
       ;;

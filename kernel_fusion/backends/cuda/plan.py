@@ -310,19 +310,23 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
     short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
     if tree.lanes < 32 or short or tree.vectors * tree.vec > device.max_elements:
         return None
-    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree), tree.vectors * tree.vec
+    # Vectors of one element, and vectors put together from pieces, take more registers.
+    roomy = tree.vec > 1 and min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
+    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree, roomy), tree.vectors * tree.vec
     staged = partial(_staged, spec, access, device, tree, groups)
     if spec.weight is None:
         return staged(max_stages=4)
-    if elements <= (16 if groups * threads <= _MAX_BLOCK_WARPS * 32 else 8):
+    if elements <= (16 if roomy and groups * threads <= _MAX_BLOCK_WARPS * 32 else 8):
         return staged(max_stages=4, weight="wide")
+    if tree.vec == 1 and tree.cluster == 1:
+        return staged(max_stages=4)  # a short weight, which L1 holds beside the rows
     shared = staged(max_stages=4, weight="shared", shared_bytes=elements * threads * ITEMSIZE[spec.weight])
     if (shared is not None and shared.stages > 2) or spec.weight == "f32":
         return shared  # fp32 read from memory for every row takes registers that are not there
     return staged(max_stages=4)
 
 
-def _groups(tree: _Tree) -> int:
+def _groups(tree: _Tree, roomy: bool) -> int:
     """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
 
     Or up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200, 16384x5120
@@ -330,7 +334,7 @@ def _groups(tree: _Tree) -> int:
     """
     if tree.cluster > 1:
         return 1
-    if _MAX_BLOCK_WARPS % tree.warps == 0 or tree.vectors * tree.vec > 16:
+    if not roomy or _MAX_BLOCK_WARPS % tree.warps == 0 or tree.vectors * tree.vec > 16:
         return max(1, _MAX_BLOCK_WARPS // tree.warps)
     return max(1, 20 // tree.warps)
 
