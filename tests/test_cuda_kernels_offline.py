@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -16,7 +15,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from cuda_plans import assert_sound, executors, tree
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
 
@@ -33,7 +33,6 @@ from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 from kernel_fusion.errors import CompileError
 
-Kernel = tuple[str, str]  # what it is, and its source
 _LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _CONTROL = """
 extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
@@ -46,10 +45,11 @@ extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
 }
 """
 
-# Grid rationale. The lengths stand for a row in part of a warp (64), with a tail (255), in a warp or a small block
-# (1024, 4096), in a large block (12288), a cluster (32768), and one that fits nowhere whole (131072). The mixes are
-# those of training: one dtype throughout, and bf16 with float32 parameters.
-_LENGTHS = (64, 255, 1024, 4096, 12288, 32768, 131072)
+# Grid rationale. The lengths stand for a row in part of a warp (64), of odd length, whose vectors are single elements
+# (255, 1023, 50257), in one or a few warps (1024, 1280, 1600, 3000, which divide in ways of their own), in a block that
+# takes several rows at a time (4096; 5120, at 96 registers a thread) or one (12288), in a cluster (32768) and in the
+# largest one (131072). The mixes are those of training: one dtype throughout, and bf16 with float32 parameters.
+_LENGTHS = (64, 255, 1023, 1024, 1280, 1600, 3000, 4096, 5120, 12288, 32768, 50257, 131072)
 _MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"))
 
 
@@ -58,19 +58,35 @@ def planned(spec: RowNormSpec, device: Device) -> Plan:
     return plan_row_norm(spec, planner.contiguous_access(spec), device)
 
 
-def _kernels(arch: int) -> Iterator[Kernel]:
-    """Every kernel of the grid, those that finish or split off the weight gradients included."""
-    device = KNOWN_DEVICES[arch]
+def anywhere(spec: RowNormSpec) -> Access:
+    """How rows of a spec lie that begin at any element, with several strides."""
+    own = planner.contiguous_access(spec)
+    return replace(own, x=ITEMSIZE[spec.x], y=ITEMSIZE[spec.y], strided_x=True, strided_y=True)
+
+
+def _kernels(arch: int) -> dict[str, str]:
+    """What the kernels of the grid are, by source: forward and backward, and what finishes the weight gradients.
+
+    Of LayerNorm, which takes more registers, also dx alone and rows at any alignment, where loads of fewer bytes and
+    the arithmetic of addresses take registers too. Inference is the forward without one store.
+    """
+    device, kernels = KNOWN_DEVICES[arch], {}
     for rms, cols, (x, weight) in product((False, True), _LENGTHS, _MIXES):
-        for spec in planner.family(cols, x, weight, rms=rms):
-            for each in planner.with_helpers(spec, planned(spec, device)):
-                access = planner.contiguous_access(each)
-                yield str(each), kernel_source(each, access, planner.plan_for(each, access, device))[1]
+        _, forward, backward = planner.family(cols, x, weight, rms=rms)
+        wanted = [(spec, planner.contiguous_access(spec), "") for spec in (forward, backward)]
+        if not rms and x == weight != "f16":
+            dx = replace(backward, grads=(True, False, False))
+            wanted.append((dx, planner.contiguous_access(dx), ", dx alone"))
+            wanted += [(spec, anywhere(spec), ", at any alignment") for spec in (forward, backward)]
+        for spec, access, words in wanted:
+            for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
+                source = kernel_source(each, access, planner.plan_for(each, access, device))[1]
+                kernels[source] = f"{each}{words}"
+    return kernels
 
 
-def _local_memory(kernel: Kernel, arch: int) -> str | None:
+def _local_memory(source: str, name: str, arch: int) -> str | None:
     """The compiler's words about local memory if the kernel uses any."""
-    name, source = kernel
     try:
         _, log = compile_source(source, arch, verbose=True)
     except CompileError as error:
@@ -86,16 +102,17 @@ def _local_memory(kernel: Kernel, arch: int) -> str | None:
 @pytest.mark.parametrize("arch", KNOWN_DEVICES)
 def test_no_kernel_spills(arch: int) -> None:
     """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
-    kernels = sorted(set(_kernels(arch)))
-    assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 3
+    kernels = _kernels(arch)
+    assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 2
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        bad = [line for line in pool.map(_local_memory, kernels, [arch] * len(kernels), chunksize=8) if line]
+        lines = pool.map(_local_memory, kernels, kernels.values(), [arch] * len(kernels), chunksize=8)
+        bad = [line for line in lines if line]
     assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory on sm_{arch}:\n" + "\n".join(bad)
 
 
 def test_a_spill_is_found() -> None:
     """A kernel that needs more registers than its launch bounds allow is reported."""
-    assert "spill" in (_local_memory(("control", _CONTROL), 90) or "")
+    assert "spill" in (_local_memory(_CONTROL, "control", 90) or "")
 
 
 # Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
@@ -105,7 +122,7 @@ def test_a_spill_is_found() -> None:
 )
 def test_every_access_compiles(direction: str, access: Access) -> None:
     """Unaligned and strided rows have kernels too, for LayerNorm and RMSNorm."""
-    for rms, cols in product((False, True), (255, 4096)):
+    for rms, cols in product((False, True), (255, 4096, 32768)):
         spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
         _, source = kernel_source(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
         assert compile_source(source, 90)[0].startswith(b"\x7fELF")
@@ -171,11 +188,13 @@ def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[cty
     assert _members(PACKAGE / "native" / header, struct) == members
 
 
+# Lengths of every natural alignment, which decides the vectors: integers alone would seldom be multiples of 64.
+_any_length = st.integers(0, 12).flatmap(lambda shift: st.integers(1, 300_000 >> shift).map(lambda n: n << shift))
 _specs_of_any_length = st.builds(
     RowNormSpec,
     direction=st.sampled_from(["inference", "forward", "backward", "backward_weight"]),
     rms=st.booleans(),
-    cols=st.integers(1, 300_000),
+    cols=_any_length,
     x=st.sampled_from(list(ITEMSIZE)),
     y=st.sampled_from(list(ITEMSIZE)),
     weight=st.sampled_from([None, *ITEMSIZE]),
@@ -185,46 +204,23 @@ _specs_of_any_length = st.builds(
 _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
-def tree(plan: Plan) -> tuple[int, int, int]:
-    """What decides the order in which a row is summed."""
-    return plan.vec, plan.lanes, plan.warps
-
-
+# The example: a row that the warps of its cluster do not divide.
 @given(spec=_specs_of_any_length, device=_devices)
-@settings(max_examples=500, deadline=None)
-def test_plans_fit_the_device(spec: RowNormSpec, device: Device) -> None:
-    """Threads, cluster and shared memory are within the hardware's limits, and the executor covers the tree."""
-    plan = planned(spec, device)
-    assert plan.vec * ITEMSIZE[spec.x] == 16
-    assert 32 <= plan.threads <= 1024
-    assert plan.threads % 32 == 0
-    assert plan.min_blocks * plan.threads <= 2048
-    assert plan.cluster in ((1, 2, 4, 8) if device.has_clusters else (1,))
-    assert plan.shared_bytes + 2 * 2 * plan.warps * ITEMSIZE[spec.acc] <= device.shared_bytes
-    for power in (plan.lanes, plan.cluster, plan.played):
-        assert power & (power - 1) == 0
-    if spec.direction == "backward_weight":
-        return
-    if plan.stages:
-        assert plan.rows * plan.warps // plan.cluster * 32 == plan.threads
-    elif plan.warps == 1:
-        assert plan.storage != "shared"  # the rows of a block are added up where the sums would be
-        assert plan.rows * plan.lanes == plan.threads
-    else:
-        assert plan.lanes == 32
-        assert plan.rows == 1
-        assert plan.cluster * (plan.threads // 32) * plan.played == plan.warps
+@example(spec=RowNormSpec("forward", False, 33344, "bf16", "bf16"), device=KNOWN_DEVICES[90])
+@settings(max_examples=2000, deadline=None)
+def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
+    """Every plan fits its device and covers the row, whether rows are aligned or begin anywhere."""
+    for access in (planner.contiguous_access(spec), anywhere(spec)):
+        assert_sound(spec, access, plan_row_norm(spec, access, device), device)
 
 
 @given(spec=_specs_of_any_length, device=_devices, other=_specs_of_any_length)
 @settings(max_examples=500, deadline=None)
 def test_the_tree_depends_on_length_and_type_alone(spec: RowNormSpec, device: Device, other: RowNormSpec) -> None:
-    """Parameters, gradients, the output's dtype and alignment do not change the order in which a row is summed."""
-    direction = spec.direction
-    varied = replace(other, direction=direction, rms=spec.rms, cols=spec.cols, x=spec.x)
-    assert (
-        tree(planned(spec, device)) == tree(planned(varied, device)) == tree(plan_row_norm(spec, Access(x=2), device))
-    )
+    """Parameters, gradients, the output's dtype and the memory layout do not change how a row is summed."""
+    varied = replace(other, direction=spec.direction, rms=spec.rms, cols=spec.cols, x=spec.x)
+    moved = plan_row_norm(spec, anywhere(spec), device)
+    assert tree(planned(spec, device)) == tree(planned(varied, device)) == tree(moved)
 
 
 @given(spec=_specs_of_any_length, device=_devices)
@@ -233,3 +229,26 @@ def test_inference_and_training_share_the_tree(spec: RowNormSpec, device: Device
     """Inference and training forward sum a row in the same order."""
     plans = [planned(replace(spec, direction=direction), device) for direction in ("inference", "forward")]
     assert tree(plans[0]) == tree(plans[1])
+
+
+@given(spec=_specs_of_any_length.filter(lambda spec: spec.direction != "backward_weight"), device=_devices)
+@settings(max_examples=200, deadline=None)
+def test_executors_are_sound(spec: RowNormSpec, device: Device) -> None:
+    """The plans that test_cuda_executors.py forces upon a GPU are sound and keep the tree."""
+    plan, access = planned(spec, device), planner.contiguous_access(spec)
+    for other in executors(spec, plan, device):
+        assert_sound(spec, access, other, device)
+        assert tree(other) == tree(plan)
+
+
+# Grid rationale. Through shared memory go rows that need a cluster in forward, and all of 256 columns or more in
+# backward, several at a time. Four slots let a test try two, three and four.
+@pytest.mark.parametrize(("direction", "cols"), [("forward", 32768), ("backward", 1024), ("backward", 4096)])
+def test_executors_of_staged_rows(direction: str, cols: int) -> None:
+    """On sm_90 a staged plan has direct executors, and staged ones with every number of slots, and all compile."""
+    spec, device = RowNormSpec(direction, False, cols, "bf16", "bf16", "bf16", "bf16"), KNOWN_DEVICES[90]
+    plan, access = planned(spec, device), planner.contiguous_access(spec)
+    plans = executors(spec, plan, device)
+    assert {other.stages for other in [plan, *plans]} == {0, 2, 3, 4}
+    for other in plans:
+        assert compile_source(kernel_source(spec, access, other)[1], 90)[0].startswith(b"\x7fELF")

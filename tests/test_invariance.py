@@ -97,7 +97,7 @@ _PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_memory_layout(verb: str, place: str, cols: int, dtype: torch.dtype, target: Target) -> None:
     """Alignment and strides of x and dy change no bit of y or dx.
 
-    Nor of dweight and dbias on the CPU; on a GPU, rows that can be copied in bulk are added up by fewer blocks.
+    Nor of dweight and dbias on the CPU; on a GPU, how many blocks add up the rows may depend on how these lie.
     """
     x, weight, bias, dy = tensors(target, 60, cols, dtype)
     with target.ran(forward=2, backward=2):
@@ -114,6 +114,27 @@ def test_expanded_rows(verb: str, target: Target) -> None:
         one = run(verb, x, weight, bias, dy, target)[:2]
         many = run(verb, x.expand(5, 255), weight, bias, dy.expand(5, 255), target)[:2]
     assert_equal(many, [t.expand(5, 255) for t in one])
+
+
+@contextmanager
+def _fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(8).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [1, 255, 1024, 4097, 32768])
+def test_fresh_memory(verb: str, cols: int, dtype: torch.dtype, target: Target) -> None:
+    """What lay in the memory of results and partial sums before changes no bit."""
+    inputs = tensors(target, 9, cols, dtype)
+    with target.ran(forward=2, backward=2):
+        expected = run(verb, *inputs, target)
+        with _fresh_memory_is_nan():
+            assert_equal(run(verb, *inputs, target), expected)
 
 
 @pytest.mark.parametrize("wants", [(True, False, False), (True, True, False), (True, False, True)], ids=str)

@@ -181,13 +181,20 @@ def _tree(
         if slots % n == 0 and (n > 1 or slots <= 5)
     ]
     near.sort(key=lambda n: prefer(slots // n), reverse=True)
-    warps = slots // near[0] if near else _ceil_div(slots, per_thread)
-    cluster = _power_of_two(_ceil_div(warps, _MAX_BLOCK_WARPS)) if device.has_clusters else 1
-    cluster = min(max_cluster, cluster)
-    if cluster > 1 and not near:
-        warps = _MAX_BLOCK_WARPS * cluster
-    warps = min(_ceil_div(warps, cluster), _MAX_BLOCK_WARPS) * cluster
+    each = near[0] if near else per_thread
+    blocks = _ceil_div(_ceil_div(slots, each), _MAX_BLOCK_WARPS)
+    cluster = min(max_cluster, _power_of_two(blocks)) if device.has_clusters else 1
+    if not near or slots > each * _MAX_BLOCK_WARPS * cluster:
+        each = max(each if cluster == 1 else 1, _ceil_div(slots, _MAX_BLOCK_WARPS * cluster))
+    while cluster > 1 and not _all_blocks_have_columns(slots, each, cluster):
+        each += 1
+    warps = _ceil_div(_ceil_div(slots, each), cluster) * cluster
     return _Tree(vec, 32, warps, cluster, _ceil_div(slots, warps))
+
+
+def _all_blocks_have_columns(slots: int, each: int, cluster: int) -> bool:
+    warps = _ceil_div(slots, each)
+    return (cluster - 1) * _ceil_div(warps, cluster) < warps
 
 
 def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -206,7 +213,9 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
     # fp32 1.15, afterwards 1.04.
     ahead = per_thread <= 16
-    bound = ahead and tree.vec > 1 and spec.acc == "f32" and device.arch == 90
+    # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
+    plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
+    bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
     resident = tree.vectors * tree.vec * itemsize <= 2 * _FORWARD_BYTES
     return _direct(tree, resident=resident, ahead=ahead, min_blocks=min_blocks)
@@ -266,7 +275,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         bytes_per_thread,
         bytes_per_thread + 16,
         # Groups of rows then fill the block, where rows are staged.
-        prefer=lambda warps: device.has_clusters and _MAX_BLOCK_WARPS % warps == 0,
+        prefer=lambda warps: device.arch == 90 and _MAX_BLOCK_WARPS % warps == 0,
         max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and spec.x == "f32" else _MAX_CLUSTER,
     )
     staged = _plan_staged_backward(spec, tree, access, device)
@@ -290,7 +299,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
-    resident = thread_bytes <= 2 * bytes_per_thread and tree.vectors * tree.vec <= most
+    resident = thread_bytes <= 2 * bytes_per_thread and tree.vectors * tree.vec <= most and tree.cluster <= _MAX_CLUSTER
     shared = _direct(tree).threads * tree.vectors * tree.vec * 2 * ITEMSIZE[spec.acc]
     if not wants_sums:
         return plan(resident=resident)

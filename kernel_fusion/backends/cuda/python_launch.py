@@ -278,7 +278,7 @@ def _launch_backward(
 
 
 class RowNorm(torch.autograd.Function):
-    """Autograd of the row norms, as in native/extension/row_norm.cpp."""
+    """Autograd of the row norms, as in native/extension/autograd.cpp."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

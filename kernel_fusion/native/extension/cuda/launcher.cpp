@@ -105,7 +105,10 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
     Launch launch(kernel, kernel.cluster, 1, nullptr);
     launch.config.num_attributes = 1;  // the cluster's
     driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &launch.config), "cuOccupancyMaxActiveClusters");
-    return std::max(1, count) * kernel.cluster;
+    if (count == 0)
+      driver::fail("this device has no room for a cluster of " + std::to_string(kernel.cluster) + " blocks, which rows of this "
+                   "length need; the backend 'eager' computes them");
+    return count * kernel.cluster;
   }
   driver::Device device;
   int multiprocessors = 0;

@@ -1,0 +1,138 @@
+"""CUDA plans as tests see them: what makes one sound, and the other plans that run the same reduction tree.
+
+Nothing here needs a GPU, so that the plans which tests force upon one are checked where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+_MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
+
+
+def tree(plan: Plan) -> tuple[int, int, int]:
+    """What decides the order in which a row is summed."""
+    return plan.vec, plan.lanes, plan.warps
+
+
+def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
+    """Columns of a row that one thread works on, those past its end included."""
+    return -(-spec.cols // (plan.warps * plan.lanes * plan.vec)) * plan.vec * plan.played
+
+
+def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
+    """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
+    itemsize = ITEMSIZE[spec.x]
+    assert spec.cols % plan.vec == 0
+    assert plan.vec * itemsize == 16 or (plan.vec * itemsize < 16 and spec.cols % (2 * plan.vec))
+    assert 32 <= plan.threads <= 1024
+    assert plan.threads % 32 == 0
+    assert plan.min_blocks * plan.threads <= 1536
+    if spec.direction == "backward_weight":
+        assert plan.per_block == plan.threads * plan.vec
+        return
+    assert plan.persistent == (spec.direction == "backward" or plan.stages > 0)
+    for power in (plan.lanes, plan.cluster, plan.played):
+        assert power & (power - 1) == 0
+    most_blocks = 16 if device.arch == 90 else 8
+    assert 1 <= plan.cluster <= (most_blocks if device.has_clusters else 1)
+    assert plan.warps == 1 or plan.lanes == 32
+    physical, rest = divmod(plan.warps, plan.cluster * plan.played)
+    assert rest == 0
+    if plan.stages:
+        _assert_staged(spec, plan, device)
+        assert plan.per_block * physical * 32 == plan.threads
+    elif plan.warps == 1:
+        assert plan.per_block * plan.lanes == plan.threads
+    else:
+        assert (plan.per_block, physical * 32) == (1, plan.threads)
+    dynamic, static = _shared_bytes(spec, access, plan)
+    assert dynamic <= plan.shared_bytes
+    assert plan.shared_bytes + static <= device.shared_bytes
+
+
+def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
+    assert device.has_clusters
+    assert spec.acc == "f32"
+    assert (plan.lanes, plan.played) == (32, 1)
+    assert 2 <= plan.stages <= 4
+    assert plan.storage in ("none", "registers")
+    # A block without columns would copy what lies behind the row.
+    columns_per_block = columns_per_thread(spec, plan) * 32 * plan.warps // plan.cluster
+    assert (plan.cluster - 1) * columns_per_block < spec.cols
+
+
+def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, int]:
+    """Dynamic and static shared memory that the kernel uses."""
+    acc, per_thread = ITEMSIZE[spec.acc], columns_per_thread(spec, plan)
+    # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if staged.
+    sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
+    table = plan.per_block * spec.cols * acc * (2 if plan.stages else 1) if sums else 0
+    if plan.stages:
+        members = plan.threads // plan.per_block
+        tensors = [(spec.x, access.x), (spec.y, access.y)][: 2 if spec.direction == "backward" else 1]
+        # Whatever its alignment, a row lies in this many units of 16 bytes.
+        slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
+        weight = per_thread * members * ITEMSIZE[spec.weight] if plan.weight == "shared" and spec.weight else 0
+        ring = plan.stages * plan.per_block * slot
+        barriers = (2 * plan.stages + 4) * 8
+        return max(ring, table) + weight, plan.per_block * (barriers + 4 * plan.warps * 2 * acc)
+    assert plan.weight in ("wide", "memory")
+    if plan.storage == "shared":
+        assert plan.warps > 1  # the rows of a block are added up where the sums would be
+        table = plan.threads * per_thread * 2 * acc
+    return table, 2 * 2 * plan.warps * acc
+
+
+def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
+    """Other plans that run the tree of `plan`: direct ones, and where that one is staged, other staged ones."""
+    return [*_direct(spec, plan, device), *_staged(spec, plan)]
+
+
+def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
+    """Rows read straight into registers: by fewer or more rows to a block, more played warps, or other clusters."""
+    backward = spec.direction == "backward"
+    plain = replace(
+        plan,
+        persistent=backward,
+        stages=0,
+        shared_bytes=0,
+        per_block=1,
+        cluster=1,
+        played=1,
+        ahead=False,
+        weight="memory",
+        storage="registers" if backward else "none",
+        prefetch=False,
+        min_blocks=1,
+        splits_weight=False,
+    )
+    if plan.warps == 1:
+        for threads in (32, 64, 256):
+            per_block = threads // plan.lanes
+            table = per_block * spec.cols * ITEMSIZE[spec.acc] if backward and per_block > 1 else 0
+            yield replace(plain, threads=threads, per_block=per_block, shared_bytes=table)
+        return
+    for cluster in (1, 2, 4, 8) if device.has_clusters else (1,):
+        for played in (1, 2, 4):
+            physical, rest = divmod(plan.warps, cluster * played)
+            if rest == 0 and physical <= 16:
+                other = replace(plain, cluster=cluster, played=played, threads=32 * physical)
+                if columns_per_thread(spec, other) <= _MAX_ELEMENTS:
+                    yield other
+
+
+def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
+    """Fewer slots, fewer rows at a time, larger clusters: all fit where `plan` does."""
+    for stages in range(2, plan.stages):
+        yield replace(plan, stages=stages)
+    if plan.stages and plan.per_block > 1:
+        yield replace(plan, per_block=1, threads=plan.threads // plan.per_block)
+    if plan.stages and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
+        larger = replace(plan, cluster=2 * plan.cluster, threads=plan.threads // 2)
+        if columns_per_thread(spec, larger) * larger.threads * (larger.cluster - 1) < spec.cols:
+            yield larger

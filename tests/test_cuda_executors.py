@@ -1,0 +1,122 @@
+"""The bits of a row on a GPU: the same from every executor of its tree, and wherever the row begins.
+
+A plan is forced upon the kernels here; tests/test_cuda_kernels_offline.py checks, without a GPU, that all of them are
+sound. Rows are many enough that a persistent block goes around its ring of slots more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from cuda_plans import executors
+from support import CUDA, call
+from torch import Tensor
+
+from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.core.spec import Direction, RowNormSpec, dtype_name
+from kernel_fusion.testing import oracle
+from kernel_fusion.testing.oracle import RowNormCase
+
+pytestmark = pytest.mark.cuda
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def tensors(cols: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, weight, bias and dy, with a mean that makes the order of summation show; the number of rows is odd."""
+    rows = 2**23 // cols | 1
+    shapes = ((rows, cols), (cols,), (cols,), (rows, cols))
+    return [torch.randn(shape, device="cuda").add_(3).to(dtype) for shape in shapes]
+
+
+def y_and_dx(verb: str, inputs: list[Tensor], *, alone: bool = False) -> list[Tensor]:
+    """y and dx of one call, the gradients of weight and bias computed beside dx unless it is wanted alone."""
+    leaves = [t.detach().requires_grad_(i == 0 or not alone) for i, t in enumerate(inputs[:3])]
+    y = call(verb, *leaves, backend="cuda")
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return [y.detach(), torch.autograd.grad(y, wanted, inputs[3])[0]]
+
+
+@contextmanager
+def forced(direction: Direction, plan: Plan) -> Iterator[None]:
+    """Run the kernels of one direction by `plan`; fail if there was none to run."""
+    asked = []
+
+    def change(spec: RowNormSpec, own: Plan) -> Plan:
+        if spec.direction != direction:
+            return own
+        asked.append(spec)
+        return plan
+
+    with planner.override_plan(change):
+        yield
+    assert asked, f"no kernel was planned for {direction}"
+
+
+# Grid rationale. Rows of one virtual warp (1000) and of several, of vectors and of single elements (1023, 50257), in a
+# block (4096, 12288), a cluster (32768) and the largest one (131072). From sm_90 on every backward is staged, and the
+# forward of a cluster. dx alone is a kernel of its own.
+@pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [*((n, BF16) for n in (1000, 1023, 4096, 12288, 32768, 50257)), *((n, F32) for n in (4096, 32768, 131072))],
+    ids=str,
+)
+def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.dtype, kernel: str) -> None:
+    """Direct and staged, blocks and clusters, any number of slots and of rows at a time: the same y and dx."""
+    direction: Direction = "forward" if kernel == "forward" else "backward"
+    inputs, alone = tensors(cols, dtype), kernel == "dx"
+    expected = y_and_dx(verb, inputs, alone=alone)
+    with torch.no_grad():
+        assert torch.equal(call(verb, *inputs[:3], backend="cuda"), expected[0]), "inference"
+    name = dtype_name(dtype)
+    spec = RowNormSpec(direction, verb == "rms_norm", cols, name, name, name, name, grads=(True, not alone, not alone))
+    device = Device.of(torch.cuda.current_device())
+    plans = executors(spec, planner.plan_for(spec, planner.contiguous_access(spec), device), device)
+    if not plans:
+        pytest.skip(f"a row of {cols} fits no other executor on sm_{device.arch}")
+    for plan in plans:
+        with forced(direction, plan), CUDA.ran(forward=1, backward=1):
+            results = y_and_dx(verb, inputs, alone=alone)
+        for tensor, one, other in zip(("y", "dx"), results, expected, strict=True):
+            assert torch.equal(one, other), f"{tensor} by {plan}"
+
+
+# Grid rationale. Lengths in a block, a cluster of aligned rows, and a cluster of rows of single elements. "padded" rows
+# have a stride of N + 1, so that each begins at another alignment; "unaligned" ones a storage offset of one element.
+_ANYWHERE = list(product((F16, BF16, F32, F64), (4096, 32768, 50257), ("padded", "unaligned")))
+
+
+@pytest.mark.parametrize(("dtype", "cols", "layout"), _ANYWHERE, ids=str)
+def test_rows_that_begin_anywhere_have_the_same_bits(verb: str, dtype: torch.dtype, cols: int, layout: str) -> None:
+    """Neither a row stride of N + 1 nor a storage offset changes a bit of y or dx."""
+    x, weight, bias, dy = tensors(cols, dtype)
+    moved = [oracle.lay_out(x, layout), weight, bias, oracle.lay_out(dy, layout)]
+    with CUDA.ran(forward=2, backward=2):
+        expected, results = (y_and_dx(verb, inputs) for inputs in ([x, weight, bias, dy], moved))
+    for tensor, one, other in zip(("y", "dx"), results, expected, strict=True):
+        assert torch.equal(one, other), tensor
+
+
+@pytest.mark.parametrize(("dtype", "cols", "layout"), _ANYWHERE, ids=str)
+def test_rows_that_begin_anywhere_are_within_budget(verb: str, dtype: torch.dtype, cols: int, layout: str) -> None:
+    """Results and all gradients of such rows are right, the sums over rows among them."""
+    case = RowNormCase(verb, (9, cols), dtype, weight=dtype, bias=dtype, layout=layout)
+    with CUDA.ran(forward=None, backward=None):
+        failed = [c for c in oracle.compare(case, "cuda", "cuda") if not c.ok]
+    assert not failed, failed
+
+
+# Grid rationale. The weight of a thread's columns is kept in registers, in shared memory or nowhere, as there is room,
+# and an fp32 weight takes twice as much of it.
+@pytest.mark.parametrize("cols", [768, 4096, 12288, 131072])
+def test_f32_weight_beside_bf16(verb: str, cols: int) -> None:
+    """bf16 rows with float32 weight and bias are within budget."""
+    case = RowNormCase(verb, (2**19 // cols, cols), BF16, weight=F32, bias=F32)
+    with CUDA.ran(forward=None, backward=None):
+        failed = [c for c in oracle.compare(case, "cuda", "cuda") if not c.ok]
+    assert not failed, failed
