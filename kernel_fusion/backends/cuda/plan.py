@@ -321,7 +321,7 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
         return None
     # Vectors of one element, and vectors put together from pieces, take more registers.
     roomy = tree.vec > 1 and min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
-    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree, roomy), tree.vectors * tree.vec
+    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree, roomy, device), tree.vectors * tree.vec
     staged = partial(_staged, spec, access, device, tree, groups)
     if spec.weight is None:
         return staged(max_stages=4)
@@ -335,15 +335,16 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
     return staged(max_stages=4)
 
 
-def _groups(tree: _Tree, roomy: bool) -> int:
+def _groups(tree: _Tree, roomy: bool, device: Device) -> int:
     """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
 
-    Or up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200, 16384x5120
-    bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15.
+    Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
+    16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15. Elsewhere 96 registers spill.
     """
     if tree.cluster > 1:
         return 1
-    if not roomy or _MAX_BLOCK_WARPS % tree.warps == 0 or tree.vectors * tree.vec > 16:
+    few = not roomy or device.arch != 90 or tree.vectors * tree.vec > 16
+    if few or _MAX_BLOCK_WARPS % tree.warps == 0:
         return max(1, _MAX_BLOCK_WARPS // tree.warps)
     return max(1, 20 // tree.warps)
 

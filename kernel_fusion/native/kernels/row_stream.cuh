@@ -69,6 +69,7 @@ template <class S> struct RowStream {
   // No block writes to another's shared memory before that one runs, and none leaves while it may still be written to.
   __device__ void join() const {
     if constexpr (S::kCluster > 1) {
+      __syncwarp();  // the barrier wants whole warps, and lane 0 may have been busy alone
       cluster_arrive();
       cluster_wait();
     }

@@ -2,8 +2,7 @@
 //
 // A block takes 32 columns, 8 lanes with 4 of them each; so a warp reads 4 partial rows at a time and the block 4 per warp.
 // Each thread adds partials d, d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block.
-// blockIdx.y chooses between the two sums of a call (dweight, dbias). Few threads with few registers: the blocks fit beside
-// those of the kernel before, so that they are there when it ends (chain.cuh).
+// blockIdx.y chooses between the two sums of a call (dweight, dbias).
 #pragma once
 
 #include "chain.cuh"
