@@ -28,8 +28,9 @@ import torch.nn.functional as F
 
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES, Plan, kernel_source
-from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for, source_of
 from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
 from kernel_fusion.native import loader
@@ -69,7 +70,7 @@ def compile_seconds(arch: int) -> dict[str, Any]:
         for dtype in ("bf16", "f32"):
             for spec in family(cols, dtype, dtype, rms=False)[1:]:
                 access = contiguous_access(spec)
-                _, source = kernel_source(spec, access, plan_for(spec, access, device))
+                source = source_of(spec, access, plan_for(spec, access, device)).text()
                 if not times["forward"] and not times["backward"]:
                     compiler.compile_source(source, arch)  # loads the compiler
                 start = time.perf_counter()

@@ -8,7 +8,23 @@ from __future__ import annotations
 from kernel_fusion import errors, functional, nn
 from kernel_fusion.backends.select import Explanation, explain
 from kernel_fusion.config import use_backend
-from kernel_fusion.functional import layer_norm, rms_norm
+from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.functional import (
+    NormOutput,
+    act_dropout,
+    add_act,
+    add_layer_norm,
+    add_rms_norm,
+    attention_scores,
+    bias_act,
+    gated_act,
+    layer_norm,
+    mean_abs,
+    mul_act,
+    rms_norm,
+    softmax,
+    sum_squared,
+)
 from kernel_fusion.nn import FusedLayerNorm, FusedRMSNorm
 
 __version__ = "0.1.0"
@@ -18,17 +34,30 @@ CUDA_AVAILABLE: bool
 EXTENSION_LOADED: bool
 
 __all__ = [
+    "ACTIVATIONS",
     "CUDA_AVAILABLE",
     "EXTENSION_LOADED",
     "Explanation",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "NormOutput",
+    "act_dropout",
+    "add_act",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention_scores",
+    "bias_act",
     "errors",
     "explain",
     "functional",
+    "gated_act",
     "layer_norm",
+    "mean_abs",
+    "mul_act",
     "nn",
     "rms_norm",
+    "softmax",
+    "sum_squared",
     "use_backend",
 ]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold

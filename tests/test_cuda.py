@@ -127,7 +127,7 @@ def test_first_use_inside_a_capture(verb: str) -> None:
     cols = 1032 if verb == "layer_norm" else 1040  # lengths that nothing else uses
     x = torch.randn(4, cols, device="cuda", dtype=BF16)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    words = rf"(?s)N = {cols}.*inside a CUDA graph capture.*kernel-fusion warmup --hidden {cols}"
+    words = r"(?s)inside a CUDA graph capture.*Run the same call.*once before the capture.*kernel-fusion warmup"
     with torch.cuda.stream(stream):
         graph.capture_begin()
         try:

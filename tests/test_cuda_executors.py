@@ -17,7 +17,8 @@ from support import CUDA, call
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import planner
-from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core.spec import Direction, RowNormSpec, dtype_name
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import RowNormCase

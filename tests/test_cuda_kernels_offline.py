@@ -20,15 +20,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
 
-from kernel_fusion.backends.cuda import planner, python_launch
+from kernel_fusion.backends.cuda import planner, python_launch, requests
 from kernel_fusion.backends.cuda.compile import compile_source, counters, cubin
-from kernel_fusion.backends.cuda.plan import (
-    KNOWN_DEVICES,
-    Device,
-    Plan,
-    kernel_source,
-    plan_row_norm,
-)
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm
 from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 from kernel_fusion.errors import CompileError
@@ -80,7 +75,7 @@ def _kernels(arch: int) -> dict[str, str]:
             wanted += [(spec, anywhere(spec), ", at any alignment") for spec in (forward, backward)]
         for spec, access, words in wanted:
             for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
-                source = kernel_source(each, access, planner.plan_for(each, access, device))[1]
+                source = planner.source_of(each, access, planner.plan_for(each, access, device)).text()
                 kernels[source] = f"{each}{words}"
     return kernels
 
@@ -124,8 +119,8 @@ def test_every_access_compiles(direction: str, access: Access) -> None:
     """Unaligned and strided rows have kernels too, for LayerNorm and RMSNorm."""
     for rms, cols in product((False, True), (255, 4096, 32768)):
         spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
-        _, source = kernel_source(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
-        assert compile_source(source, 90)[0].startswith(b"\x7fELF")
+        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
+        assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
 
 
 def test_compile_error_holds_the_log() -> None:
@@ -139,7 +134,7 @@ def test_bad_cubins_are_compiled_again(damage: str, tmp_path: Path, monkeypatch:
     """A kernel on disk is used if it is whole and of its key, and compiled again otherwise."""
     monkeypatch.setenv("KERNEL_FUSION_CACHE_DIR", str(tmp_path / "cache"))
     spec = RowNormSpec("inference", False, 64, "f32", "f32")
-    _, source = kernel_source(spec, Access(), planned(spec, KNOWN_DEVICES[90]))
+    source = planner.source_of(spec, Access(), planned(spec, KNOWN_DEVICES[90])).text()
     start = counters.compiled, counters.from_disk
     code = cubin(source, 90)
     assert cubin(source, 90) == code
@@ -177,7 +172,9 @@ def _members(header: Path, struct: str) -> list[str]:
         ("shared/row_norm_args.h", "RowNormFwdArgs", python_launch.RowNormFwdArgs),
         ("shared/row_norm_args.h", "RowNormBwdArgs", python_launch.RowNormBwdArgs),
         ("shared/row_norm_args.h", "SumPartialsArgs", python_launch.SumPartialsArgs),
-        ("extension/cuda/launcher.h", "KernelRequest", planner.Request),
+        ("extension/cuda/launcher.h", "KernelRequest", requests.Request),
+        ("extension/cuda/requests.h", "RowNormFields", requests.RowNormFields),
+        ("extension/cuda/requests.h", "SumPartialsFields", requests.SumPartialsFields),
     ],
 )
 def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -251,4 +248,4 @@ def test_executors_of_staged_rows(direction: str, cols: int) -> None:
     plans = executors(spec, plan, device)
     assert {other.stages for other in [plan, *plans]} == {0, 2, 3, 4}
     for other in plans:
-        assert compile_source(kernel_source(spec, access, other)[1], 90)[0].startswith(b"\x7fELF")
+        assert compile_source(planner.source_of(spec, access, other).text(), 90)[0].startswith(b"\x7fELF")

@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from kernel_fusion.backends import eager
+from kernel_fusion.backends import eager, interop
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.native import loader, schemas
+from kernel_fusion.native import loader, schemas, vmap  # noqa: F401  (vmap registers its rules)
 
-Operator = Callable[..., Tensor]
+Operator = Callable[..., Any]
 
 # Subclasses that stand for a plain tensor while a program is traced.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
@@ -47,13 +48,22 @@ def call(
         BackendUnavailableError: the requested backend cannot serve this input; the message says why.
     """
     check_backend_name(backend)
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+    rms = verb == "rms_norm"
+    if not interop.is_tensor(input):
+        if not hasattr(input, "__dlpack__"):
+            raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+
+        def with_tensors(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+            return call(verb, backend, x, normalized_shape, w, b, eps, weight_offset, out_dtype)
+
+        result: Tensor = interop.with_tensors(with_tensors, input, weight, bias)
+        return result
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     rest = weight, bias, eps, weight_offset, out_dtype
     if _is_foreign(input) or not _ends_with(input, shape):
-        return eager.pytorch_row_norm(input, shape, *rest, verb == "rms_norm")
-    return _operator(verb, backend or state.backend, input)(input, len(shape), *rest)
+        return eager.pytorch_row_norm(input, shape, *rest, rms)
+    y: Tensor = operator(verb, verb, backend, input)(input, len(shape), *rest)
+    return y
 
 
 def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
@@ -61,16 +71,31 @@ def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
     return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
-def _operator(verb: str, backend: str | None, input: Tensor) -> Operator:
-    operator: Operator = getattr(schemas, verb)
+def operator(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Operator:
+    """What serves a call of `verb`: the operator `name`, which chooses by device, or the definition.
+
+    Args:
+        backend: as the user gave it; None takes that of `use_backend`.
+        tensors: all that the verb reads. What kernels do not take goes to the definition, unless a backend was named.
+
+    Raises:
+        ValueError: `backend` is not a backend.
+        BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
+    """
+    check_backend_name(backend)
+    backend = backend or state.backend
+    definition, found = partial(schemas.reference_call, name), getattr(torch.ops.kernel_fusion, name).default
     if backend is None:
-        return operator
+        return found if all(t is None or _refusal(t) is None for t in tensors) else definition
     if backend == "eager":
-        return lambda *args: schemas.reference_call(verb, *args)
-    reason = unavailable_reason(backend, input.device) or _refusal(input)
-    if reason:
-        raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
-    return operator
+        return definition
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        reason = unavailable_reason(backend, tensor.device) or _refusal(tensor)
+        if reason:
+            raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
+    return found  # type: ignore[no-any-return]
 
 
 def unavailable_reason(name: str, device: torch.device | None = None) -> str | None:
@@ -137,8 +162,10 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
         planner.install(library, able)
 
 
-def _launch_from_python(verb: str, *args: Any) -> Tensor:
+def _launch_from_python(verb: str, *args: Any) -> Any:
     """The CUDA kernels where there is no extension to launch them."""
+    if verb not in ("layer_norm", "rms_norm"):
+        return schemas.reference_call(verb, *args)
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
     if _cuda_reason(input.device) or input.dtype not in checks.FLOATING:
         return schemas.reference_call(verb, *args)

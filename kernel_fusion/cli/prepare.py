@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.table import Table
 
-from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
 from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, split
 from kernel_fusion.core.cache import CUBINS

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,6 +43,38 @@ def row_norm(
     _check_mix(verb, "out_dtype", out_dtype, input.dtype)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
+
+
+def residual(input: Tensor, residual: Tensor | None) -> None:
+    """Raise unless the residual stream has the input's shape and device, and a dtype that goes with the input's."""
+    if residual is None:
+        return
+    if residual.shape != input.shape:
+        raise RuntimeError(
+            f"`residual` must have the shape of `input`, {list(input.shape)}, got {list(residual.shape)}"
+        )
+    if residual.device != input.device:
+        raise RuntimeError(
+            f"expected all tensors to be on the same device, but `residual` is on {residual.device} and `input` is on "
+            f"{input.device}"
+        )
+    _check_mix("add_*_norm", "residual", residual.dtype, input.dtype)
+
+
+def activation(verb: str, argument: str, name: str | None) -> str:
+    """The activation's name, or that of its absence; raise where there is no such activation."""
+    if name is None or name == IDENTITY:
+        return IDENTITY
+    if name not in ACTIVATIONS:
+        choices = ", ".join(repr(choice) for choice in ACTIVATIONS)
+        raise ValueError(f"`{verb}`: `{argument}` must be one of {choices}, got {name!r}")
+    return name
+
+
+def dropout_p(verb: str, argument: str, p: float) -> None:
+    """Raise unless `p` is a probability."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"`{verb}`: `{argument}` must be a probability between 0 and 1, got {p}")
 
 
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core.spec import compute_dtype
@@ -20,43 +21,61 @@ from kernel_fusion.errors import BuildError
 from kernel_fusion.native import loader
 
 # Not SymInt[] shapes but the number of normalised dimensions: a new row count then never means a new trace.
+_NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
+_STAGES = "str pre_activation, str activation, float dropout_p, Tensor? seed"
+_AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
+_CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 _VERBS = {
-    "layer_norm": "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
-    "float weight_offset=0., ScalarType? out_dtype=None) -> Tensor",
-    "rms_norm": "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float? eps=None, "
-    "float weight_offset=0., ScalarType? out_dtype=None) -> Tensor",
+    "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
+    "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
+    # Both norms with what stands around them. `residual` of the result is h, without elements where none was given.
+    "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {_STAGES}) -> (Tensor output, Tensor residual)",
+    # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
+    "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
+    "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
+    "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
 }
 # What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
-# (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two.
+# (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two. Results that nobody wants
+# have no elements.
 _PARTS = {
     "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
     "ScalarType? out_dtype, bool rms) -> (Tensor y, Tensor stats)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
+    "softmax_bwd": "(Tensor dy, Tensor y, float scale) -> Tensor",
 }
-# The eager definition as an operator, so that C++ can reach it: it decomposes into ATen under every transform.
-_REFERENCE = (
-    "row_norm_reference(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
-    "ScalarType? out_dtype, bool rms) -> Tensor"
-)
+# The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
+_REFERENCES = {
+    "row_norm_reference": (f"(Tensor input, {_AFFINE}) -> Tensor", eager.row_norm),
+    "staged_row_norm_reference": (_VERBS["staged_row_norm"], eager.staged_row_norm),
+    "pointwise_reference": (_VERBS["pointwise"], eager.pointwise),
+    "reduce_reference": (_VERBS["reduce"], eager.reduce),
+    "softmax_reference": (_VERBS["softmax"], eager.softmax),
+}
 
 library = torch.library.Library("kernel_fusion", "DEF")
 for _name, _schema in (_VERBS | _PARTS).items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-library.define(_REFERENCE, tags=torch.Tag.pt2_compliant_tag)
-library.impl("row_norm_reference", eager.row_norm, "CompositeImplicitAutograd")
+for _name, (_schema, _definition) in _REFERENCES.items():
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(_name, _definition, "CompositeImplicitAutograd")
 
-layer_norm: Callable[..., torch.Tensor] = torch.ops.kernel_fusion.layer_norm.default
-rms_norm: Callable[..., torch.Tensor] = torch.ops.kernel_fusion.rms_norm.default
+layer_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.layer_norm.default
+rms_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.rms_norm.default
 
 
-def default_eps(input: torch.Tensor) -> float:
+def default_eps(input: Tensor) -> float:
     """What `eps=None` of rms_norm stands for: the machine epsilon of the compute type."""
     return torch.finfo(compute_dtype(input.dtype)).eps
 
 
-def reference_call(name: str, *args: Any) -> torch.Tensor:
+def reference_call(name: str, *args: Any) -> Any:
     """The verb `name`, called with an operator's arguments, by the eager definition."""
+    if f"{name}_reference" in _REFERENCES:
+        definition: Any = _REFERENCES[f"{name}_reference"][1]
+        return definition(*args)
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
     if eps is None:
         eps = default_eps(input)
@@ -65,7 +84,7 @@ def reference_call(name: str, *args: Any) -> torch.Tensor:
 
 # What serves the verbs on a device type where the extension cannot be built, if not the eager definition. Called like
 # `reference_call`. Backends put themselves here.
-without_extension: dict[str, Callable[..., torch.Tensor]] = {}
+without_extension: dict[str, Callable[..., Any]] = {}
 
 
 def _bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -119,29 +138,30 @@ def _forget_stubs(_: object) -> None:
 loader.on_load(_forget_stubs)
 
 
-def _register_vmap(name: str) -> None:
-    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+def _register_meta() -> None:
+    """Shapes and dtypes for tracing of the verbs that do not get theirs from C++: those of the PyTorch calls."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        """Rows batch trivially; a batched weight or bias takes the eager definition, by broadcasting."""
-        input, num_dims, weight, bias, eps, offset, out_dtype = _bind(operator, args, {})
-        input_dim, _, weight_dim, bias_dim = (*in_dims, None, None)[:4]
-        input = input.expand(info.batch_size, *input.shape) if input_dim is None else input.movedim(input_dim, 0)
-        if weight_dim is None and bias_dim is None:
-            return operator(input, num_dims, weight, bias, eps, offset, out_dtype), 0
+    def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
+        return torch.empty_like(a) if b is None else torch.empty_like(torch.add(a, b))
 
-        def spread(parameter: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-            if parameter is None or dim is None:
-                return parameter
-            batched = parameter.movedim(dim, 0)
-            return batched.reshape(info.batch_size, *[1] * (input.dim() - num_dims - 1), *batched.shape[1:])
+    def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        wants = rest[-1]
+        return (
+            torch.empty_like(a) if wants[0] else a.new_empty(0),
+            torch.empty_like(b) if b is not None and wants[1] else a.new_empty(0),
+        )
 
-        weight, bias = spread(weight, weight_dim), spread(bias, bias_dim)
-        eps = default_eps(input) if eps is None else eps
-        return eager.row_norm_formula(input, num_dims, weight, bias, eps, offset, out_dtype, name == "rms_norm"), 0
+    def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
+        return torch.empty_like(input.sum(dim, keepdim, dtype=dtype or input.dtype))
 
-    torch.library.register_vmap(f"kernel_fusion::{name}", rule, lib=library)
+    def softmax(input: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    def softmax_bwd(dy: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(dy, memory_format=torch.contiguous_format)
+
+    for function in (pointwise, pointwise_bwd, reduce, softmax, softmax_bwd):
+        library.impl(function.__name__, function, "Meta")
 
 
-for _name in _VERBS:
-    _register_vmap(_name)
+_register_meta()

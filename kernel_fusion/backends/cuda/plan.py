@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSpec
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Forward: 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
 _FORWARD_BYTES = 64
@@ -27,44 +27,6 @@ _MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the
 _SMALL_ROW_THREADS = 128
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
-_FINISH_THREADS = 256
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a plan depends on: architecture (90 for sm_90), and the shared memory that one block may have, in bytes."""
-
-    arch: int
-    shared_bytes: int
-
-    @property
-    def has_clusters(self) -> bool:
-        """Whether blocks of a cluster can write to each other's shared memory."""
-        return self.arch >= 90
-
-    @property
-    def has_dependent_launch(self) -> bool:
-        """Whether a kernel can be launched while the one before it still runs (kernels/chain.cuh)."""
-        return self.arch >= 90
-
-    @property
-    def max_elements(self) -> int:
-        """How many elements a thread can hold in backward with both sums; more than 24 spill, but on sm_90."""
-        return 32 if self.arch == 90 else 24
-
-    @staticmethod
-    def of(index: int) -> Device:
-        """The device `cuda:index`."""
-        properties = torch.cuda.get_device_properties(index)
-        shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Device(properties.major * 10 + properties.minor, shared_bytes)
-
-
-# The architectures that CI compiles for without a device. Source: CUDA C++ Programming Guide, technical specifications.
-KNOWN_DEVICES = {
-    arch: Device(arch, kilobytes * 1024)
-    for arch, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
-}
 
 
 @dataclass(frozen=True)
@@ -349,35 +311,8 @@ def _groups(tree: _Tree, roomy: bool, device: Device) -> int:
     return max(1, 20 // tree.warps)
 
 
-def plan_sum_partials(spec: SumPartialsSpec) -> Plan:
-    """The plan of the finishing kernel: 32 columns per block, the partial rows spread over its threads."""
-    return Plan(vec=4, lanes=8, warps=1, threads=_FINISH_THREADS, per_block=32)
-
-
-def kernel_source(spec: RowNormSpec | SumPartialsSpec, access: Access, plan: Plan) -> tuple[str, str]:
-    """The kernel's name and its CUDA source: the constants of spec, access and plan, and one instantiation."""
-    if isinstance(spec, SumPartialsSpec):
-        name, args, header = "sum_partials", "SumPartialsArgs", "sum_partials"
-        types: dict[str, str | None] = {"Acc": spec.acc, "First": spec.first, "Second": spec.second}
-        constants: dict[str, int] = {"kCols": spec.cols, "kThreads": plan.threads}
-    else:
-        name, args, header, types, constants = _row_norm_source(spec, access, plan)
-    lines = [f"  using {key} = kf::{value or 'absent'};" for key, value in types.items()]
-    lines += [f"  static constexpr int {key} = {int(value)};" for key, value in constants.items()]
-    source = (
-        f'#include "kernels/{header}.cuh"\n'
-        + "struct Plan {\n"
-        + "\n".join(lines)
-        + "\n};\n"
-        + f'extern "C" __global__ void __launch_bounds__({plan.threads}, {plan.min_blocks})\n'
-        + f"{name}(const __grid_constant__ kf::{args} args) {{ kf::{header}<Plan>(args); }}\n"
-    )
-    return name, source
-
-
-def _row_norm_source(
-    spec: RowNormSpec, access: Access, plan: Plan
-) -> tuple[str, str, str, dict[str, str | None], dict[str, int]]:
+def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
+    """What the kernel of a row norm is compiled from: the constants of spec, access and plan."""
     backward = spec.direction.startswith("backward")
     header = {"backward": "row_norm_bwd", "backward_weight": "row_norm_bwd_weight"}.get(spec.direction, "row_norm_fwd")
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "DY" if backward else "Y": spec.y}
@@ -413,7 +348,7 @@ def _row_norm_source(
         constants["kStages"] = plan.stages
     norm = "rms_norm" if spec.rms else "layer_norm"
     name = f"kf_{norm}_{spec.direction}_{spec.cols}_{spec.x}"
-    return name, args, header, types, constants
+    return Source(name, header, args, types, constants, plan.threads, plan.min_blocks)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda.plan import Device, Plan, kernel_source, plan_row_norm, plan_sum_partials
-from kernel_fusion.core.spec import DTYPES, ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
+from kernel_fusion.backends.cuda import sum_partials
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm, row_norm_source
+from kernel_fusion.backends.cuda.requests import Request, decode
+from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
 
 Spec = RowNormSpec | SumPartialsSpec
-
-
-class Request(ctypes.Structure):
-    """`KernelRequest` of launcher.h, field by field."""
-
-    _names = "device kernel cols rms x y weight bias flags align_x align_y align_weight align_dx"
-    _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
 _NUMBERS = ("threads", "shared_bytes", "cluster", "per_block", "splits_weight", "persistent", "chained")
@@ -44,14 +41,7 @@ class Answer(ctypes.Structure):
     ]
 
 
-class Flag:
-    """`KernelRequest::Flag`."""
-
-    STATS, OFFSET, DX, DWEIGHT, DBIAS, STRIDED_X, STRIDED_Y = (1 << i for i in range(7))
-
-
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Request), ctypes.POINTER(Answer))
-_FORWARD, _BACKWARD, _BACKWARD_WEIGHT, _SUM_PARTIALS = range(4)
 
 # What the launcher holds pointers to; never freed, as a process meets few kernels.
 _kept: list[bytes] = []
@@ -98,54 +88,26 @@ def _launch_numbers(plan: Plan, device: Device) -> dict[str, int]:
     }
 
 
-def decode(request: Request) -> tuple[Spec, Access]:
-    """The spec and access that a request's numbers stand for."""
-
-    def dtype(code: int) -> str | None:
-        return None if code < 0 else DTYPES[code]
-
-    if request.kernel == _SUM_PARTIALS:
-        acc = DTYPES[request.x]
-        return SumPartialsSpec(request.cols, acc, dtype(request.weight), dtype(request.bias)), Access()
-    flags = request.flags
-    direction: Direction = "forward" if flags & Flag.STATS else "inference"
-    if request.kernel != _FORWARD:
-        direction = "backward" if request.kernel == _BACKWARD else "backward_weight"
-    spec = RowNormSpec(
-        direction=direction,
-        rms=bool(request.rms),
-        cols=request.cols,
-        x=DTYPES[request.x],
-        y=DTYPES[request.y],
-        weight=dtype(request.weight),
-        bias=dtype(request.bias),
-        offset=bool(flags & Flag.OFFSET),
-        grads=(bool(flags & Flag.DX), bool(flags & Flag.DWEIGHT), bool(flags & Flag.DBIAS)),
-    )
-    access = Access(
-        x=request.align_x,
-        y=request.align_y,
-        weight=request.align_weight,
-        dx=request.align_dx,
-        strided_x=bool(flags & Flag.STRIDED_X),
-        strided_y=bool(flags & Flag.STRIDED_Y),
-    )
-    return spec, access
-
-
 def plan_for(spec: Spec, access: Access, device: Device) -> Plan:
     """The plan of a spec on a device."""
     if isinstance(spec, SumPartialsSpec):
-        return plan_sum_partials(spec)
+        return sum_partials.plan()
     plan = plan_row_norm(spec, access, device)
     return plan if _override is None else _override(spec, plan)
+
+
+def source_of(spec: Spec, access: Access, plan: Plan) -> Source:
+    """What the kernel of a spec is compiled from."""
+    if isinstance(spec, SumPartialsSpec):
+        return sum_partials.source(spec)
+    return row_norm_source(spec, access, plan)
 
 
 def compiled(spec: Spec, access: Access, device: Device) -> tuple[Plan, str, bytes]:
     """Plan, kernel name and machine code of a spec on a device, compiled or from the disk cache."""
     plan = plan_for(spec, access, device)
-    name, source = kernel_source(spec, access, plan)
-    return plan, name, compiler.cubin(source, device.arch)
+    source = source_of(spec, access, plan)
+    return plan, source.name, compiler.cubin(source.text(), device.arch)
 
 
 @contextmanager
@@ -201,8 +163,6 @@ def compile_ahead(
     Returns:
         How many kernels there are.
     """
-    from kernel_fusion.backends.cuda.plan import KNOWN_DEVICES
-
     device = KNOWN_DEVICES[arch] if shared_bytes is None else Device(arch, shared_bytes)
     wanted: set[tuple[Spec, Access]] = set()
     for cols, dtype, rms in itertools.product(hidden_sizes, dtypes, (False, True)):

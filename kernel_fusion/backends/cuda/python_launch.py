@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import planner
-from kernel_fusion.backends.cuda.plan import Device, Plan
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
 _pointer, _i64, _f64 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_double

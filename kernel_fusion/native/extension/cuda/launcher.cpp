@@ -155,12 +155,9 @@ struct RelaxedCapture {
 const LoadedKernel& plan_and_load(const KernelRequest& request, driver::Stream stream) {
   int capturing = driver::kCaptureStatusNone;
   driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  if (capturing != driver::kCaptureStatusNone) {
-    const auto cols = std::to_string(request.cols);
-    driver::fail("the first use of a kernel (N = " + cols + ") fell inside a CUDA graph capture, which cannot load code. Run "
-                 "the same call, forward and backward, once before the capture, or compile ahead with `kernel-fusion warmup "
-                 "--hidden " + cols + "` and call once.");
-  }
+  if (capturing != driver::kCaptureStatusNone)
+    driver::fail("the first use of a kernel fell inside a CUDA graph capture, which cannot load code. Run the same call, forward "
+                 "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
   KernelPlan plan{};
   planner.load()(&request, &plan);  // may compile; no lock of ours is held, since it takes Python's
   if (plan.error) driver::fail(plan.error);

@@ -7,23 +7,29 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/driver.h"
 
 namespace kf {
 
-// What a kernel is compiled for; the planner's key. The fields and their order are mirrored in planner.py.
+// The kernels, by the numbers that planner.py knows them by.
+enum class Kernel : int32_t {
+  kRowNormFwd, kRowNormBwd, kRowNormBwdWeight, kSumPartials, kPointwise, kPointwiseBwd, kReduce, kSoftmax, kSoftmaxBwd
+};
+
+// What a kernel is compiled for; the planner's key. The fields are those of the kernel's own struct in requests.h, followed
+// by zeros; planner.py mirrors them.
 struct KernelRequest {
-  int32_t device;
-  int32_t kernel;  // 0 forward, 1 backward, 2 backward, weights alone, 3 sum of partials
-  int32_t cols;
-  int32_t rms;
-  int32_t x, y, weight, bias;  // Dtype codes, -1: absent; y is dy in backward
-  int32_t flags;               // Flag below
-  int32_t align_x, align_y, align_weight, align_dx;
+  int32_t device = 0;
+  Kernel kernel{};
+  int32_t fields[22] = {};
 
-  enum Flag : int32_t { kStats = 1, kOffset = 2, kDX = 4, kDWeight = 8, kDBias = 16, kStridedX = 32, kStridedY = 64 };
-
+  KernelRequest() = default;
+  template <class Fields> KernelRequest(int device, Kernel kernel, const Fields& own) : device(device), kernel(kernel) {
+    static_assert(sizeof own <= sizeof fields && sizeof own % sizeof(int32_t) == 0);
+    std::memcpy(fields, &own, sizeof own);
+  }
   bool operator==(const KernelRequest&) const = default;
 };
 

@@ -1,0 +1,44 @@
+"""What plans depend on, of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan depends on: architecture (90 for sm_90), and the shared memory that one block may have, in bytes."""
+
+    arch: int
+    shared_bytes: int
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks of a cluster can write to each other's shared memory."""
+        return self.arch >= 90
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can be launched while the one before it still runs (kernels/chain.cuh)."""
+        return self.arch >= 90
+
+    @property
+    def max_elements(self) -> int:
+        """How many elements a thread can hold in backward with both sums; more than 24 spill, but on sm_90."""
+        return 32 if self.arch == 90 else 24
+
+    @staticmethod
+    def of(index: int) -> Device:
+        """The device `cuda:index`."""
+        properties = torch.cuda.get_device_properties(index)
+        shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Device(properties.major * 10 + properties.minor, shared_bytes)
+
+
+# The architectures that CI compiles for without a device. Source: CUDA C++ Programming Guide, technical specifications.
+KNOWN_DEVICES = {
+    arch: Device(arch, kilobytes * 1024)
+    for arch, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
+}

@@ -1,0 +1,40 @@
+"""A kernel's source: a struct of constants, and one instantiation of the template that a header holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a kernel is compiled from.
+
+    Attributes:
+        name: of the kernel, as profilers show it.
+        header: of native/kernels, and the template in it.
+        args: the struct of its one parameter.
+        types: the element types of its tensors, None where one is absent.
+        constants: everything else that is known when it is compiled.
+        threads: per block; min_blocks: per multiprocessor, which bounds the registers.
+    """
+
+    name: str
+    header: str
+    args: str
+    types: dict[str, str | None]
+    constants: dict[str, int]
+    threads: int
+    min_blocks: int = 1
+
+    def text(self) -> str:
+        """The CUDA source."""
+        lines = [f"  using {key} = kf::{value or 'absent'};" for key, value in self.types.items()]
+        lines += [f"  static constexpr int {key} = {int(value)};" for key, value in self.constants.items()]
+        return (
+            f'#include "kernels/{self.header}.cuh"\n'
+            + "struct Plan {\n"
+            + "\n".join(lines)
+            + "\n};\n"
+            + f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.min_blocks})\n'
+            + f"{self.name}(const __grid_constant__ kf::{self.args} args) {{ kf::{self.header}<Plan>(args); }}\n"
+        )

@@ -1,0 +1,37 @@
+"""Pointwise chains: dropout(scale * f(a, b)), where f is an activation and what stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.eager.dropout import dropout
+from kernel_fusion.core.activations import formula
+from kernel_fusion.core.spec import compute_dtype
+
+_Act = Callable[[Tensor], Tensor]
+
+# The shapes of a chain, by their names in the operator.
+COMBINES: dict[str, Callable[[_Act, Tensor, Tensor], Tensor]] = {
+    "first": lambda act, a, b: act(a),
+    "add": lambda act, a, b: act(a + b),
+    "mul": lambda act, a, b: act(a * b),
+    "gate": lambda act, a, b: act(a) * b,
+}
+
+
+def pointwise(
+    a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
+) -> Tensor:
+    """The definition. `b` is None for "first" alone; `seed` is None without dropout."""
+    dtype = a.dtype if b is None else torch.result_type(a, b)
+    act = formula(activation)
+    if not dtype.is_floating_point:  # integers and complex numbers are PyTorch's affair
+        y = COMBINES[combine](act, a, a if b is None else b)
+        return dropout(y if scale == 1.0 else y * scale, dropout_p, seed)
+    wide = compute_dtype(dtype)
+    first = a.to(wide)
+    y = COMBINES[combine](act, first, first if b is None else b.to(wide))
+    return dropout(y if scale == 1.0 else y * scale, dropout_p, seed).to(dtype)

@@ -1,0 +1,25 @@
+"""Row reductions: the sum of squares, and the mean of absolute values, over any dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.spec import compute_dtype
+
+# kind -> (x, dims, keepdim, dtype) -> result
+_KINDS: dict[str, Callable[..., Tensor]] = {
+    "sum_squared": lambda x, dim, keepdim, dtype: x.square().sum(dim, keepdim, dtype=dtype),
+    "mean_abs": lambda x, dim, keepdim, dtype: x.abs().mean(dim, keepdim, dtype=dtype),
+}
+
+
+def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
+    """The definition, over the dimensions `dim`; none of them means all, as in `torch.sum`."""
+    reduction, result = _KINDS[kind], dtype or input.dtype
+    if not (input.is_floating_point() and result.is_floating_point):
+        return reduction(input, dim, keepdim, dtype)  # PyTorch's result, or its error
+    wide = compute_dtype(input.dtype if input.dtype == torch.float64 else result)
+    return reduction(input.to(wide), dim, keepdim, None).to(result)

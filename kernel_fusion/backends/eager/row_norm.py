@@ -1,0 +1,128 @@
+"""LayerNorm and RMSNorm, with the stages around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.eager.dropout import dropout
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import formula
+from kernel_fusion.core.spec import compute_dtype
+
+
+def row_norm(
+    input: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> Tensor:
+    """LayerNorm (`rms=False`) or RMSNorm (`rms=True`) over the last `num_dims` dimensions."""
+    verb = "rms_norm" if rms else "layer_norm"
+    shape = list(input.shape[input.dim() - num_dims :])
+    foreign = not input.is_floating_point() or input.layout != torch.strided
+    if foreign or not checks.parameters_fit(shape, weight, bias):
+        return pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    return row_norm_formula(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
+
+
+def row_norm_formula(
+    input: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> Tensor:
+    """The definition itself, for floating-point `input` and any weight and bias that broadcast against it."""
+    h = input.to(compute_dtype(input.dtype))
+    return _normalize(h, num_dims, weight, bias, eps, weight_offset, rms).to(out_dtype or input.dtype)
+
+
+def _normalize(
+    h: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float, rms: bool
+) -> Tensor:
+    dims = tuple(range(-num_dims, 0))
+    if not rms:
+        h = h - h.mean(dims, keepdim=True)
+    y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.to(h.dtype) + weight_offset)
+    if bias is not None:
+        y = y + bias.to(h.dtype)
+    return y
+
+
+def staged_row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+    pre_activation: str,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The norm with its stages, and h, what it normalises: in the residual's dtype, or without elements.
+
+    u = dropout(pre_activation(input)), h = residual + u, output = activation(norm(h) * weight + bias); `seed` is None
+    without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
+    """
+    shape = input.shape[input.dim() - num_dims :]
+    if not input.is_floating_point() or not checks.parameters_fit(shape, weight, bias):
+        # PyTorch's words, or its rules for what is no floating-point number.
+        h = formula(pre_activation)(input) if residual is None else formula(pre_activation)(input) + residual
+        y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms)
+        return formula(activation)(y), y.new_empty(0) if residual is None else h
+    checks.row_norm("rms_norm" if rms else "layer_norm", input, weight, bias, weight_offset, out_dtype)
+    checks.residual(input, residual)
+    wide = compute_dtype(input.dtype)
+    h = formula(pre_activation)(input.to(wide))
+    if seed is not None:
+        h = dropout(h.contiguous(), dropout_p, seed)
+    summed = input.new_empty(0)
+    if residual is not None:
+        summed = (h + residual.to(wide)).to(residual.dtype)
+        h = summed.to(wide)
+    y = _normalize(h, num_dims, weight, bias, eps, weight_offset, rms)
+    return formula(activation)(y).to(out_dtype or input.dtype), summed
+
+
+def pytorch_row_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> Tensor:
+    """PyTorch's own call, for what is PyTorch's affair.
+
+    That is: integers, complex numbers, other layouts, tensor subclasses; and shapes that don't fit, so that the error
+    is PyTorch's own, in the words of the version at hand.
+    """
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if weight is not None and weight_offset:
+        weight = weight + weight_offset
+    if not rms:
+        y = torch.nn.functional.layer_norm(input, shape, weight, bias, 1e-5 if eps is None else eps)
+    else:
+        y = torch.nn.functional.rms_norm(input, shape, weight, eps)
+        y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)

@@ -1,0 +1,36 @@
+"""Softmax over the last dimension, of a scaled and masked input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.spec import compute_dtype
+
+
+def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """softmax(scale * input + mask), the mask boolean (True = keep) or additive, broadcast to the input.
+
+    With `causal`, column j of row i (the last two dimensions) is kept where j <= i. With a mask or `causal`, a row of
+    which nothing is left, whose logits are all -inf, gives zeros.
+    """
+    if not input.is_floating_point():
+        return torch.softmax(input, -1)  # PyTorch's result, or its error
+    logits = input.to(compute_dtype(input.dtype)) * scale
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        logits = logits + mask.to(logits.dtype)
+    if causal:
+        logits = logits.masked_fill(causal_mask(input).logical_not(), -math.inf)
+    if mask is None and not causal:
+        return torch.softmax(logits, -1).to(input.dtype)
+    dead = (logits == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0).to(input.dtype)
+
+
+def causal_mask(scores: Tensor) -> Tensor:
+    """True where column j <= row i, for the last two dimensions of `scores`."""
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -1,0 +1,43 @@
+"""The activations: name, definition, and the order that native/shared/activations.h repeats.
+
+A row here is what eager computes and every test compares with; the struct of the same name in the header is what the
+kernels compute. Adding an activation is one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Each maps a tensor to one of the same dtype, is differentiable (twice), and takes NaN and infinities as PyTorch does.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "elu": F.elu,
+}
+
+# What an absent activation is called in specs and operators, and the slope of |x|, which backward of `mean_abs` takes.
+IDENTITY = "identity"
+_INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {IDENTITY: lambda x: x, "sign": torch.sign}
+
+# The position of a name is its code in C++; the internal ones come first.
+CODES = {name: code for code, name in enumerate([*_INTERNAL, *ACTIVATIONS])}
+
+
+def formula(name: str) -> Callable[[Tensor], Tensor]:
+    """The definition of an activation, or of an internal one, by its name."""
+    return ACTIVATIONS.get(name) or _INTERNAL[name]

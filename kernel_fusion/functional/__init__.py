@@ -1,0 +1,29 @@
+"""The verbs: what a user calls. Each checks its arguments and hands over to one operator of `torch.ops.kernel_fusion`.
+
+The automatic choice of backend costs nothing here: PyTorch's dispatcher makes it, by the tensor's device. Only an
+explicit `backend=` (or `use_backend`), and inputs that are not plain tensors, leave the straight line.
+"""
+
+from __future__ import annotations
+
+from kernel_fusion.functional.attention import attention_scores, softmax
+from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
+from kernel_fusion.functional.reductions import mean_abs, sum_squared
+from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+__all__ = [
+    "NormOutput",
+    "act_dropout",
+    "add_act",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention_scores",
+    "bias_act",
+    "gated_act",
+    "layer_norm",
+    "mean_abs",
+    "mul_act",
+    "rms_norm",
+    "softmax",
+    "sum_squared",
+]

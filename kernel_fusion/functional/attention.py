@@ -1,0 +1,143 @@
+"""Softmax of scaled, masked scores, and the scores themselves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends.select import operator
+
+
+def softmax(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Softmax of a scaled and masked input, in one read and one write.
+
+    .. math:: y = \mathrm{softmax}(\mathrm{scale} \cdot x + \mathrm{mask})
+
+    Args:
+        input: x, any shape; float16, bfloat16, float32 or float64.
+        dim: the dimension that sums to one. The last one is fused; another is moved there and back, by a copy.
+        scale: a factor.
+        mask: broadcast against x. Boolean: True keeps, False leaves out. Floating point: added, and it gets gradients.
+        causal: leave out columns beyond the row's own number, top-left aligned, as in scaled dot product attention;
+            rows are dimension -2 and columns dimension -1, which must then be `dim`. What is left out is not read.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
+
+    Returns:
+        Tensor of the input's shape and dtype; computed in float32 (float64 for float64). A row of which mask or
+        `causal` leave nothing is zero, with zero gradients.
+
+    Raises:
+        IndexError, RuntimeError: dimensions and shapes that don't fit.
+        ValueError: `causal` with another `dim` than the last; an unknown `backend`.
+        BackendUnavailableError: as for :func:`kernel_fusion.add_act`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x = torch.randn(4, 8)
+        >>> torch.allclose(kf.softmax(x, scale=0.5), torch.softmax(0.5 * x, -1))
+        True
+    """
+    if not interop.is_tensor(input):
+
+        def with_tensors(x: Tensor, m: Tensor | None) -> Tensor:
+            return softmax(x, dim, scale=scale, mask=m, causal=causal, backend=backend)
+
+        weights: Tensor = interop.with_tensors(with_tensors, input, mask)
+        return weights
+    if input.dim() == 0:
+        return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
+    if not -input.dim() <= dim < input.dim():
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-input.dim()}, {input.dim() - 1}], but got {dim})"
+        )
+    last = dim in (-1, input.dim() - 1)
+    if causal and (not last or input.dim() < 2):
+        raise ValueError(
+            f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
+        )
+    if mask is not None:
+        mask = mask.expand(input.shape)
+    if not last:
+        moved = softmax(
+            input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
+        )
+        return moved.movedim(-1, dim).contiguous()
+    additive = mask if mask is not None and mask.dtype != torch.bool else None
+    result: Tensor = operator("softmax", "softmax", backend, input, additive)(input, mask, scale, causal)
+    return result
+
+
+def attention_scores(
+    query: Tensor,
+    key: Tensor,
+    scale: float | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    normalize: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Scaled, masked scores of attention, or with `normalize` its weights.
+
+    .. math:: S = \mathrm{scale} \cdot Q K^T + \mathrm{mask}, \qquad \mathrm{softmax}(S)
+
+    The product is the vendor library's, with the scale folded into it; mask and softmax are one more pass.
+
+    Args:
+        query: Q, shape (..., L, D).
+        key: K, shape (..., S, D); leading dimensions broadcast.
+        scale: None means 1 / sqrt(D).
+        mask: broadcast against (..., L, S). Boolean: True keeps, False leaves out (-inf). Floating point: added.
+        causal: leave out columns beyond the row's own number, top-left aligned.
+        normalize: return the softmax over the last dimension; a row without anything left is zero.
+        backend: of the softmax; see :func:`softmax`.
+
+    Returns:
+        Tensor of shape (..., L, S).
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> q, k = torch.randn(2, 3, 8, 16)
+        >>> torch.allclose(kf.attention_scores(q, k), q @ k.mT / 4, atol=1e-5)
+        True
+    """
+    if not interop.is_tensor(query):
+
+        def with_tensors(q: Tensor, k: Tensor, m: Tensor | None) -> Tensor:
+            return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)
+
+        result: Tensor = interop.with_tensors(with_tensors, query, key, mask)
+        return result
+    scores = _scaled_product(query, key, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if normalize:
+        return softmax(scores, mask=mask, causal=causal, backend=backend)
+    # The scores are ours alone, so they are masked in place.
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores.add_(mask)
+    elif mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf)
+    return scores.masked_fill_(~eager.causal_mask(scores), -math.inf) if causal else scores
+
+
+def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1]:
+        return torch.matmul(query, key.mT)  # PyTorch's error
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    q, k = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (query, key))
+    # beta = 0: the first argument is not read.
+    product = torch.baddbmm(query.new_empty(()), q, k.mT, beta=0, alpha=scale)
+    return product.view(*batch, query.shape[-2], key.shape[-2])

@@ -1,0 +1,159 @@
+"""Pointwise chains: two operands, an activation and dropout in one read and one write."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends.select import operator
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import IDENTITY
+
+
+def add_act(a: Tensor, b: Tensor, activation: str | None, *, backend: str | None = None) -> Tensor:
+    r"""An activation of a sum, in one pass.
+
+    .. math:: y = \mathrm{activation}(a + b)
+
+    Args:
+        a, b: any shapes that broadcast, any floating-point dtypes (float16, bfloat16, float32, float64), any strides.
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
+
+    Returns:
+        Tensor of the broadcast shape, with the dtype and strides of `a + b`. Computed in float32 (float64 for float64)
+        and rounded once.
+
+    Raises:
+        RuntimeError: shapes or devices that don't fit, in PyTorch's words.
+        ValueError: an unknown `activation` or `backend`.
+        BackendUnavailableError: `backend` was given and cannot serve this call.
+
+    Gradients are computed in one pass as well; that of an operand which was broadcast over all but its last dimension
+    is summed in the same pass, in a fixed order.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> a, b = torch.randn(2, 4, 8)
+        >>> torch.allclose(kf.add_act(a, b, "relu"), torch.relu(a + b))
+        True
+    """
+    return _chain("add_act", a, b, "add", activation, 0.0, backend)
+
+
+def mul_act(a: Tensor, b: Tensor, activation: str | None, *, backend: str | None = None) -> Tensor:
+    r"""An activation of a product, in one pass.
+
+    .. math:: y = \mathrm{activation}(a \cdot b)
+
+    Args, returns, raises: as for :func:`add_act`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> a, b = torch.randn(2, 4, 8)
+        >>> torch.allclose(kf.mul_act(a, b, "tanh"), torch.tanh(a * b), atol=1e-6)
+        True
+    """
+    return _chain("mul_act", a, b, "mul", activation, 0.0, backend)
+
+
+def bias_act(
+    input: Tensor,
+    bias: Tensor,
+    activation: str | None,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Bias, activation and dropout, in one pass: what follows a linear layer.
+
+    .. math:: y = \mathrm{dropout}(\mathrm{activation}(x + b))
+
+    Args:
+        input: x, any shape.
+        bias: b, broadcast against x; usually of shape (x.shape[-1],).
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        dropout_p: probability of an element to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a multiple
+            of 2^-16.
+        training: without it no dropout is applied.
+        backend: as for :func:`add_act`.
+
+    Returns, raises: as for :func:`add_act`. The gradient of `bias` is summed in the same pass as that of x, in a fixed
+    order. Dropout follows `torch.manual_seed` and stores no mask.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, b = torch.randn(4, 8), torch.randn(8)
+        >>> torch.allclose(kf.bias_act(x, b, "gelu"), torch.nn.functional.gelu(x + b), atol=1e-6)
+        True
+    """
+    checks.dropout_p("bias_act", "dropout_p", dropout_p)
+    return _chain("bias_act", input, bias, "add", activation, dropout_p if training else 0.0, backend)
+
+
+def act_dropout(
+    input: Tensor, activation: str | None, p: float = 0.5, training: bool = True, *, backend: str | None = None
+) -> Tensor:
+    r"""Activation and dropout, in one pass.
+
+    .. math:: y = \mathrm{dropout}_p(\mathrm{activation}(x))
+
+    Args:
+        input: x, any shape and strides.
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        p, training: as `dropout_p` and `training` of :func:`bias_act`.
+        backend: as for :func:`add_act`.
+
+    Returns:
+        Tensor of the input's shape, dtype and strides.
+
+    Raises: as for :func:`add_act`; ValueError where p is no probability.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x = torch.randn(4, 8)
+        >>> torch.equal(kf.act_dropout(x, "relu", 0.5, training=False), torch.relu(x))
+        True
+    """
+    checks.dropout_p("act_dropout", "p", p)
+    return _chain("act_dropout", input, None, "first", activation, p if training else 0.0, backend)
+
+
+def gated_act(gate: Tensor, value: Tensor, activation: str | None, *, backend: str | None = None) -> Tensor:
+    r"""A gated activation, in one pass: SwiGLU with "silu", GeGLU with "gelu", ReGLU with "relu".
+
+    .. math:: y = \mathrm{activation}(\mathrm{gate}) \cdot \mathrm{value}
+
+    Args:
+        gate, value: as `a` and `b` of :func:`add_act`; the halves of one tensor, `x.chunk(2, -1)`, are read where they
+            lie.
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        backend: as for :func:`add_act`.
+
+    Returns, raises: as for :func:`add_act`.
+
+    Source: Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> gate, value = torch.randn(4, 16).chunk(2, -1)
+        >>> y = kf.gated_act(gate, value, "silu")
+        >>> torch.allclose(y, torch.nn.functional.silu(gate) * value, atol=1e-6)
+        True
+    """
+    return _chain("gated_act", gate, value, "gate", activation, 0.0, backend)
+
+
+def _chain(
+    verb: str, a: Tensor, b: Tensor | None, combine: str, activation: str | None, p: float, backend: str | None
+) -> Tensor:
+    name = checks.activation(verb, "activation", activation)
+    if not interop.is_tensor(a):
+        return interop.with_tensors(lambda x, y: _chain(verb, x, y, combine, name, p, backend), a, b)  # type: ignore
+    if name == IDENTITY and b is None and p == 0.0:
+        return a.clone()
+    seed = eager.draw_seed(a.device) if p > 0.0 else None
+    chain = operator(verb, "pointwise", backend, a, b)
+    result: Tensor = chain(a, b, combine, name, 1.0, p, seed)
+    return result

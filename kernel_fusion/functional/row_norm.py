@@ -1,0 +1,297 @@
+"""The row norms, with the stages around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Buffer, Parameter
+
+from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends.select import call, operator
+from kernel_fusion.config import state
+from kernel_fusion.core import checks
+from kernel_fusion.native import schemas
+
+_PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
+
+# The operators as C++ functions. Calling them through their Python object costs 0.3 µs more, and only Dynamo needs it.
+_layer_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.layer_norm.default._op
+_rms_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.rms_norm.default._op
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Layer normalisation over the last dimensions, in one read and one write.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot (\mathrm{offset} + w) + b
+
+    with mean and (biased) variance of each row, a row being the last ``len(normalized_shape)`` dimensions.
+
+    Args:
+        input: shape (\*, \*normalized_shape); float16, bfloat16, float32 or float64; any strides (no copy where the
+            normalised dimensions are contiguous and the others have at most three different strides).
+        normalized_shape: the sizes of the dimensions to normalise over, or one int for the last dimension alone.
+        weight: w, shape `normalized_shape`, any of fp16/bf16/fp32 for such inputs (float64 for float64), or None for 1.
+        bias: b, likewise, or None for 0.
+        eps: added to the variance.
+        pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`.
+        activation: applied to the result, likewise.
+        weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
+        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        backend: "cuda", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
+
+    Returns:
+        Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input); a row's result
+        does not depend on the other rows.
+
+    Raises:
+        RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
+        ValueError: `weight_offset` without `weight`, an unknown activation, or an unknown `backend`.
+        BackendUnavailableError: `backend` was given and cannot serve this call.
+
+    Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; `torch.nn.functional.layer_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x = torch.randn(4, 16)
+        >>> y = kf.layer_norm(x, (16,), torch.ones(16), torch.zeros(16))
+        >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
+        True
+    """
+    if pre_activation is not None or activation is not None:
+        stages = pre_activation, activation, 0.0
+        norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+        return _staged("layer_norm", input, None, *norm, *stages, backend).output
+    if backend is None and state.backend is None:
+        num_dims = _num_normalized_dims(input, normalized_shape)
+        if num_dims:
+            norm_op = schemas.layer_norm if is_dynamo_compiling() else _layer_norm
+            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                return norm_op(input, num_dims, weight, bias, eps)
+            return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Root-mean-square normalisation over the last dimensions, in one read and one write.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} \cdot (\mathrm{offset} + w) + b
+
+    Args:
+        input: shape (\*, \*normalized_shape), as for :func:`layer_norm`.
+        normalized_shape: the sizes of the dimensions to normalise over, or one int for the last dimension alone.
+        weight: w, shape `normalized_shape`, as for :func:`layer_norm`, or None for 1.
+        eps: added to the mean square; None means the machine epsilon of the compute type (float32, or float64 for
+            float64 input), as in PyTorch.
+        bias: b, shape `normalized_shape`, or None for 0.
+        pre_activation, activation: as for :func:`layer_norm`.
+        weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
+        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        backend: "cuda", "cpu", "eager", or None for the automatic choice.
+
+    Returns:
+        Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input).
+
+    Raises:
+        RuntimeError, ValueError, BackendUnavailableError: as for :func:`layer_norm`.
+
+    Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467; `torch.nn.functional.rms_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x = torch.randn(4, 16)
+        >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
+        True
+    """
+    if pre_activation is not None or activation is not None:
+        stages = pre_activation, activation, 0.0
+        norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+        return _staged("rms_norm", input, None, *norm, *stages, backend).output
+    if backend is None and state.backend is None:
+        num_dims = _num_normalized_dims(input, normalized_shape)
+        if num_dims:
+            norm_op = schemas.rms_norm if is_dynamo_compiling() else _rms_norm
+            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                return norm_op(input, num_dims, weight, bias, eps)
+            return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+
+
+class NormOutput(NamedTuple):
+    """What the `add_*` verbs return.
+
+    Attributes:
+        output: the normalised tensor, in the input's dtype (or `out_dtype`).
+        residual: h = residual + u, what was normalised, in the residual's dtype.
+    """
+
+    output: Tensor
+    residual: Tensor
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> NormOutput:
+    r"""Dropout, residual addition and layer normalisation, in one pass.
+
+    .. math::
+        u = \mathrm{dropout}(\mathrm{pre\_activation}(x)), \qquad h = r + u, \qquad
+        y = \mathrm{activation}\left(\frac{h - \mathrm{E}[h]}{\sqrt{\mathrm{Var}[h] + \epsilon}}
+        \cdot (\mathrm{offset} + w) + b\right)
+
+    Args:
+        input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
+        residual: r, of the input's shape, in a dtype of its own: a float32 stream beside bfloat16 activations is a
+            normal case. h is rounded to it before the statistics, so that backward sees the same h.
+        normalized_shape, weight, bias, eps: as for :func:`layer_norm`.
+        dropout_p: probability of an element of u to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a
+            multiple of 2^-16.
+        training: without it no dropout is applied.
+        pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`layer_norm`.
+
+    Returns:
+        :class:`NormOutput`: y and h.
+
+    Raises:
+        RuntimeError, ValueError, BackendUnavailableError: as for :func:`layer_norm`; RuntimeError where `residual` has
+        another shape than `input`; ValueError where `dropout_p` is no probability.
+
+    Backward is one pass as well: the gradient that arrives at `residual` is added inside it, and dropout and
+    pre-activation are computed again.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, r = torch.randn(2, 4, 16)
+        >>> y, h = kf.add_layer_norm(x, r, 16)
+        >>> torch.equal(h, r + x)
+        True
+    """
+    checks.dropout_p("add_layer_norm", "dropout_p", dropout_p)
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, dropout_p if training else 0.0
+    return _staged("add_layer_norm", input, residual, *norm, *stages, backend)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> NormOutput:
+    r"""Dropout, residual addition and root-mean-square normalisation, in one pass.
+
+    .. math::
+        u = \mathrm{dropout}(\mathrm{pre\_activation}(x)), \qquad h = r + u, \qquad
+        y = \mathrm{activation}\left(\frac{h}{\sqrt{\mathrm{E}[h^2] + \epsilon}} \cdot (\mathrm{offset} + w) + b\right)
+
+    Args, returns, raises: as for :func:`add_layer_norm`, with `eps` and `bias` as for :func:`rms_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, r = torch.randn(2, 4, 16)
+        >>> y, h = kf.add_rms_norm(x, r, 16)
+        >>> torch.allclose(y, kf.rms_norm(r + x, 16))
+        True
+    """
+    checks.dropout_p("add_rms_norm", "dropout_p", dropout_p)
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, dropout_p if training else 0.0
+    return _staged("add_rms_norm", input, residual, *norm, *stages, backend)
+
+
+def _staged(
+    verb: str,
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    pre_activation: str | None,
+    activation: str | None,
+    dropout_p: float,
+    backend: str | None,
+) -> NormOutput:
+    """A norm with stages around it."""
+    pre = checks.activation(verb, "pre_activation", pre_activation)
+    post = checks.activation(verb, "activation", activation)
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not interop.is_tensor(input):
+
+        def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
+            return _staged(verb, x, r, shape, w, b, eps, weight_offset, out_dtype, pre, post, dropout_p, backend)
+
+        return interop.with_tensors(with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
+    rms = verb.endswith("rms_norm")
+    if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
+        eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
+    if eps is None:
+        eps = schemas.default_eps(input)
+    seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
+    norm = operator(verb, "staged_row_norm", backend, input, residual)
+    stages = pre, post, dropout_p, seed
+    return NormOutput(*norm(input, residual, len(shape), weight, bias, eps, weight_offset, out_dtype, rms, *stages))
+
+
+def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
+    """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
+    if type(input) not in _PLAIN_TENSORS or input.is_nested:
+        return 0
+    shape = input.shape
+    expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    # One dimension, the usual case, without slicing the shape: that costs 0.2 µs.
+    if len(expected) == 1:
+        return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
+    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0

@@ -1,0 +1,40 @@
+// What each kernel is compiled for: the fields of a KernelRequest. The names and their order are mirrored in
+// backends/cuda/requests.py, and a test compares them. Dtypes are codes, -1 where a tensor is absent; alignments are in bytes,
+// at most 16.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace kf {
+
+// The position in core/spec.py's DTYPES, or -1.
+inline int32_t dtype_code(const std::optional<at::ScalarType>& type) {
+  if (!type) return -1;
+  switch (*type) {
+    case at::kHalf: return 0;
+    case at::kBFloat16: return 1;
+    case at::kFloat: return 2;
+    default: return 3;
+  }
+}
+
+struct RowNormFields {
+  int32_t cols;
+  int32_t rms;
+  int32_t x, y, weight, bias;  // y is dy in backward
+  int32_t flags;               // Flag below
+  int32_t align_x, align_y, align_weight, align_dx;
+
+  enum Flag : int32_t { kStats = 1, kOffset = 2, kDX = 4, kDWeight = 8, kDBias = 16, kStridedX = 32, kStridedY = 64 };
+};
+
+struct SumPartialsFields {
+  int32_t cols;
+  int32_t acc;
+  int32_t first, second;  // dtypes of the sums
+};
+
+}  // namespace kf

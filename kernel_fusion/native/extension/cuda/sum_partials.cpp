@@ -1,0 +1,25 @@
+#include "cuda/sum_partials.h"
+
+#include <ATen/ops/empty.h>
+
+#include "cuda/requests.h"
+#include "shared/row_norm_args.h"
+
+namespace kf {
+
+PartialRows::PartialRows(const at::Tensor& like, int64_t count, int64_t cols)
+    : count(count), cols(cols), pitch((cols + 31) / 32 * 32),
+      tensor(at::empty({2, count, pitch}, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {}
+
+void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream) {
+  const auto type = [](const at::Tensor* t) { return t ? dtype_code(t->scalar_type()) : -1; };
+  const SumPartialsFields fields{static_cast<int32_t>(partials.cols), dtype_code(partials.tensor.scalar_type()), type(first),
+                                 type(second)};
+  const auto& kernel = find_kernel({partials.tensor.device().index(), Kernel::kSumPartials, fields}, stream);
+  const SumPartialsArgs args{{partials.data(0), partials.data(1)},
+                             {first ? first->data_ptr() : nullptr, second ? second->data_ptr() : nullptr},
+                             partials.count, partials.pitch};
+  launch(kernel, kernel.grid(partials.cols), 2, stream, &args);
+}
+
+}  // namespace kf

@@ -1,0 +1,173 @@
+// The activations: value and slope (derivative), once for every value type and both kinds of device.
+//
+// M is a policy of elementary functions on a value type M::V, which is a scalar in CUDA (native/kernels/math.cuh) and a SIMD
+// vector on the CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
+//
+//   of(c)                                    a constant
+//   exp, expm1, log1p, tanh, erf, reciprocal
+//   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
+//   where_ge(a, b, yes, no)                  the same of >=
+//
+// Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. Names and order are those of
+// core/activations.py, where the definitions stand; tests compare the lists, and every formula with float64.
+#pragma once
+
+#include "shared/inline.h"
+
+// The names in the order of their codes.
+#define KF_ACTIVATIONS(X) \
+  X(identity) X(sign) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) X(quick_gelu) X(silu) X(tanh) X(sigmoid) \
+  X(mish) X(softplus) X(hardswish) X(elu)
+
+namespace kf::act {
+
+template <class M> KF_INLINE typename M::V sigmoid_of(typename M::V x) {
+  return M::reciprocal(M::of(1) + M::exp(M::of(0) - x));
+}
+
+struct identity {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x; }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(1); }
+};
+
+// The slope of |x|.
+struct sign {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), x));  // x: 0 or NaN
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
+};
+
+// max(x, 0)
+struct relu {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_ge(M::of(0), x, M::of(0), x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_ge(M::of(0), x, M::of(0), M::of(1));
+  }
+};
+
+// max(x, 0)^2
+struct relu_squared {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    const auto r = relu::value<M>(x);
+    return r * r;
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(2) * relu::value<M>(x); }
+};
+
+// x for x > 0, else x / 100
+struct leaky_relu {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return M::where_gt(x, M::of(0), x, M::of(0.01) * x);
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_gt(x, M::of(0), M::of(1), M::of(0.01));
+  }
+};
+
+// x Phi(x), with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2
+struct gelu {
+  template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
+    return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440));
+  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * phi<M>(x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return phi<M>(x) + x * (M::of(0.39894228040143267794) * M::exp(M::of(-0.5) * x * x));
+  }
+};
+
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+struct gelu_tanh {
+  static constexpr double kBeta = 0.79788456080286535588, kCube = 0.044715;
+  template <class M> static KF_INLINE typename M::V tanh_of(typename M::V x) {
+    return M::tanh(M::of(kBeta) * (x + M::of(kCube) * x * x * x));
+  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return M::of(0.5) * x * (M::of(1) + tanh_of<M>(x));
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto t = tanh_of<M>(x), inner = M::of(kBeta) * (M::of(1) + M::of(3 * kCube) * x * x);
+    return M::of(0.5) * (M::of(1) + t) + M::of(0.5) * x * (M::of(1) - t * t) * inner;
+  }
+};
+
+// x sigmoid(1.702 x)
+struct quick_gelu {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(M::of(1.702) * x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto s = sigmoid_of<M>(M::of(1.702) * x);
+    return s + M::of(1.702) * x * s * (M::of(1) - s);
+  }
+};
+
+// x sigmoid(x)
+struct silu {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto s = sigmoid_of<M>(x);
+    return s * (M::of(1) + x * (M::of(1) - s));
+  }
+};
+
+struct tanh {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::tanh(x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto t = M::tanh(x);
+    return M::of(1) - t * t;
+  }
+};
+
+// 1 / (1 + exp(-x))
+struct sigmoid {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return sigmoid_of<M>(x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto s = sigmoid_of<M>(x);
+    return s * (M::of(1) - s);
+  }
+};
+
+// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 to the last digit from x = 20 on
+struct mish {
+  template <class M> static KF_INLINE typename M::V tanh_of(typename M::V x) {
+    const auto e = M::exp(M::where_gt(x, M::of(20), M::of(20), x)), n = e * (e + M::of(2));
+    return n * M::reciprocal(n + M::of(2));
+  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * tanh_of<M>(x); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    const auto t = tanh_of<M>(x);
+    return t + x * sigmoid_of<M>(x) * (M::of(1) - t * t);
+  }
+};
+
+// log(1 + e^x), and x itself from 20 on
+struct softplus {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return M::where_gt(x, M::of(20), x, M::log1p(M::exp(x)));
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_gt(x, M::of(20), M::of(1), sigmoid_of<M>(x));
+  }
+};
+
+// x min(max(x + 3, 0), 6) / 6
+struct hardswish {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    const auto ramp = M::where_gt(M::of(-3), x, M::of(0), M::where_gt(x, M::of(3), M::of(6), x + M::of(3)));
+    return x * ramp * M::of(1.0 / 6);
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_ge(M::of(-3), x, M::of(0), M::where_ge(x, M::of(3), M::of(1), x * M::of(1.0 / 3) + M::of(0.5)));
+  }
+};
+
+// x for x > 0, else e^x - 1
+struct elu {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return M::where_gt(x, M::of(0), x, M::expm1(x));
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_gt(x, M::of(0), M::of(1), M::exp(x));
+  }
+};
+
+}  // namespace kf::act

@@ -1,0 +1,68 @@
+"""What `torch.vmap` does with the operators.
+
+Rows batch trivially: a batched input is one call with more rows, and runs the kernel. Everything else (a batched weight
+or mask, dropout, whose elements have positions) is vmapped through the eager definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.native import schemas
+
+
+def _through_definition(name: str, info: Any, in_dims: tuple[Any, ...], args: list[Any]) -> tuple[Any, Any]:
+    dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
+    batched = [i for i, dim in enumerate(dims) if dim is not None]
+
+    def definition(*tensors: Tensor) -> Any:
+        call = list(args)
+        for i, tensor in zip(batched, tensors, strict=True):
+            call[i] = tensor
+        return schemas.reference_call(name, *call)
+
+    mapped = torch.vmap(definition, in_dims=tuple(dims[i] for i in batched), randomness=info.randomness)
+    result = mapped(*(args[i] for i in batched))
+    return result, (0, 0) if isinstance(result, tuple) else 0
+
+
+def _register(name: str, rows: Callable[..., list[Any] | None]) -> None:
+    """`rows(args)` gives the arguments of one call with more rows, or None where that is not the same."""
+    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        args = schemas._bind(operator, given, {})
+        if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
+            batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
+            if batched is not None:
+                return operator(*batched), 0
+        return _through_definition(name, info, in_dims, args)
+
+    torch.library.register_vmap(f"kernel_fusion::{name}", rule, lib=schemas.library)
+
+
+def _same(input: Tensor, *rest: Any) -> list[Any]:
+    return [input, *rest]
+
+
+def _reduce(input: Tensor, dim: list[int], *rest: Any) -> list[Any] | None:
+    if input.dim() == 1:
+        return None  # examples of no dimension, and no dimension means all
+    dims = [d + 1 if d >= 0 else d for d in dim] or list(range(1, input.dim()))
+    return [input, dims, *rest]
+
+
+def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None:
+    return [input, mask, *rest] if mask is None else None
+
+
+_register("layer_norm", _same)
+_register("rms_norm", _same)
+_register("staged_row_norm", lambda *args: None)
+_register("pointwise", lambda a, b, *rest: [a, b, *rest] if b is None and rest[-1] is None else None)
+_register("reduce", _reduce)
+_register("softmax", _softmax)
