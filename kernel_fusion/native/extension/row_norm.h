@@ -59,6 +59,26 @@ struct Rows {
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
 
+// The stages around the norm: u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * w + b). h is rounded
+// to the residual's dtype before it is normalised; without a residual it is not rounded.
+struct Stages {
+  OptionalTensor residual;  // of the input's shape
+  int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
+  uint32_t threshold = 0;                      // of dropout (shared/philox.h); 0: none
+  OptionalTensor seed;
+};
+
+// What backward has of them. What it normalises again is `BackwardCall::input`: h where there is a residual, else x.
+struct BackwardStages {
+  OptionalTensor dh;  // the gradient that arrives at h, or none
+  OptionalTensor x;   // where there are both a residual and a pre-activation: x itself
+  OptionalTensor bias;  // where there is an activation, whose argument is computed again
+  bool has_residual = false;
+  int32_t pre_activation = 0, activation = 0;
+  uint32_t threshold = 0;
+  OptionalTensor seed;
+};
+
 // One direction on one device.
 using ForwardResult = std::tuple<Tensor, Tensor>;           // y, stats
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias
