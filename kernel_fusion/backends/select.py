@@ -27,6 +27,9 @@ from kernel_fusion.native import loader, schemas, vmap  # noqa: F401  (vmap regi
 
 Operator = Callable[..., Any]
 
+# The backend with kernels for the tensors of a device type.
+NATIVE = {"cpu": "cpu", "cuda": "cuda"}
+
 # Subclasses that stand for a plain tensor while a program is traced.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
 _OPTIONAL_TENSOR = (Tensor, type(None))
@@ -61,7 +64,7 @@ def call(
         return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     rest = weight, bias, eps, weight_offset, out_dtype
-    if _is_foreign(input) or not _ends_with(input, shape):
+    if is_foreign(input) or not _ends_with(input, shape):
         return eager.pytorch_row_norm(input, shape, *rest, rms)
     y: Tensor = operator(verb, verb, backend, input)(input, len(shape), *rest)
     return y
@@ -139,14 +142,14 @@ def _cuda_reason(device: torch.device | None) -> str | None:
 
 def _refusal(input: Tensor) -> str | None:
     """Why `input` itself, on the right device, is nothing for a native backend."""
-    if input.layout != torch.strided or _is_foreign(input):
+    if input.layout != torch.strided or is_foreign(input):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
         return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
     return None
 
 
-def _is_foreign(input: Tensor) -> bool:
+def is_foreign(input: Tensor) -> bool:
     """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
     if input.is_nested:
         return True
@@ -235,8 +238,8 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     wanted = arguments.pop("backend") or state.backend
     check_backend_name(wanted)
     if name == "attention_scores" and not arguments["normalize"]:
-        reason = "without `normalize` there is only the matrix product, which is the vendor library's"
-        return Explanation("eager", {backend: reason for backend in BACKENDS if backend != "eager"})
+        no_kernel = "without `normalize` there is only the matrix product, which is the vendor library's"
+        return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
     tensors = [value for value in arguments.values() if interop.is_tensor(value)]
     reasons: dict[str, str] = {}
     chosen = None
