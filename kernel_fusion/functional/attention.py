@@ -66,7 +66,7 @@ def softmax(
             f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
         )
     if mask is not None:
-        mask = mask.expand(input.shape)
+        mask = torch.broadcast_to(mask, input.shape)
     if not last:
         moved = softmax(
             input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
