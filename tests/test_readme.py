@@ -8,6 +8,7 @@ import pytest
 import typer
 from support import CPU, ROOT
 
+import kernel_fusion as kf
 from kernel_fusion.cli import app
 
 README = (ROOT / "README.md").read_text()
@@ -55,3 +56,11 @@ def test_commands_exist() -> None:
     commands = set(re.findall(r"(?:^|`)kernel-fusion ([a-z]+)", README, re.MULTILINE))
     assert commands
     assert commands <= set(typer.main.get_command(app).commands)
+
+
+def test_tables_name_everything() -> None:
+    """Every verb, every module and every activation is in the README."""
+    verbs = [f"kf.{name}" for name in kf.functional.__all__ if name != "NormOutput"]
+    modules = [f"kf.{name}" for name in kf.nn.__all__]
+    missing = [name for name in (*verbs, *modules, *kf.ACTIVATIONS) if f"`{name}`" not in README]
+    assert not missing
