@@ -91,6 +91,7 @@ struct ForwardCall {
   double eps, weight_offset;
   at::ScalarType out_dtype;
   bool rms, wants_stats;
+  const Stages* stages = nullptr;  // null: none
 };
 
 struct BackwardCall {
@@ -102,12 +103,14 @@ struct BackwardCall {
   OptionalDtype bias_dtype;
   double weight_offset;
   bool rms;
-  std::array<bool, 3> wants;
+  std::array<bool, 4> wants;  // dx, dweight, dbias, dresidual
+  at::ScalarType x_dtype;     // of dx; that of `input`, unless a residual was added
+  const BackwardStages* stages = nullptr;
 };
 
 // Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
-using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats);
-using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h);
+using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual);
 
 ForwardKernel forward_cpu, forward_cuda;
 BackwardKernel backward_cpu, backward_cuda;
