@@ -181,7 +181,11 @@ def contiguous_access(spec: Spec) -> Access:
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))
-    return Access(x=x, y=y, weight=16, dx=x if spec.direction.startswith("backward") else 16)
+    h = _row_alignment(spec.cols, spec.residual) if spec.residual else 16
+    if not spec.direction.startswith("backward"):
+        return Access(x=x, y=y, residual=h)
+    normalised = h if spec.residual else x
+    return Access(x=normalised, y=y, dx=x, residual=h if spec.dh else 16, pre_x=x if spec.pre_x else 16)
 
 
 def _row_alignment(cols: int, dtype: str) -> int:

@@ -39,6 +39,10 @@ class RowNormFwdArgs(ctypes.Structure):
         ("x_rows", RowLayout),
         ("eps", _f64),
         ("weight_offset", _f64),
+        *((name, _pointer) for name in ("residual", "h", "seed")),
+        ("residual_rows", RowLayout),
+        ("dropout_threshold", _i64),
+        ("dropout_scale", _f64),
     ]
 
 
@@ -55,6 +59,10 @@ class RowNormBwdArgs(ctypes.Structure):
         ("x_rows", RowLayout),
         ("dy_rows", RowLayout),
         ("weight_offset", _f64),
+        *((name, _pointer) for name in ("bias", "dh", "pre_x", "dresidual", "seed")),
+        ("pre_x_rows", RowLayout),
+        ("dropout_threshold", _i64),
+        ("dropout_scale", _f64),
     ]
 
 

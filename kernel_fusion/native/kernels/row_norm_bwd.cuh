@@ -268,7 +268,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
   auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
   auto fetch_dh = [&](i64 row, int i) {
-    return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+    if constexpr (kPresent<DH>) return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+    else return Pack<absent, kVec>{};
   };
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
   auto fetch = [&](Row& r, i64 wanted) {
@@ -304,7 +305,6 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
-    const i64 position = S::kRows == 1 || now.live ? row : args.rows - 1;
     const Normalize<S> normalize{now.mean, now.rstd};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
@@ -318,7 +318,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       for (int k = 0; k < P::kChunks; ++k) {
         const int i = w * P::kChunks + k;
         A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
-        widen_row<S>(before, x_at(i), position, at.col(i), x);
+        widen_row<S>(before, x_at(i), row, at.col(i), x);
         widen_pack(dy_at(i), dys);
         weights.get(i, weight);
         biases.get(i, bias);
@@ -368,7 +368,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
-        widen_row<S>(before, x_at(i), position, at.col(i), x);
+        widen_row<S>(before, x_at(i), row, at.col(i), x);
         widen_pack(dy_at(i), dy);
         weights.get(i, weight);
         biases.get(i, bias);

@@ -90,7 +90,10 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     biases.get(i, bias);
   };
   const auto dh_at = [&](i64 row, int slot, int i) {
-    return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
+    if constexpr (kPresent<typename S::DH>)
+      return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
+    else
+      return Pack<absent, kVec>{};
   };
   const auto pre_x_at = [&](i64 row, int slot, int i) {
     if constexpr (kPresent<typename S::PreX>)
