@@ -28,6 +28,8 @@ template <bool rms> using Eps = std::conditional_t<rms, std::optional<double>, d
 template <bool rms>
 using Verb = Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, Eps<rms>, double, OptionalDtype);
 
+inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
 template <class Signature> auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }

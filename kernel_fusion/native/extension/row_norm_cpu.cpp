@@ -8,12 +8,13 @@
 
 #include "counters.h"
 #include "cpu/kernels.h"
+#include "cpu/dtype_code.h"
 #include "row_norm.h"
 
 namespace kf {
 namespace cpu {
 
-// One table per variant, defined by kernels.cpp under different settings.
+// One table per variant, defined by kernels/table.cpp under different settings.
 #if defined(__x86_64__)
 namespace AVX512 { extern const Kernels kernels; }
 namespace AVX2 { extern const Kernels kernels; }
@@ -42,15 +43,6 @@ namespace {
 
 // Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.
 int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
-
-cpu::Dtype code(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf: return cpu::Dtype::kHalf;
-    case at::kBFloat16: return cpu::Dtype::kBFloat16;
-    case at::kFloat: return cpu::Dtype::kFloat;
-    default: return cpu::Dtype::kDouble;
-  }
-}
 
 // weight or bias in the accumulator type, with the offset added: N elements, once per call.
 Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
@@ -84,8 +76,6 @@ void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
   }
 }
 
-const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats) {
@@ -100,7 +90,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, code(call.input.scalar_type()), code(call.out_dtype)};
+                          x.layout, call.eps, call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype)};
   at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
   count(Counter::kCpuForward);
 }
@@ -113,7 +103,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           code(call.input.scalar_type()), code(call.dy.scalar_type())};
+                           dtype_code(call.input.scalar_type()), dtype_code(call.dy.scalar_type())};
   count(Counter::kCpuBackward);
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.

@@ -1,9 +1,10 @@
 // CPU row norm, forward and backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// A row is read in chunks of kChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
+// A row is read in chunks of kStatisticsChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
 // and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
 // lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
 // The order of every sum depends on the row length alone.
+#include "cpu/chunk.h"
 #include "cpu/kernels.h"
 
 #include <ATen/cpu/vec/functional.h>
@@ -18,7 +19,7 @@ namespace {
 
 using at::vec::Vectorized;
 
-constexpr int64_t kChunk = 2048;
+constexpr int64_t kStatisticsChunk = 2048;
 
 template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -124,8 +125,8 @@ struct Moments {
 template <class T> Moments moments(const T* x, int64_t n, bool rms) {
   using A = AccOf<T>;
   double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining chunks rounds small numbers
-  for (int64_t start = 0; start < n; start += kChunk) {
-    const int64_t count = std::min(kChunk, n - start);
+  for (int64_t start = 0; start < n; start += kStatisticsChunk) {
+    const int64_t count = std::min(kStatisticsChunk, n - start);
     if (rms) {
       squares += sum_of(x + start, count, [](auto v, auto acc) { return fma(v, v, acc); });
       continue;
@@ -190,8 +191,8 @@ template <class X, class DY, int kRows> void backward_together(const Backward& c
     mean[r] = c.rms ? A(0) : static_cast<const A*>(c.mean)[first + r];
     rstd[r] = static_cast<const A*>(c.rstd)[first + r];
   }
-  for (int64_t start = 0; start < c.cols; start += kChunk) {
-    const int64_t stop = std::min(start + kChunk, c.cols);
+  for (int64_t start = 0; start < c.cols; start += kStatisticsChunk) {
+    const int64_t stop = std::min(start + kStatisticsChunk, c.cols);
     P gs[kRows], gxs[kRows];
     A g_rest[kRows] = {}, gx_rest[kRows] = {};
     for (int r = 0; r < kRows; ++r) gs[r] = gxs[r] = both<A>(0);
@@ -252,17 +253,7 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
   if (row < end) backward_together<X, DY, 1>(c, row);
 }
 
-// Calls f with a null pointer of the type that `dtype` names.
-template <class F> void with_type(Dtype dtype, F&& f) {
-  switch (dtype) {
-    case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
-    case Dtype::kFloat: return f(static_cast<float*>(nullptr));
-    case Dtype::kDouble: return f(static_cast<double*>(nullptr));
-  }
-}
-
-// The same for the pairs that occur: fp64 with itself, the others with each other.
+// `with_type` for the pairs that occur: fp64 with itself, the others with each other.
 template <class F> void with_types(Dtype first, Dtype second, F&& f) {
   with_type(first, [&](auto* a) {
     with_type(second, [&](auto* b) {
@@ -272,6 +263,8 @@ template <class F> void with_types(Dtype first, Dtype second, F&& f) {
     });
   });
 }
+
+}  // namespace
 
 void forward(const Forward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {
@@ -284,11 +277,6 @@ void backward(const Backward& c, int64_t begin, int64_t end) {
     backward_rows<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end);
   });
 }
-
-}  // namespace
-
-extern const Kernels kernels;
-const Kernels kernels{forward, backward};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu
