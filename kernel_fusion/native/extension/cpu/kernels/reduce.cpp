@@ -11,7 +11,7 @@ namespace {
 
 using at::vec::Vectorized;
 
-constexpr int64_t kFlush = 64;
+constexpr int64_t kFlush = 16;
 
 template <class A> inline Vectorized<A> add_mapped(Map map, Vectorized<A> sum, Vectorized<A> x) {
   if (map == Map::kSquare) return at::vec::fmadd(x, x, sum);
