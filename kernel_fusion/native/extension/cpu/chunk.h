@@ -33,6 +33,7 @@ template <class A> inline int64_t padded(int64_t n) {
 
 template <class A> struct alignas(64) Chunk {
   A values[kChunk<A>] = {};  // what lies past the elements is finite from the beginning
+  char gap[192];             // buffers at one distance of 4096 bytes would get in each other's way
   operator A*() { return values; }
 };
 
@@ -109,6 +110,14 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
+// Where the elements that load_chunk would load can be read: in place if they are what it would copy, and whole vectors.
+template <class A> inline const A* read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
+  constexpr Dtype kOwn = std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat;
+  if (dtype == kOwn && stride == 1 && padded<A>(n) == n) return static_cast<const A*>(p);
+  load_chunk(dtype, p, stride, n, room);
+  return room;
+}
+
 // p[i * stride] = in[i], rounded.
 template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n, void* p, int64_t stride) {
   with_type(dtype, [&](auto* type) {
@@ -129,24 +138,25 @@ template <class A, class F> inline void map_chunk(const A* in, A* out, int64_t n
   for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(in + i)).store(out + i);
 }
 
-// a = f(a, b) by vectors.
-template <class A, class F> inline void zip_chunk(A* a, const A* b, int64_t n, F&& f) {
+// out = f(a, b) by vectors; in place where out is one of them.
+template <class A, class F> inline void zip_chunk(const A* a, const A* b, A* out, int64_t n, F&& f) {
   using V = at::vec::Vectorized<A>;
-  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(a + i), V::loadu(b + i)).store(a + i);
+  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(a + i), V::loadu(b + i)).store(out + i);
 }
 
-template <class A> inline void add_chunk(A* a, const A* b, int64_t n) {
-  zip_chunk(a, b, n, [](auto x, auto y) { return x + y; });
+template <class A> inline void add_chunk(const A* a, const A* b, A* out, int64_t n) {
+  zip_chunk(a, b, out, n, [](auto x, auto y) { return x + y; });
 }
 
-template <class A> inline void multiply_chunk(A* a, const A* b, int64_t n) {
-  zip_chunk(a, b, n, [](auto x, auto y) { return x * y; });
+template <class A> inline void multiply_chunk(const A* a, const A* b, A* out, int64_t n) {
+  zip_chunk(a, b, out, n, [](auto x, auto y) { return x * y; });
 }
 
-template <class A> inline void scale_chunk(A* a, double scale, int64_t n) {
+// values = values * scale
+template <class A> inline void scale_chunk(A* values, double scale, int64_t n) {
   if (scale == 1.0) return;
   const at::vec::Vectorized<A> factor(static_cast<A>(scale));
-  map_chunk(a, a, n, [&](auto x) { return x * factor; });
+  map_chunk(values, values, n, [&](auto x) { return x * factor; });
 }
 
 // ---- Activations -----------------------------------------------------------------------------------------------------------
@@ -157,12 +167,11 @@ enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 
 inline bool is_identity(int32_t code) { return static_cast<Activation>(code) == Activation::identity; }
 
-// values = activation(values)
-template <class A> KF_STAGE void activate_chunk(int32_t code, A* values, int64_t n) {
-  if (is_identity(code)) return;
+// out = the activation of `in`; in place where they are the same.
+template <class A> KF_STAGE void activate_chunk(int32_t code, const A* in, A* out, int64_t n) {
   switch (static_cast<Activation>(code)) {
 #define KF_CASE(name) \
-  case Activation::name: return map_chunk(values, values, n, [](auto x) { return act::name::value<Math<A>>(x); });
+  case Activation::name: return map_chunk(in, out, n, [](auto x) { return act::name::value<Math<A>>(x); });
     KF_ACTIVATIONS(KF_CASE)
 #undef KF_CASE
   }

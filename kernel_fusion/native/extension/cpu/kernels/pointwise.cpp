@@ -39,11 +39,15 @@ template <class A> struct Loop {
   const ChainOperands& call;
   const Region& region;
 
-  void load(int k, const Tile& tile, A* out) const {
+  // Where operand k can be read: in place, or in `room`.
+  const A* read(int k, const Tile& tile, A* room) const {
     const Dtype type = call.types[k];
+    const A* found = room;
     for_stretches(region, k, size_of(type), tile, [&](const char* p, int64_t stride, int64_t n, int64_t first) {
-      load_chunk(type, p, stride, n, out + first);
+      if (n == tile.size()) found = read_chunk(type, p, stride, n, room);
+      else load_chunk(type, p, stride, n, room + first);
     });
+    return found;
   }
 
   void store(int k, const Tile& tile, const A* in) const {
@@ -68,72 +72,78 @@ template <class A> struct Loop {
   }
 };
 
-// z = the argument of the activation, where a holds `a` before.
-template <class A> inline void combine_chunk(Combine combine, A* a, const A* b, int64_t n) {
-  if (combine == Combine::kAdd) add_chunk(a, b, n);
-  if (combine == Combine::kMul) multiply_chunk(a, b, n);
+// The argument of the activation: a, or what is written to z.
+template <class A> inline const A* combine_chunk(Combine combine, const A* a, const A* b, A* z, int64_t n) {
+  if (combine == Combine::kFirst || combine == Combine::kGate) return a;
+  (combine == Combine::kAdd ? add_chunk<A> : multiply_chunk<A>)(a, b, z, n);
+  return z;
 }
 
 template <class A> void pointwise_loop(const ChainOperands& call, const Region& region) {
   const Chain& chain = call.chain;
   const Loop<A> loop{call, region};
-  Chunk<A> a, b;
+  Chunk<A> first, second, y;
   for_tiles<A>(region, [&](const Tile& tile) {
     const int64_t n = tile.size();
-    loop.load(1, tile, a);
-    if (chain.combine != Combine::kFirst) loop.load(2, tile, b);
-    combine_chunk<A>(chain.combine, a, b, n);
-    activate_chunk<A>(chain.activation, a, n);
-    if (chain.combine == Combine::kGate) multiply_chunk<A>(a, b, n);
-    scale_chunk<A>(a, chain.scale, n);
-    loop.dropout(0, tile, a);
-    loop.store(0, tile, a);
+    const A* a = loop.read(1, tile, first);
+    const A* b = chain.combine == Combine::kFirst ? nullptr : loop.read(2, tile, second);
+    activate_chunk<A>(chain.activation, combine_chunk<A>(chain.combine, a, b, y, n), y, n);
+    if (chain.combine == Combine::kGate) multiply_chunk<A>(y, b, y, n);
+    scale_chunk<A>(y, chain.scale, n);
+    loop.dropout(0, tile, y);
+    loop.store(0, tile, y);
   });
 }
 
-// g *= the slope of the activation at z, which is overwritten.
-template <class A> inline void multiply_slope(int32_t activation, A* g, A* z, int64_t n) {
-  if (is_identity(activation)) return;
-  slope_chunk<A>(activation, z, z, n);
-  multiply_chunk<A>(g, z, n);
+// da = g * the slope of the activation at z
+template <class A> inline void multiply_slope(int32_t activation, const A* g, const A* z, A* da, int64_t n) {
+  slope_chunk<A>(activation, z, da, n);
+  multiply_chunk<A>(g, da, da, n);
 }
 
-// The gradients of one chunk. g: in, dropout(scale * dy); out, da. a: in, a; out, db, but for a sum, whose db is da. z: room.
+// The gradients of one chunk, of g = dropout(scale * dy). For a sum da alone, which is also db.
 template <class A>
-inline void gradients(const Chain& chain, A* g, A* a, const A* b, A* z, const bool (&wants)[2], int64_t n) {
-  map_chunk<A>(a, z, n, [](auto x) { return x; });
-  combine_chunk<A>(chain.combine, z, b, n);
+inline void gradients(const Chain& chain, const A* g, const A* a, const A* b, A* da, A* db, const bool (&wants)[2], int64_t n) {
   if (chain.combine == Combine::kGate) {
-    if (wants[1]) {
-      activate_chunk<A>(chain.activation, a, n);
-      multiply_chunk<A>(a, g, n);
+    if (wants[0]) {
+      multiply_slope<A>(chain.activation, g, a, da, n);
+      multiply_chunk<A>(da, b, da, n);
     }
-    if (!wants[0]) return;
-    multiply_slope<A>(chain.activation, g, z, n);
-    return multiply_chunk<A>(g, b, n);
+    if (wants[1]) {
+      activate_chunk<A>(chain.activation, a, db, n);
+      multiply_chunk<A>(db, g, db, n);
+    }
+    return;
   }
-  multiply_slope<A>(chain.activation, g, z, n);
+  multiply_slope<A>(chain.activation, g, combine_chunk<A>(chain.combine, a, b, db, n), da, n);
   if (chain.combine == Combine::kMul) {
-    multiply_chunk<A>(a, g, n);
-    multiply_chunk<A>(g, b, n);
+    if (wants[1]) multiply_chunk<A>(a, da, db, n);
+    multiply_chunk<A>(da, b, da, n);
   }
+}
+
+// g = dropout(scale * dy): dy itself where nothing is to be done.
+template <class A, class F> inline const A* drop_and_scale(const Chain& chain, const A* dy, A* room, int64_t n, F&& dropout) {
+  if (chain.scale == 1.0 && chain.threshold == 0) return dy;
+  const at::vec::Vectorized<A> factor(static_cast<A>(chain.scale));
+  map_chunk(dy, room, n, [&](auto x) { return x * factor; });
+  if (chain.threshold) dropout(room);
+  return room;
 }
 
 template <class A> void pointwise_bwd_loop(const ChainOperands& call, const Region& region) {
   const Chain& chain = call.chain;
   const Loop<A> loop{call, region};
   const int dy = call.wants[0] + call.wants[1];
-  Chunk<A> g, a, b, z;
+  Chunk<A> first, second, third, da, db;
   for_tiles<A>(region, [&](const Tile& tile) {
     const int64_t n = tile.size();
-    loop.load(dy, tile, g);
-    loop.load(dy + 1, tile, a);
-    if (chain.combine != Combine::kFirst) loop.load(dy + 2, tile, b);
-    scale_chunk<A>(g, chain.scale, n);
-    loop.dropout(dy, tile, g);
-    gradients<A>(chain, g, a, b, z, call.wants, n);
-    if (call.wants[0]) loop.store(0, tile, g);
-    if (call.wants[1]) loop.store(call.wants[0], tile, chain.combine == Combine::kAdd ? g : a);
+    const A* g = drop_and_scale<A>(chain, loop.read(dy, tile, first), first, n, [&](A* t) { loop.dropout(dy, tile, t); });
+    const A* a = loop.read(dy + 1, tile, second);
+    const A* b = chain.combine == Combine::kFirst ? nullptr : loop.read(dy + 2, tile, third);
+    gradients<A>(chain, g, a, b, da, db, call.wants, n);
+    if (call.wants[0]) loop.store(0, tile, da);
+    if (call.wants[1]) loop.store(call.wants[0], tile, chain.combine == Combine::kAdd ? da : db);
   });
 }
 
@@ -142,23 +152,21 @@ void columns_loop(const ChainColumns& call, int64_t begin, int64_t end, int64_t 
   const Chain& chain = call.chain;
   const int64_t dy_size = size_of(call.dy_type), a_size = size_of(call.a_type), b_size = size_of(call.b_type);
   const bool wants[2] = {call.da != nullptr, true};
-  Chunk<A> g, a, z, row;
+  Chunk<A> first, second, row, da, db;
   for (int64_t start = left; start < right; start += kChunk<A>) {
     const int64_t n = std::min(kChunk<A>, right - start);
     load_chunk<A>(call.b_type, call.b + start * b_size, 1, n, row);
     for (int64_t r = begin; r < end; ++r) {
       const int64_t position = r * call.cols + start;
-      load_chunk<A>(call.dy_type, call.dy + position * dy_size, 1, n, g);
-      load_chunk<A>(call.a_type, call.a + position * a_size, 1, n, a);
-      scale_chunk<A>(g, chain.scale, n);
-      if (chain.threshold) {
-        const auto seed = static_cast<uint64_t>(*chain.seed);
-        dropout_chunk<A>(g, n, static_cast<uint64_t>(position), seed, chain.threshold);
-      }
-      gradients<A>(chain, g, a, row, z, wants, n);
-      if (call.da) store_chunk<A>(call.a_type, g, n, call.da + position * a_size, 1);
-      const A* db = chain.combine == Combine::kAdd ? g : a;
-      for (int64_t i = 0; i < n; ++i) sums[start + i] += db[i];
+      const A* dy = read_chunk<A>(call.dy_type, call.dy + position * dy_size, 1, n, first);
+      const A* a = read_chunk<A>(call.a_type, call.a + position * a_size, 1, n, second);
+      const A* g = drop_and_scale<A>(chain, dy, first, n, [&](A* t) {
+        dropout_chunk<A>(t, n, static_cast<uint64_t>(position), static_cast<uint64_t>(*chain.seed), chain.threshold);
+      });
+      gradients<A>(chain, g, a, row, da, db, wants, n);
+      if (call.da) store_chunk<A>(call.a_type, da, n, call.da + position * a_size, 1);
+      const A* sum = (chain.combine == Combine::kAdd ? da : db).values;
+      for (int64_t i = 0; i < n; ++i) sums[start + i] += sum[i];
     }
   }
 }

@@ -36,7 +36,7 @@ template <Map map, class A> inline double sum_chunk(const A* values, int64_t n) 
 
 // sums += f(values)
 template <Map map, class A> inline void add_to(A* sums, const A* values, int64_t n) {
-  zip_chunk(sums, values, n, [](auto sum, auto x) { return add_mapped(map, sum, x); });
+  zip_chunk(sums, values, sums, n, [](auto sum, auto x) { return add_mapped(map, sum, x); });
 }
 
 template <class A> inline void clear(A* values, int64_t n) {

@@ -19,7 +19,7 @@ template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infini
 template <class A> inline void mask_chunk(const Softmax& c, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
   if (c.mask_kind == MaskKind::kAdd) {
     load_chunk<A>(c.mask_type, mask + start * c.mask_stride * size_of(c.mask_type), c.mask_stride, n, room);
-    add_chunk<A>(logits, room, n);
+    add_chunk<A>(logits, room, logits, n);
   } else if (c.mask_kind == MaskKind::kKeep) {
     const char* keep = mask + start * c.mask_stride;
     for (int64_t i = 0; i < n; ++i) logits[i] = keep[i * c.mask_stride] ? logits[i] : kNothing<A>;
@@ -117,7 +117,7 @@ template <class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin
     for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
       const int64_t n = std::min(kChunk<A>, c.cols - start);
       if (c.cols > kChunk<A>) load(row, start, n);  // else the only chunk is still there
-      zip_chunk<A>(dy, y, n, [&](auto d, auto p) { return (d - dots) * p * scales; });
+      zip_chunk<A>(dy, y, dy, n, [&](auto d, auto p) { return (d - dots) * p * scales; });
       store_chunk<A>(c.type, dy, n, c.dx + (row * c.cols + start) * element, 1);
     }
   }
