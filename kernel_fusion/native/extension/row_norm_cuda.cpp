@@ -13,7 +13,6 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // weight or bias, contiguous; its bytes are N elements, so a copy is no cost.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
-const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 int alignment_or_full(const void* p) { return p ? alignment_of(p) : 16; }
 
 struct Stats {
