@@ -66,7 +66,7 @@ class PointwiseAccess:
         vec: elements per vector.
         operands: y or da; db; dy; a; b.
         lanes: where db is summed over rows, the threads along the columns; else 0.
-        aligned_positions: whether the positions of a vector, for dropout, are neighbours and the first a multiple of it.
+        aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
     """
 
     dims: int = 1

@@ -32,7 +32,7 @@ _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 @dataclass(frozen=True)
 class Plan(Launch):
-    """How a row-norm kernel runs. The first group decides the order of summation and depends on the spec and device alone.
+    """How a row-norm kernel runs. The first group decides the order of summation: a function of spec and device.
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).

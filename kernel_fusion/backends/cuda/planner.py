@@ -27,7 +27,7 @@ from kernel_fusion.core.families import PointwiseSpec, ReduceSpec, SoftmaxBwdSpe
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
-# How each kind of spec is planned, from (spec, access, device), and what its kernel is compiled from, (spec, access, plan).
+# For each kind of spec: (spec, access, device) -> plan, and (spec, access, plan) -> what its kernel is compiled from.
 _FAMILIES: dict[type, tuple[Callable[[Any, Any, Device], Any], Callable[[Any, Any, Any], Source]]] = {
     RowNormSpec: (plan_row_norm, row_norm_source),
     SumPartialsSpec: (lambda spec, access, device: sum_partials.plan(), lambda spec, *_: sum_partials.source(spec)),

@@ -75,9 +75,7 @@ class ReduceFields(ctypes.Structure):
 class SoftmaxFields(ctypes.Structure):
     """`SoftmaxFields` of requests.h."""
 
-    _fields_: ClassVar = _int32(
-        "x mask causal vec capacity mask_repeats strided_x strided_mask align_x align_mask"
-    )
+    _fields_: ClassVar = _int32("x mask causal vec capacity mask_repeats strided_x strided_mask align_x align_mask")
 
 
 class SoftmaxBwdFields(ctypes.Structure):

@@ -49,13 +49,6 @@ enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db; dy; a; b
 enum Mode : int32_t { kLinear, kVector, kBroadcast, kStrided, kGather };
 enum Dropout : int32_t { kNoDropout, kAligned, kAnywhere };
 
-FastDivisor fast_divisor(int64_t divisor) {
-  const auto d = static_cast<uint64_t>(divisor);
-  const auto shift = static_cast<unsigned>(std::bit_width(d - 1));
-  const uint64_t multiplier = ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1;
-  return {static_cast<unsigned>(d), static_cast<unsigned>(multiplier), shift};
-}
-
 // An iterator as the kernels see it: operands in slots, and how each meets the iteration.
 struct Iteration {
   const at::TensorIteratorBase& iter;
@@ -138,7 +131,7 @@ struct Iteration {
     args.scale = chain.scale;
     args.threshold = chain.threshold;
     for (size_t d = 0; d < shape.size(); ++d) {
-      if (d + 1 < shape.size()) args.dim[d] = fast_divisor(shape[d]);
+      if (d + 1 < shape.size()) args.dim[d] = fast_divisor(static_cast<unsigned>(shape[d]));
       for (int k = 0; k < kOperands; ++k)
         if (has(k)) args.stride[d][k] = static_cast<unsigned>(stride(k, d) / bytes(k));
     }

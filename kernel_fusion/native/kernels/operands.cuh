@@ -22,8 +22,6 @@ struct Offsets {
   unsigned of[PointwiseArgs::kOperands];
 };
 
-__device__ inline unsigned divide(unsigned n, const FastDivisor& by) { return (__umulhi(n, by.multiplier) + n) >> by.shift; }
-
 // The offsets of element i, in elements, of every operand; those that nobody asks for cost nothing.
 template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
   Offsets offsets{};

@@ -1,12 +1,25 @@
 // The arguments of the pointwise kernels: written by the host, read by the device. Plain data, as in row_norm_args.h.
 #pragma once
 
+#include "shared/inline.h"
+
 namespace kf {
 
-// A divisor of numbers below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift.
+// A divisor, below 2^31, of numbers below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift.
+// Granlund, Montgomery: Division by Invariant Integers using Multiplication, PLDI 1994.
 struct FastDivisor {
   unsigned divisor, multiplier, shift;
 };
+
+inline FastDivisor fast_divisor(unsigned divisor) {
+  unsigned shift = 0;
+  while ((1ull << shift) < divisor) ++shift;
+  return {divisor, static_cast<unsigned>((((1ull << shift) - divisor) << 32) / divisor + 1), shift};
+}
+
+KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
+  return (static_cast<unsigned>(static_cast<unsigned long long>(n) * by.multiplier >> 32) + n) >> by.shift;
+}
 
 // y = dropout(scale * f(a, b)), or the gradients of it. Element i of the iteration, innermost dimension first, stands at the sum
 // of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
