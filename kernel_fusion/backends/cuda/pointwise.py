@@ -31,12 +31,10 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     if access.lanes:  # b is read once
         vector_bytes -= ITEMSIZE[spec.b or spec.a] * access.vec
     unroll = min(_MAX_UNROLL, max(1, _BYTES_IN_FLIGHT // vector_bytes))
-    # 64 registers where the arithmetic is in fp32, 128 for the sums of columns and fp64.
-    roomy = access.lanes > 0 or spec.acc == "f64"
-    if access.lanes:
-        return PointwisePlan(threads=_THREADS, per_block=access.lanes * access.vec, unroll=unroll, min_blocks=2)
-    per_block = _THREADS * access.vec * unroll
-    return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=2 if roomy else 4)
+    # 64 registers a thread, 128 where it keeps sums of columns; fp64 takes what it needs.
+    min_blocks = 1 if spec.acc == "f64" else 2 if access.lanes else 4
+    per_block = access.lanes * access.vec if access.lanes else _THREADS * access.vec * unroll
+    return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=min_blocks)
 
 
 def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) -> Source:

@@ -11,7 +11,7 @@ struct FastDivisor {
   unsigned divisor, multiplier, shift;
 };
 
-inline FastDivisor fast_divisor(unsigned divisor) {
+KF_INLINE FastDivisor fast_divisor(unsigned divisor) {
   unsigned shift = 0;
   while ((1ull << shift) < divisor) ++shift;
   return {divisor, static_cast<unsigned>((((1ull << shift) - divisor) << 32) / divisor + 1), shift};
