@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cuda_plans import assert_sound, executors, tree
+from cuda_spills import assert_no_local_memory, local_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
@@ -29,7 +28,6 @@ from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 from kernel_fusion.errors import CompileError
 
-_LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _CONTROL = """
 extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
   float v[128];
@@ -131,21 +129,7 @@ def test_no_kernel_with_stages_spills(stages: dict[str, Any], arch: int) -> None
     """Every kernel of the grid of stages compiles for the architecture and keeps everything in registers."""
     kernels = _staged_kernels(stages, arch)
     assert len(kernels) >= 2 * len(_STAGED_LENGTHS)
-    bad = [line for source, name in kernels.items() if (line := _local_memory(source, name, arch))]
-    assert not bad, "\n".join(bad)
-
-
-def _local_memory(source: str, name: str, arch: int) -> str | None:
-    """The compiler's words about local memory if the kernel uses any."""
-    try:
-        _, log = compile_source(source, arch, verbose=True)
-    except CompileError as error:
-        return f"{name}: {error}"
-    counts = _LOG.findall(log)
-    if not counts:
-        return f"{name}: no count of spills in the log: {log}"
-    used = [match for match in counts if any(map(int, match))]
-    return f"{name}: stack frame, spill stores, spill loads = {used} bytes" if used else None
+    assert_no_local_memory(kernels, arch)
 
 
 @pytest.mark.slow
@@ -154,15 +138,12 @@ def test_no_kernel_spills(arch: int) -> None:
     """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
     kernels = _kernels(arch)
     assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 2
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        lines = pool.map(_local_memory, kernels, kernels.values(), [arch] * len(kernels), chunksize=8)
-        bad = [line for line in lines if line]
-    assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory on sm_{arch}:\n" + "\n".join(bad)
+    assert_no_local_memory(kernels, arch)
 
 
 def test_a_spill_is_found() -> None:
     """A kernel that needs more registers than its launch bounds allow is reported."""
-    assert "spill" in (_local_memory(_CONTROL, "control", 90) or "")
+    assert "spill" in (local_memory(_CONTROL, "control", 90) or "")
 
 
 # Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
@@ -230,6 +211,10 @@ def _members(header: Path, struct: str) -> list[str]:
         ("extension/cuda/launcher.h", "KernelRequest", requests.Request),
         ("extension/cuda/requests.h", "RowNormFields", requests.RowNormFields),
         ("extension/cuda/requests.h", "SumPartialsFields", requests.SumPartialsFields),
+        ("extension/cuda/requests.h", "PointwiseFields", requests.PointwiseFields),
+        ("extension/cuda/requests.h", "ReduceFields", requests.ReduceFields),
+        ("extension/cuda/requests.h", "SoftmaxFields", requests.SoftmaxFields),
+        ("extension/cuda/requests.h", "SoftmaxBwdFields", requests.SoftmaxBwdFields),
     ],
 )
 def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Forward: 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
@@ -32,15 +33,12 @@ _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one kernel runs. The first group decides the order of summation and depends on the spec and device alone.
+class Plan(Launch):
+    """How a row-norm kernel runs. The first group decides the order of summation: a function of spec and device.
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
-        cluster: blocks per row; played: virtual warps per physical warp.
-        per_block: rows per block, at a time if persistent; columns per block where a kernel works on columns.
-        persistent: no more blocks than run at once, each of which takes rows until there are no more.
-        threads: threads per block.
+        played: virtual warps per physical warp; the cluster is that of a row.
         resident: the row stays in registers, else it is read again.
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
@@ -48,29 +46,19 @@ class Plan:
         bias: the same of the bias, where backward needs it.
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
-        min_blocks: blocks per multiprocessor that registers must allow.
-        shared_bytes: dynamic shared memory.
-        splits_weight: dweight and dbias take a pass of their own.
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
     """
 
     vec: int
     lanes: int
     warps: int
-    cluster: int = 1
     played: int = 1
-    per_block: int = 1
-    persistent: bool = False
-    threads: int = 32
     resident: bool = True
     ahead: bool = False
     weight: str = "memory"
     bias: str = "memory"
     storage: str = "none"
     prefetch: bool = False
-    min_blocks: int = 1
-    shared_bytes: int = 0
-    splits_weight: bool = False
     stages: int = 0
 
     def __str__(self) -> str:
@@ -194,7 +182,7 @@ def _direct(tree: _Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options:
         per_block, threads = small_row_threads // tree.lanes, small_row_threads
     else:
         per_block, threads = 1, tree.warps // tree.cluster * 32
-    return Plan(tree.vec, tree.lanes, tree.warps, tree.cluster, per_block=per_block, threads=threads, **options)
+    return Plan(tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, threads=threads, **options)
 
 
 def _staged(
@@ -221,7 +209,7 @@ def _staged(
         tree.vec,
         tree.lanes,
         tree.warps,
-        tree.cluster,
+        cluster=tree.cluster,
         per_block=groups,
         persistent=True,
         threads=groups * threads,

@@ -107,10 +107,10 @@ class _Kernel:
 
     def grid(self, rows: int) -> int:
         """Blocks for so many rows."""
-        groups = -(-rows // self.plan.per_block)
+        groups: int = -(-rows // self.plan.per_block)
         if self.plan.persistent:
             groups = min(groups, self.max_blocks // self.plan.cluster)
-        return groups * self.plan.cluster
+        return groups * int(self.plan.cluster)
 
     def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:
         from cuda.bindings import driver
