@@ -25,7 +25,7 @@ from kernel_fusion.testing.budget import Array, Reference
 
 Results = dict[str, Tensor]
 _T = TypeVar("_T", bound="Tensors")
-_MAX_DRAWS = 64
+_MAX_DRAWS, _MAX_DRAWN = 64, 2**21
 _DROPOUT_SEED = 20
 # Short names of fields in the names of cases.
 _SHORT = {
@@ -114,8 +114,9 @@ class Case(ABC):
     @property
     def draws(self) -> int:
         """How many draws are judged together, so that PyTorch's largest error is a fair measure."""
-        few = max(512 // max(1, math.prod(self.shape)), 64 // max(1, self.result_size))
-        return max(1, min(_MAX_DRAWS, few))
+        size = max(1, math.prod(self.shape))
+        few = max(512 // size, 64 // max(1, self.result_size))
+        return max(1, min(_MAX_DRAWS, _MAX_DRAWN // size, few))
 
     def __str__(self) -> str:
         parts = [self.verb, _text(self.shape), dtype_name(self.dtype)]

@@ -28,9 +28,11 @@ class Activation(NamedTuple):
 def erf(x: Array) -> Array:
     """2 / sqrt(pi) exp(-x^2) times the sum of 2^n x^(2n+1) / (2n+1)!!, whose terms all have the sign of x."""
     inside = np.clip(x, -7, 7)  # beyond, erf is 1 to 22 digits
-    term, total = inside, inside.copy()
-    for n in range(1, 220):
-        term = term * 2 * inside**2 / (2 * n + 1)
+    term = total = inside
+    square, n = 2 * inside**2, 0
+    while term.size and np.abs(term).max() > 1e-25:
+        n += 1
+        term = term * square / (2 * n + 1)
         total = total + term
     return np.asarray(2 / np.sqrt(_PI) * np.exp(-(inside**2)) * total)
 
