@@ -57,6 +57,11 @@ class PointwiseCase(Case):
     mean: float = 0.0
     std: float = 2.0
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Not for a result without elements."""
+        return math.prod(torch.broadcast_shapes(self.shape, self.shape if self.other is None else self.other)) > 0
+
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
         """The operands and dy, whose shape and dtype are those of PyTorch's sum."""
         draw = Draw(device, seed)
