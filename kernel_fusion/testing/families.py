@@ -60,7 +60,8 @@ class PointwiseCase(Case):
     @property
     def runs_kernels(self) -> bool:
         """Not for a result without elements."""
-        return math.prod(torch.broadcast_shapes(self.shape, self.shape if self.other is None else self.other)) > 0
+        other = self.shape if self.other is None else self.other
+        return 0 not in tuple(torch.broadcast_shapes(self.shape, other))
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
         """The operands and dy, whose shape and dtype are those of PyTorch's sum."""
