@@ -30,8 +30,9 @@ def _arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
 
 
 def _up(n: Tensor) -> tuple[Tensor, Tensor]:
-    gate, value = n.repeat(1, _UP).chunk(2, -1)
-    return gate, value
+    width = _UP * n.shape[-1] // 2
+    up = n.repeat(1, _UP)
+    return up[:, :width], up[:, width : 2 * width]
 
 
 def _down(m: Tensor, cols: int) -> Tensor:

@@ -145,7 +145,7 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         return output
 
     def kept(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        # What was dropped left the residual as it was, and so does what is too small to change it; but not its gradient.
+        # What was dropped left the residual as it was. So does what is too small to change it, but it has a gradient.
         return torch.logical_or(results["h"] != arguments["residual"], results["dx"] != 0)
 
     parts = [f"add+{norm}", *(["fp32 residual"] if wide_residual else []), *(["dropout"] if dropout else [])]

@@ -260,7 +260,7 @@ def _memory() -> Suite:
         Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
-    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, quick_verbs=NORMS[:1])
+    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES)
 
 
 _RELU_LAYER_NORM = Suite(

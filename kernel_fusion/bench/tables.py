@@ -199,7 +199,7 @@ def _error_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]
 
 
 def _memory_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
-    """What autograd saves and what a training step takes, in MB, and how ours compares."""
+    """What autograd saves and what a training step takes, in MB, and how ours compares where both take something."""
 
     def megabytes(num_bytes: int | None) -> str | None:
         return None if num_bytes is None else _megabytes(num_bytes)
@@ -210,15 +210,18 @@ def _memory_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value
     }
     columns = _fact_columns(results, cells, facts)
 
-    def compared(provider: str) -> Value:
+    def compared(provider: str, field: str) -> Value:
         def value(cell: Cell) -> float | None:
-            mine, theirs = (cell[p].training_memory_bytes if p in cell else None for p in (provider, REFERENCE))
+            mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, REFERENCE))
             return mine / theirs if mine and theirs else None
 
         return value
 
-    mine = [p for p in results.providers if p.startswith(OURS)]
-    return columns | ({f"{p} ÷ PyTorch, training": compared(p) for p in mine} if columns else {})
+    for name, field in (("saved", "saved_bytes"), ("training", "training_memory_bytes")):
+        if any(getattr(m, field) is not None for m in _measurements(cells)):
+            mine = [p for p in results.providers if p.startswith(OURS)]
+            columns |= {f"{p} ÷ PyTorch, {name}": compared(p, field) for p in mine}
+    return columns
 
 
 def _fact_columns(

@@ -76,6 +76,8 @@ def bench(
         shapes=[_parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
     )
+    for suite in chosen:
+        _check_selection(suite, selection)
     # Resolving a backend builds the extension, so that no build falls into a measurement.
     ours = [resolve_backend(name, target) for name in (split(backends) if backends else [None])]
     contenders = [providers.pytorch(), *map(providers.ours, ours)]
@@ -111,6 +113,14 @@ class _Selection:
         """Those measured of a suite."""
         own = (suite.quick_verbs if self.quick else None) or suite.verbs
         return [verb for verb in suite.verbs if verb in (own if self.verbs is None else self.verbs)]
+
+
+def _check_selection(suite: Suite, selection: _Selection) -> None:
+    """An error where a suite has nothing of what is wanted."""
+    if not selection.verbs_of(suite):
+        raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
+    if selection.weights and not set(suite.verbs) <= set(NORMS):
+        raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 
 
 def _measure(
