@@ -30,9 +30,9 @@ def _arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
 
 
 def _up(n: Tensor) -> tuple[Tensor, Tensor]:
-    width = _UP * n.shape[-1] // 2
-    up = n.repeat(1, _UP)
-    return up[:, :width], up[:, width : 2 * width]
+    # An odd width leaves one column over. Not slices: backward of each would fill a tensor of the whole width.
+    gate, value, *_ = n.repeat(1, _UP).split(_UP * n.shape[-1] // 2, -1)
+    return gate, value
 
 
 def _down(m: Tensor, cols: int) -> Tensor:

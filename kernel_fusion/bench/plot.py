@@ -49,12 +49,11 @@ def _plot(results: Results, group: str, direction: str, folder: Path, suffix: st
     from matplotlib.figure import Figure
 
     panels = {t: results.cells(g, t, d) for g, t, d in results.groups if (g, d) == (group, direction)}
-    count = max(map(len, panels.values()))
-    figure = Figure(figsize=(max(9, 3 + 0.7 * count), 1.6 + 2.6 * len(panels)), layout="constrained", dpi=110)
+    figure = Figure(figsize=_size(panels), layout="constrained", dpi=110)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     styles = _styles(results.providers)
     for panel, (dtype, cells) in zip(axes, panels.items(), strict=True):
-        if _is_one_operation(cells):
+        if _is_of_operations(cells) and len(cells) == 1:
             _plot_bars(panel, next(iter(cells.values())), styles)
         else:
             _plot_cells(panel, cells, styles)
@@ -68,6 +67,14 @@ def _plot(results: Results, group: str, direction: str, folder: Path, suffix: st
     path = folder / f"{results.stem}-{group}-{direction.replace(' ', '-')}.{suffix}"
     figure.savefig(path)
     return path
+
+
+def _size(panels: dict[str, Cells]) -> tuple[float, float]:
+    """Width and height in inches; operations are many, and their names are long."""
+    count = max(map(len, panels.values()))
+    of_operations = any(map(_is_of_operations, panels.values()))
+    width, height = (0.4, 3.8) if of_operations and count > 1 else (0.7, 2.6)
+    return max(9, 3 + width * count), 1.6 + height * len(panels)
 
 
 def _styles(providers: list[str]) -> dict[str, dict[str, Any]]:
@@ -99,7 +106,9 @@ def _plot_cells(axes: Axes, cells: Cells, styles: dict[str, dict[str, Any]]) -> 
             positions, medians, q1, q3 = map(list, zip(*points, strict=True))
             below = [median - q for median, q in zip(medians, q1, strict=True)]
             above = [q - median for median, q in zip(medians, q3, strict=True)]
-            axes.errorbar(positions, medians, yerr=[below, above], linewidth=1, markersize=7, **style)
+            # Operations are no series, so no line joins them.
+            line = "none" if _is_of_operations(cells) else "solid"
+            axes.errorbar(positions, medians, yerr=[below, above], linestyle=line, linewidth=1, markersize=7, **style)
             shown += medians
     if over_floor:
         axes.axhline(1.0, color=_GREY, linewidth=2, label="floor")
@@ -112,8 +121,8 @@ def _plot_cells(axes: Axes, cells: Cells, styles: dict[str, dict[str, Any]]) -> 
     axes.set_ylabel("time ÷ floor" if over_floor else "time (µs)")
 
 
-def _is_one_operation(cells: Cells) -> bool:
-    return len(cells) == 1 and any(m.operation for cell in cells.values() for m in cell.values())
+def _is_of_operations(cells: Cells) -> bool:
+    return any(m.operation for cell in cells.values() for m in cell.values())
 
 
 def _plot_bars(axes: Axes, cell: dict[str, Measurement], styles: dict[str, dict[str, Any]]) -> None:
