@@ -164,6 +164,17 @@ def test_create_graph_gives_the_same_gradients(verb: str, target: Target) -> Non
     assert_as_accurate([g.detach() for g in gradients], pytorch, *tensors, dy)
 
 
+def test_create_graph_where_the_input_depends_on_the_weight(verb: str, target: Target) -> None:
+    """Two norms in a row with one weight and bias: with `create_graph` each contributes once, as without."""
+    x, weight, bias = leaves(target, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    with target.ran(forward=2, backward=2):
+        y = call(verb, call(verb, x, weight, bias, backend=target.backend), weight, bias, backend=target.backend)
+        differentiable = torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
+        plain = torch.autograd.grad(y, (x, weight, bias), dy)
+    torch.testing.assert_close(differentiable, plain)
+
+
 def test_backward_twice(verb: str, target: Target) -> None:
     """With `retain_graph` a second backward gives the same bits; without, PyTorch's error."""
     tensors = leaves(target)
