@@ -88,7 +88,9 @@ def run(verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any) -
     return with_gradients(call(verb, *leaves, **options), leaves, grads)
 
 
-def assert_within_budget(ours: list[Tensor], verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any) -> None:
+def assert_within_budget(
+    ours: list[Tensor], verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any
+) -> None:
     """Judge outputs and gradients against the definition in float64, beside PyTorch's composition."""
     wide, wide_grads = widened(tensors), [g.double() for g in grads]
     expected = run(verb, wide, wide_grads, backend="eager", **options)

@@ -69,7 +69,8 @@ def test_gradcheck(verb: str, stages: str) -> None:
 def test_gradgradcheck(verb: str, stages: str) -> None:
     """The gradients' gradients are those of finite differences, for both cotangents too."""
     tensors = make(verb, (3, 5), F64)
-    with CPU.ran(forward=None, backward=0):  # a differentiated backward is the definition, by design
+    # A differentiated backward is the definition, by design, but what lies behind h is the node's own affair.
+    with CPU.ran(forward=None, backward=None if verb in ADD_VERBS else 0):
         assert torch.autograd.gradgradcheck(function_of(verb, CPU, **STAGES[stages]), tensors)
 
 
@@ -79,7 +80,7 @@ def test_create_graph_gives_the_same_gradients(verb: str, stages: str) -> None:
     tensors = make(verb, (7, 255), BF16, F32)
     function = function_of(verb, CPU, **STAGES[stages])
     outputs = list(function(*tensors))
-    grads = cotangents(outputs)
+    grads = [g.requires_grad_() for g in cotangents(outputs)]  # the gradient of bias may depend on nothing else
     with CPU.ran(forward=0, backward=1):
         differentiable = torch.autograd.grad(outputs, tensors, grads, create_graph=True)
         plain = torch.autograd.grad(outputs, tensors, grads)
@@ -179,10 +180,10 @@ def test_saved_tensor_hooks_reach_backward(verb: str) -> None:
 def test_inference_saves_nothing(verb: str) -> None:
     """Without gradients nothing is kept, and the bits are those of training."""
     tensors = make(verb, (7, 17))
-    with CPU.ran(forward=2), torch.no_grad():
+    with CPU.ran(forward=1), torch.no_grad():
         outputs, packed = _saved(lambda: function_of(verb, CPU, **STAGES["all"])(*tensors))
     assert packed == []
-    with torch.enable_grad():
+    with CPU.ran(forward=1):
         training = function_of(verb, CPU, **STAGES["all"])(*tensors)
     assert_equal(list(outputs), list(training))
 
@@ -347,7 +348,19 @@ def test_opcheck(verb: str, stages: str) -> None:
     x, *residual, weight, bias = make(verb, (3, 8), BF16, F32)
     options: Options = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0} | STAGES[stages]
     seed = torch.tensor([5]) if options["dropout_p"] else None
-    args = (x, residual[0] if residual else None, 1, weight, bias, 1e-5, 0.0, None, "rms" in verb, *options.values(), seed)
+    args = (
+        x,
+        residual[0] if residual else None,
+        1,
+        weight,
+        bias,
+        1e-5,
+        0.0,
+        None,
+        "rms" in verb,
+        *options.values(),
+        seed,
+    )
     with CPU.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.staged_row_norm.default, args)
 
