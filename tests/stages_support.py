@@ -1,4 +1,4 @@
-"""Norms with stages, for their tests: one call for the four verbs, its inputs, PyTorch's unfused composition, the budget."""
+"""Norms with stages, for their tests: one call for all verbs, its inputs, PyTorch's unfused composition, the budget."""
 
 from __future__ import annotations
 

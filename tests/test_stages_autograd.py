@@ -90,14 +90,15 @@ def test_create_graph_gives_the_same_gradients(verb: str, stages: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-# Grid rationale. Each subset of the inputs that autograd may ask about: one result then stands for two, or none is left.
+# Grid rationale. Each subset of the inputs that autograd may ask about: one result then stands for two, or none is
+# left.
 _NEEDS = [needs for needs in product([True, False], repeat=4) if any(needs)]
 
 
 @pytest.mark.parametrize("needs", _NEEDS, ids=str)
 @each_add_case
 def test_gradients_only_where_needed(verb: str, stages: str, needs: tuple[bool, ...]) -> None:
-    """Each subset gets the bits it gets when all inputs require gradients; h requires one only if it depends on such."""
+    """Each subset gets the bits it gets when all inputs require gradients; h requires one if it depends on such."""
     tensors = make(verb, (7, 17), BF16, F32)
     grads = cotangents(call(verb, *tensors, backend="eager"))
     expected = run(verb, tensors, grads, backend="cpu", **STAGES[stages])[2:]
@@ -328,6 +329,8 @@ def test_compiled_dropout_has_one_mask(verb: str) -> None:
     assert set(dx.unique().tolist()) == {0.0, 2.0}
 
 
+# The warning is PyTorch's about itself, for every node that saves its result (`torch.exp`, for one).
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
 @each_case
 def test_compiled_autograd(verb: str, stages: str) -> None:
