@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-#include "shared/activations.h"
+#include "activation_codes.h"
 
 namespace kf {
 
@@ -21,15 +21,6 @@ bool readable(const Tensor& t) {
   const auto type = t.scalar_type();
   const bool floating = type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
   return floating && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
-}
-
-std::optional<int32_t> activation_code(std::string_view name) {
-#define KF_NAME(activation) #activation,
-  static constexpr std::string_view kNames[] = {KF_ACTIVATIONS(KF_NAME)};
-#undef KF_NAME
-  const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
-  if (found == std::end(kNames)) return std::nullopt;
-  return static_cast<int32_t>(found - std::begin(kNames));
 }
 
 std::optional<Combine> combine_of(std::string_view name) {
@@ -42,7 +33,7 @@ std::optional<Combine> combine_of(std::string_view name) {
 
 bool accepts(const PointwiseCall& c) {
   const auto combine = combine_of(c.combine);
-  if (!combine || !activation_code(c.activation) || !readable(c.a) || present(c.b) != (*combine != Combine::kFirst)) return false;
+  if (!combine || activation_code(c.activation) < 0 || !readable(c.a) || present(c.b) != (*combine != Combine::kFirst)) return false;
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
   return !present(c.seed) || (c.seed->device() == c.a.device() && c.seed->scalar_type() == at::kLong && c.seed->dim() == 1);
 }
@@ -79,7 +70,7 @@ uint32_t threshold_of(const PointwiseCall& c) {
 Chain chain_of(const PointwiseCall& c) {
   const uint32_t threshold = threshold_of(c);
   const double kept = threshold < kAll ? static_cast<double>(kAll) / (kAll - threshold) : 0.0;
-  return {*combine_of(c.combine), *activation_code(c.activation), c.scale * kept, threshold,
+  return {*combine_of(c.combine), activation_code(c.activation), c.scale * kept, threshold,
           threshold ? c.seed->const_data_ptr<int64_t>() : nullptr};
 }
 

@@ -129,7 +129,4 @@ Tensor reference(const SoftmaxVerbCall& call);
 // A floating-point tensor that the kernels of its device can read.
 bool readable(const Tensor& t);
 
-// The position of a name in KF_ACTIVATIONS.
-std::optional<int32_t> activation_code(std::string_view name);
-
 }  // namespace kf
