@@ -112,9 +112,7 @@ def _staged_kernels(stages: dict[str, Any], arch: int) -> dict[str, str]:
     stages = dict(stages)
     rms = stages.pop("rms", False)
     for cols in _STAGED_LENGTHS:
-        _, forward, backward = planner.family(cols, "bf16", "bf16", rms=rms)
-        added = "residual" in stages
-        for spec in (replace(forward, **stages), replace(backward, **stages, dh=added, dresidual=added)):
+        for spec in planner.family(cols, "bf16", "bf16", rms=rms, **stages)[1:]:
             access = planner.contiguous_access(spec)
             for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
                 source = planner.source_of(each, access, planner.plan_for(each, access, device)).text()
@@ -157,6 +155,36 @@ def test_every_access_compiles(direction: str, access: Access) -> None:
         spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
         source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
         assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "backward_weight"])
+@pytest.mark.parametrize(
+    "access", [Access(2, 2, 2, 2, True, True, 4, 2, True, True), Access(4, 8, 16, 2, residual=8)], ids=str
+)
+def test_every_access_compiles_with_stages(direction: str, access: Access) -> None:
+    """Residuals, arriving gradients and x beside h may be unaligned and strided too."""
+    for cols, dh in product((255, 4096, 32768), (False, True)):
+        spec = RowNormSpec(
+            direction,
+            False,
+            cols,
+            *("bf16", "f32", "f32", "bf16", True),
+            residual="f32",
+            pre_activation="silu",
+            activation="tanh",
+            dropout=True,
+            dh=dh,
+            dresidual=not dh,
+        )
+        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
+        assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+
+
+def test_flags_are_those_of_the_launcher() -> None:
+    """The flags of a request have the same names and bits on both sides."""
+    text = (PACKAGE / "native" / "extension" / "cuda" / "requests.h").read_text()
+    ours = {name.replace("_", ""): value for name, value in vars(requests.RowNormFlag).items() if name.isupper()}
+    assert {name.upper(): int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)\b", text)} == ours
 
 
 def test_compile_error_holds_the_log() -> None:

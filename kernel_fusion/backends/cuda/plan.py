@@ -258,8 +258,8 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     plan = partial(_direct, tree, persistent=True, min_blocks=max(1, threads // _direct(tree).threads))
     held = _held_bytes(spec, tree)
     fits = held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
-    # Rows that share a block add their sums up where the sums would be, so they keep them in registers, of which they have
-    # 168.
+    # Rows that share a block keep their sums in registers, of which they have 168: shared memory is where the block
+    # adds them up.
     if thread_bytes <= bytes_per_thread + 16 and (fits or not spec.has_stages or tree.warps == 1):
         rows = _direct(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0

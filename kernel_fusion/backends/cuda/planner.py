@@ -24,6 +24,7 @@ from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm
 from kernel_fusion.backends.cuda.requests import Request, decode
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.families import PointwiseSpec, ReduceSpec, SoftmaxBwdSpec, SoftmaxSpec
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
 
@@ -132,12 +133,16 @@ def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]
         loader.library().kf_forget_kernels()
 
 
-def family(cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None) -> list[RowNormSpec]:
-    """The specs of one norm: inference, forward and backward."""
+def family(
+    cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None, **stages: Any
+) -> list[RowNormSpec]:
+    """The specs of one norm: inference, forward and backward; `stages` are further fields of them."""
     bias = None if rms else weight
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
-    return [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads) for d in directions]
+    specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
+    added = specs[-1].residual is not None
+    return [*specs[:-1], dataclasses.replace(specs[-1], dh=added, dresidual=added)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
@@ -199,13 +204,21 @@ def _row_alignment(cols: int, dtype: str) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
-def explain(
-    verb: str, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, *args: Any, **kwargs: Any
-) -> tuple[str, ...]:
-    """One line per direction: the plan of `verb` on `input`."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    cols = int(torch.Size(shape).numel())
-    weight_type = None if weight is None else dtype_name(weight.dtype)
-    specs = family(cols, dtype_name(input.dtype), weight_type, rms=verb == "rms_norm")
+def explain(verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """One line per direction: the plan of `verb`, a norm, called with these arguments."""
+    names = ("residual",) if verb.startswith("add_") else ()
+    given = dict(zip((*names, "normalized_shape", "weight"), args, strict=False)) | kwargs
+    residual, shape, weight = given.get("residual"), given["normalized_shape"], given.get("weight")
+    cols = int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel())
+    specs = family(
+        cols,
+        dtype_name(input.dtype),
+        None if weight is None else dtype_name(weight.dtype),
+        rms=verb.endswith("rms_norm"),
+        residual=None if residual is None else dtype_name(residual.dtype),
+        pre_activation=given.get("pre_activation") or IDENTITY,
+        activation=given.get("activation") or IDENTITY,
+        dropout=bool(given.get("dropout_p")) and given.get("training", True),
+    )
     device = Device.of(input.device.index)
     return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs[1:])

@@ -26,7 +26,7 @@ struct Stats {
 // What dropout multiplies the elements that it keeps by; 0 where it keeps none.
 double dropout_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536 - threshold) : 0.0; }
 
-// What only the stages ask of a call, and a call without any leaves at nothing.
+// Those of a call that has none.
 const Stages kNoStages;
 const BackwardStages kNoBackwardStages;
 
@@ -163,7 +163,8 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =
-      split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles))) : grid / kernel.cluster;
+      split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles)))
+            : grid / kernel.cluster;
   const PartialRows partials(call.input, num_partials, cols);
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
