@@ -224,8 +224,8 @@ def test_softmax_plans_are_sound(capacity: int, dtype: str, vec: int, backward: 
     assert plan.per_block * plan.lanes == plan.threads
     assert plan.lanes <= 32 or plan.per_block == 1
     if plan.vectors == 0:
-        assert plan.lanes == 1024
-        assert capacity * vec > 1024 * 7  # a row that is read twice is a long one
+        assert plan.lanes == (512 if dtype == "f64" else 1024)
+        assert capacity * vec > plan.lanes * 7  # a row that is read twice is a long one
         return
     assert plan.vectors * vec * (2 if backward else 1) * max(1, ITEMSIZE[dtype] // 4) <= 64
     assert plan.lanes * plan.vectors == capacity

@@ -38,7 +38,9 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
     # Vectors of fewer bytes than 16 take a register for each element.
     elements = 64 // itemsize if access.vec * itemsize == 16 else 16 if itemsize < 8 else 8
-    most = 8 if itemsize == 8 else 32
+    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some; fp64 has 128.
+    most = 8 if itemsize == 8 else 32 if access.vec * itemsize == 16 else 24
+    max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
     if backward:  # which holds two tensors
         elements, most = elements // 2, (16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most)
     target = max(1, elements // access.vec)
@@ -46,11 +48,11 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     lanes = 1
     while lanes < 32 and access.capacity > min(3, target) * lanes:
         lanes *= 2
-    while lanes < _MAX_THREADS and access.capacity > target * lanes:
+    while lanes < max_threads and access.capacity > target * lanes:
         lanes *= 2
     vectors = -(-access.capacity // lanes)
     if vectors * access.vec > most:
-        return SoftmaxPlan(threads=_MAX_THREADS, lanes=_MAX_THREADS, vectors=0)
+        return SoftmaxPlan(threads=max_threads, lanes=max_threads, vectors=0)
     threads = max(lanes, _ROWS_THREADS) if lanes <= 32 else lanes
     resident = 512 if spec.acc == "f64" else 1024  # threads per multiprocessor that registers must allow
     min_blocks = max(1, resident // threads)
