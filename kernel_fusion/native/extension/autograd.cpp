@@ -49,8 +49,10 @@ ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
           "kernel_fusion::row_norm_fwd");
   static const Stages none;
   const Stages& s = c.stages ? *c.stages : none;
-  return op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, s.residual,
-                 kActivationNames[s.pre_activation], kActivationNames[s.activation], dropout_p_of(s.threshold), s.seed);
+  auto result = op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, s.residual,
+                        kActivationNames[s.pre_activation], kActivationNames[s.activation], dropout_p_of(s.threshold), s.seed);
+  if (!present(s.residual)) std::get<2>(result) = Tensor();  // which the operator gives no elements
+  return result;
 }
 
 BackwardResult call_backward(const BackwardCall& c) {
@@ -343,7 +345,6 @@ StagedResult staged_autograd(c10::DispatchKeySet keys, const Tensor& input, cons
     const at::AutoDispatchBelowADInplaceOrView below;
     std::tie(y, stats, h) = call_forward(keys, call);
   }
-  if (!present(residual)) h = Tensor();  // the operator's result without elements
   set_history(call, y, stats, h);
   return {std::move(y), h.defined() ? std::move(h) : at::empty({0}, input.options())};
 }

@@ -2,6 +2,7 @@
 //
 // As for the row norms (autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
 // backward that is itself differentiated.
+#include <ATen/ops/alias.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_strided.h>
@@ -98,8 +99,12 @@ struct PointwiseFunction : Function<PointwiseFunction> {
     const PointwiseCall call{a, second, combine, activation, numbers[0], numbers[1], dropout_seed};
     const std::array<bool, 2> wants{ctx->needs_input_grad(0), b.defined() && ctx->needs_input_grad(1)};
     const Tensor& dy = grads[0];
-    if (at::GradMode::is_enabled())
-      return padded_to(differentiated(reference(call), dy, {a, b}, {wants[0], wants[1]}), kArguments);
+    if (at::GradMode::is_enabled()) {
+      // Aliases, so that neither operand's gradient is also looked for in the other, which may depend on it or be the same.
+      const Tensor first = at::alias(a), other = b.defined() ? at::alias(b) : b;
+      const PointwiseCall again{first, some(other), combine, activation, numbers[0], numbers[1], dropout_seed};
+      return padded_to(differentiated(reference(again), dy, {first, other}, {wants[0], wants[1]}), kArguments);
+    }
     variable_list result(kArguments);
     const Tensor laid = present(dropout_seed) ? laid_out(dy, ctx->saved_data["strides"].toIntVector()) : dy;
     if (wants[0] && wants[1] && same_gradients(call)) {

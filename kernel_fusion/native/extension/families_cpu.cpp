@@ -18,8 +18,6 @@ constexpr int64_t kGrain = 32768;
 
 int64_t tasks_of(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements_each)); }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_null(t)); }
 
 // out[i] = factor * sums[i] for `n` sums, rounded to the compute type and then to that of `out`.

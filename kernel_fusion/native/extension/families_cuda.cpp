@@ -17,7 +17,6 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t size_of(at::ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
 
 // The largest power of two that divides n and is at most `most`, itself one.

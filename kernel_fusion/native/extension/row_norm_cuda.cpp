@@ -9,8 +9,6 @@
 namespace kf {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // weight or bias, contiguous; its bytes are N elements, so a copy is no cost.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
 int alignment_or_full(const void* p) { return p ? alignment_of(p) : 16; }
