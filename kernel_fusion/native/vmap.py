@@ -16,10 +16,15 @@ from torch import Tensor
 from kernel_fusion.native import schemas
 
 
+def _batched(dim: Any) -> bool:
+    """Whether an argument with this entry of `in_dims` is batched; that of a list of numbers is a list of None."""
+    return isinstance(dim, int)
+
+
 def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[Any]) -> tuple[Any, Any]:
     def example(index: int) -> Any:
         dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
-        return operator(*(arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, dims, strict=True)))
+        return operator(*(arg.select(d, index) if _batched(d) else arg for arg, d in zip(args, dims, strict=True)))
 
     examples = [example(index) for index in range(info.batch_size)]
     if isinstance(examples[0], Tensor):
@@ -33,7 +38,7 @@ def _register(name: str, rows: Callable[..., list[Any] | None]) -> None:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         args = schemas._bind(operator, given, {})
-        if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
+        if in_dims[0] is not None and not any(map(_batched, in_dims[1:])):
             batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
             if batched is not None:
                 return operator(*batched), 0

@@ -241,8 +241,9 @@ struct SoftmaxFunction : Function<SoftmaxFunction> {
       result[0] = softmax_backward(dy, y, scale);
       return result;
     }
-    const Tensor dlogits = softmax_backward(dy, y, 1.0);
-    if (ctx->needs_input_grad(0)) result[0] = at::mul(dlogits, scale);
+    // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
+    const Tensor dlogits = softmax_backward(dy, y.to(acc_dtype(y)), 1.0);
+    if (ctx->needs_input_grad(0)) result[0] = at::mul(dlogits, scale).to(y.scalar_type());
     result[1] = dlogits.sum_to_size_symint(mask.sym_sizes()).to(mask.scalar_type());
     return result;
   }

@@ -161,7 +161,8 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double factor, Te
 
 void reduce_cpu(const ReduceCall& call, Tensor& out) {
   const cpu::Reduction args{call.map, static_cast<const char*>(call.in), dtype_code(call.in_type), call.reduced, call.inner,
-                            call.outer_stride, call.reduced_stride, call.inner_stride, call.in_type == at::kDouble};
+                            call.outer_stride, call.reduced_stride, call.inner_stride,
+                            call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
   count(Counter::kCpuForward);
   (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.factor, out);
 }

@@ -16,8 +16,7 @@ namespace kf {
 
 bool accepts(const ReduceVerbCall& c) {
   const auto result = c.dtype.value_or(c.input.scalar_type());
-  const bool both_double = (c.input.scalar_type() == at::kDouble) == (result == at::kDouble);
-  return readable(c.input) && at::isFloatingType(result) && at::elementSize(result) >= 2 && both_double &&
+  return readable(c.input) && at::isFloatingType(result) && at::elementSize(result) >= 2 &&
          (c.kind == "sum_squared" || c.kind == "mean_abs");
 }
 
@@ -158,7 +157,7 @@ Tensor run(const FamilyBackend& backend, const ReduceVerbCall& c, const std::bit
   const Kept kept(input, order, reduced);
   const int64_t outputs = c10::multiply_integers(kept.sizes);
   const double factor = mean ? static_cast<double>(outputs) / static_cast<double>(input.numel()) : 1.0;
-  while (!steps.last()) steps.step(acc_dtype(input), 1.0);
+  while (!steps.last()) steps.step(dtype == at::kDouble ? at::kDouble : acc_dtype(input), 1.0);
   steps.step(dtype, factor);
   const auto shape = result_shape(input, reduced, c.keepdim);
   return steps.memory.view(kept.sizes).permute(kept.position).contiguous().view(shape);

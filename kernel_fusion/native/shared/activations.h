@@ -33,7 +33,7 @@ struct identity {
 // The slope of |x|.
 struct sign {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), x));  // x: 0 or NaN
+    return M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), M::of(0)));  // NaN: 0, as in PyTorch
   }
   template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
 };
