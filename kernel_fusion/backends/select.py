@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends import eager, interop, triton
 from kernel_fusion.config import BACKENDS, check_backend_name, state, triton_is_interpreted
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
@@ -97,7 +96,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Tensor | None)
         if reason:
             raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     if backend == "triton":
-        return partial(_triton().serve, name)
+        return partial(triton.serve, name)
     return found  # type: ignore[no-any-return]
 
 
@@ -111,7 +110,10 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str | N
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if name == "cuda":
         return _cuda_reason(device)
-    return _triton_reason(device)
+    reason = _triton_reason(device)
+    if reason is None:
+        _define_triton()  # here, where no tracer follows
+    return reason
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
@@ -148,17 +150,13 @@ def _triton_reason(device: torch.device | None) -> str | None:
 
 
 @cache
-def _triton() -> ModuleType:
-    """The operators of the Triton backend, defined when first needed: they import Triton."""
+def _define_triton() -> None:
+    """Define the operators of the Triton backend, when first needed: they import Triton."""
     from kernel_fusion.backends.triton import operators
 
     operators.define(schemas.library, schemas.VERBS)
     for name in operators.VERBS:
         vmap.register(name, "triton_")
-    return operators
-
-
-setattr(_triton, "_dynamo_marked_constant", True)  # noqa: B010  (as above: a tracer must not follow the import)
 
 
 def _refusal(input: Tensor) -> str | None:
@@ -191,7 +189,10 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
 
         planner.install(library, able)
     elif devices and _triton_reason(devices[0]) is None:
-        _triton().take_over(schemas.library, list(schemas.VERBS), "CUDA")
+        from kernel_fusion.backends.triton import operators
+
+        _define_triton()
+        operators.take_over(schemas.library, list(schemas.VERBS), "CUDA")
 
 
 def _launch_from_python(verb: str, *args: Any) -> Any:
@@ -218,7 +219,8 @@ def _portable(verb: str, *args: Any) -> Any:
     """The Triton kernels where they can run, else the definition."""
     if _triton_reason(args[0].device) or _refusal(args[0]):
         return schemas.reference_call(verb, *args)
-    return _triton().serve(verb, *args)
+    _define_triton()
+    return triton.serve(verb, *args)
 
 
 loader.on_load(_enable_cuda)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kernel_fusion.backends.triton import serve
 from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.row_norm import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
-from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import compute_dtype
 
 # The verbs' operators by the name of the one of the other backends.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -36,28 +34,6 @@ def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
         library.define(f"triton_{name}{schemas[name]}", tags=torch.Tag.pt2_compliant_tag)
         for key in ("Autograd", "CompositeExplicitAutograd"):
             library.impl(f"triton_{name}", function, key)
-
-
-def serve(name: str, *args: Any) -> Any:
-    """The verb `name`, called with an operator's arguments, by the Triton kernels."""
-    if name not in ("layer_norm", "rms_norm"):
-        return getattr(torch.ops.kernel_fusion, f"triton_{name}").default(*args)
-    input, num_dims, weight, bias, eps, offset, out_dtype = args
-    if eps is None:
-        eps = torch.finfo(compute_dtype(input.dtype)).eps
-    if out_dtype is None and _under_autocast(input):
-        out_dtype = torch.float32
-    staged = torch.ops.kernel_fusion.triton_staged_row_norm.default
-    rms = name == "rms_norm"
-    norm = num_dims, weight, bias, eps, offset, out_dtype, rms
-    return staged(input, None, *norm, IDENTITY, IDENTITY, 0.0, None)[0]
-
-
-def _under_autocast(input: Tensor) -> bool:
-    """Whether a norm returns float32, as PyTorch's do under autocast on a GPU."""
-    device = input.device.type
-    narrow = input.dtype in (torch.float16, torch.bfloat16)
-    return narrow and device != "cpu" and torch.is_autocast_enabled(device)
 
 
 def take_over(library: torch.library.Library, names: list[str], device: str) -> None:
