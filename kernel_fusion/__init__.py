@@ -1,11 +1,11 @@
-"""Fused LayerNorm and RMSNorm kernels for PyTorch, on NVIDIA GPUs and CPUs, with PyTorch's numbers.
+"""Fused norms, pointwise chains, reductions and softmax for PyTorch, on NVIDIA GPUs and CPUs, with PyTorch's numbers.
 
 Importing builds nothing and loads no compiler; the first call does.
 """
 
 from __future__ import annotations
 
-from kernel_fusion import errors, functional, nn
+from kernel_fusion import errors, functional, kernels, nn, ops
 from kernel_fusion.backends.select import Explanation, explain
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
@@ -25,7 +25,15 @@ from kernel_fusion.functional import (
     softmax,
     sum_squared,
 )
-from kernel_fusion.nn import FusedLayerNorm, FusedRMSNorm
+from kernel_fusion.nn import (
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedBiasAct,
+    FusedGatedAct,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    FusedSoftmax,
+)
 
 __version__ = "0.1.0"
 
@@ -38,8 +46,13 @@ __all__ = [
     "CUDA_AVAILABLE",
     "EXTENSION_LOADED",
     "Explanation",
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
+    "FusedBiasAct",
+    "FusedGatedAct",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "FusedSoftmax",
     "NormOutput",
     "act_dropout",
     "add_act",
@@ -51,10 +64,12 @@ __all__ = [
     "explain",
     "functional",
     "gated_act",
+    "kernels",
     "layer_norm",
     "mean_abs",
     "mul_act",
     "nn",
+    "ops",
     "rms_norm",
     "softmax",
     "sum_squared",

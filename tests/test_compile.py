@@ -80,8 +80,8 @@ def test_opcheck_of_the_parts(rms: bool, dtype: torch.dtype, target: Target) -> 
     forward = (x, 1, weight, bias, 1e-5, 0.0, None, rms)
     with target.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
-        y, stats = torch.ops.kernel_fusion.row_norm_fwd(*forward)
-        backward = (torch.randn_like(y), x, stats, 1, weight, dtype, 0.0, rms, [True, True, True])
+        y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(*forward)
+        backward = (torch.randn_like(y), x, stats, 1, weight, dtype, 0.0, rms, [True, True, True, False])
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_bwd.default, backward)
 
 

@@ -16,15 +16,18 @@ from support import PACKAGE, python
 _FOUNDATION = {"errors", "config"}
 _CORE = _FOUNDATION | {"core"}
 _KERNELS = _CORE | {"backends", "native"}
-_API = _KERNELS | {"functional", "nn"}
+_VERBS = _KERNELS | {"functional"}
+_API = _VERBS | {"nn", "ops", "kernels"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "core": _CORE,
     "backends": _KERNELS,
     "native": _KERNELS,
-    "functional": _KERNELS,
-    "nn": _KERNELS | {"functional"},
+    "functional": _VERBS,
+    "nn": _VERBS | {"nn"},
+    "ops": _VERBS,
+    "kernels": _VERBS | {"kernels"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
     "bench": _API | {"testing", "bench", "__init__"},

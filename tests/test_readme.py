@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its links and paths lead somewhere, its commands exist."""
+"""What the documents show is true: their Python runs, their links and paths lead somewhere, their commands exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import typer
 from support import CPU, ROOT
 
+import kernel_fusion as kf
 from kernel_fusion.cli import app
 
 README = (ROOT / "README.md").read_text()
@@ -28,13 +29,21 @@ def test_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("backend: cpu\n")
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+_DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("document", _DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     """Every relative link names a file of the repository, every anchor a heading."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", (ROOT / document).read_text())
     assert links, f"{document} has no relative links"
     for path, anchor in links:
-        target = ROOT / path
+        target = (ROOT / document).parent / path
         assert target.exists(), f"{document} links to {path}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
@@ -55,3 +64,11 @@ def test_commands_exist() -> None:
     commands = set(re.findall(r"(?:^|`)kernel-fusion ([a-z]+)", README, re.MULTILINE))
     assert commands
     assert commands <= set(typer.main.get_command(app).commands)
+
+
+def test_tables_name_everything() -> None:
+    """Every verb, every module and every activation is in the README."""
+    verbs = [f"kf.{name}" for name in kf.functional.__all__ if name != "NormOutput"]
+    modules = [f"kf.{name}" for name in kf.nn.__all__]
+    missing = [name for name in (*verbs, *modules, *kf.ACTIVATIONS) if f"`{name}`" not in README]
+    assert not missing

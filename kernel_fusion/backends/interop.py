@@ -1,4 +1,8 @@
-"""Arrays of other libraries: CuPy, NumPy, JAX and whatever else speaks DLPack, taken and given back without a copy."""
+"""Arrays of other libraries: NumPy, CuPy, JAX and whatever else speaks DLPack, taken and given back without a copy.
+
+The first argument of a verb decides: if it is an array, the other array arguments may be arrays or tensors, and the
+result is an array of its kind, detached from any autograd graph.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.dlpack
 from torch import Tensor
 
-# The modules in which a library's `from_dlpack` lies, by the first name of the module of its arrays.
-_HOMES = {"jaxlib": "jax.dlpack", "jax": "jax.dlpack", "tensorflow": "tensorflow.experimental.dlpack"}
+# The modules in which a library's `from_dlpack` lies, where that is not the first name of the module of its arrays.
+_HOMES = {"jaxlib": "jax.dlpack", "jax": "jax.dlpack"}
 
 
 def is_tensor(value: object) -> bool:
@@ -19,32 +24,52 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def with_tensors(verb: Callable[..., Any], *arrays: Any) -> Any:
+def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:
     """`verb` of the arrays as tensors that share their memory; the result as an array of the first one's kind.
 
+    Args:
+        name: what the user called, for error messages.
+        verb: gets a tensor for each array, and whatever else stands among them as it is.
+        arrays: the first decides the kind of the result.
+
     Raises:
-        TypeError: the first argument is neither a tensor nor an array that can be exchanged by DLPack.
+        TypeError: the first argument is neither a tensor nor an array that can be exchanged by DLPack both ways.
     """
-    first = arrays[0]
-    if not hasattr(first, "__dlpack__"):
-        raise TypeError(f"expected a torch.Tensor or an array with `__dlpack__`, got {type(first).__name__}")
-    result = verb(*(_tensor(array) for array in arrays))
+    give_back = _converter(name, arrays[0])
+    result = verb(*(as_tensor(array) for array in arrays))
     if isinstance(result, Tensor):
-        return _like(first, result)
-    return type(result)(*(_like(first, tensor) for tensor in result))
+        return give_back(result.detach())
+    return type(result)(*(give_back(tensor.detach()) for tensor in result))
 
 
-def _tensor(array: Any) -> Any:
-    if isinstance(array, Tensor) or not hasattr(array, "__dlpack__"):
-        return array
-    if type(array).__module__.startswith("numpy"):
-        return torch.from_numpy(array)  # which also takes arrays that are read-only
-    return torch.utils.dlpack.from_dlpack(array)
+def as_tensor(value: Any) -> Any:
+    """An array as a tensor that shares its memory; anything else, tensors among them, as it is."""
+    if isinstance(value, Tensor) or not hasattr(value, "__dlpack__"):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else np.asarray(_WritableView(value)))
+    return torch.utils.dlpack.from_dlpack(value)
 
 
-def _like(array: Any, result: Tensor) -> Any:
-    """`result` as an array of the kind of `array`."""
-    root = type(array).__module__.partition(".")[0]
-    if root == "numpy":
-        return result.detach().numpy()
-    return importlib.import_module(_HOMES.get(root, root)).from_dlpack(result.detach())
+class _WritableView:
+    """A read-only array's memory without the flag, about which PyTorch would warn; nothing here writes to an input."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._owner = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def _converter(name: str, array: Any) -> Callable[[Tensor], Any]:
+    """What makes an array of the kind of `array` of a tensor."""
+    if isinstance(array, np.ndarray):
+        return Tensor.numpy
+    kind = type(array)
+    if hasattr(array, "__dlpack__"):
+        home = kind.__module__.partition(".")[0]
+        module = importlib.import_module(_HOMES.get(home, home))
+        if hasattr(module, "from_dlpack"):
+            return module.from_dlpack  # type: ignore[no-any-return]
+    raise TypeError(
+        f"`{name}`: expected a torch.Tensor, or an array with `__dlpack__` of a library with `from_dlpack`, got "
+        f"{f'{kind.__module__}.{kind.__qualname__}'.removeprefix('builtins.')}"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,8 +27,12 @@ from kernel_fusion.native import loader, schemas, vmap  # noqa: F401  (vmap regi
 
 Operator = Callable[..., Any]
 
+# The backend with kernels for the tensors of a device type.
+NATIVE = {"cpu": "cpu", "cuda": "cuda"}
+
 # Subclasses that stand for a plain tensor while a program is traced.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
+_OPTIONAL_TENSOR = (Tensor, type(None))
 
 
 def call(
@@ -56,11 +61,10 @@ def call(
         def with_tensors(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
             return call(verb, backend, x, normalized_shape, w, b, eps, weight_offset, out_dtype)
 
-        result: Tensor = interop.with_tensors(with_tensors, input, weight, bias)
-        return result
+        return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
     rest = weight, bias, eps, weight_offset, out_dtype
-    if _is_foreign(input) or not _ends_with(input, shape):
+    if is_foreign(input) or not _ends_with(input, shape):
         return eager.pytorch_row_norm(input, shape, *rest, rms)
     y: Tensor = operator(verb, verb, backend, input)(input, len(shape), *rest)
     return y
@@ -71,19 +75,24 @@ def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
     return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
-def operator(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Operator:
+def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operator:
     """What serves a call of `verb`: the operator `name`, which chooses by device, or the definition.
 
     Args:
         backend: as the user gave it; None takes that of `use_backend`.
-        tensors: all that the verb reads. What kernels do not take goes to the definition, unless a backend was named.
+        tensors: all that the verb reads, or None. What kernels do not take goes to the definition, unless a backend was
+            named.
 
     Raises:
+        TypeError: something among `tensors` is none.
         ValueError: `backend` is not a backend.
         BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
     """
     check_backend_name(backend)
     backend = backend or state.backend
+    for tensor in tensors:
+        if not isinstance(tensor, _OPTIONAL_TENSOR):
+            raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
     definition, found = partial(schemas.reference_call, name), getattr(torch.ops.kernel_fusion, name).default
     if backend is None:
         return found if all(t is None or _refusal(t) is None for t in tensors) else definition
@@ -161,14 +170,14 @@ def _define_triton() -> None:
 
 def _refusal(input: Tensor) -> str | None:
     """Why `input` itself, on the right device, is nothing for a native backend."""
-    if input.layout != torch.strided or _is_foreign(input):
+    if input.layout != torch.strided or is_foreign(input):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
         return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
     return None
 
 
-def _is_foreign(input: Tensor) -> bool:
+def is_foreign(input: Tensor) -> bool:
     """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
     if input.is_nested:
         return True
@@ -235,7 +244,7 @@ class Explanation:
     Attributes:
         backend: the one it takes.
         reasons: for every other backend, why not.
-        plan: how the kernel runs, one line each for forward and backward; empty where there is no kernel of ours.
+        plan: how the kernel runs on CUDA, one line each for forward and backward; empty elsewhere.
     """
 
     backend: str
@@ -248,46 +257,73 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(verb: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend `verb(input, *args, **kwargs)` would take and why. Nothing is computed.
+def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend `verb(*args, **kwargs)` would take and why. Nothing is computed.
 
     Args:
-        verb: a function of this library, such as `kernel_fusion.layer_norm`.
-        input, args, kwargs: the arguments of the call.
+        verb: a function of this library that has `backend=`, such as `kernel_fusion.layer_norm`.
+        args, kwargs: the arguments of the call.
 
     Returns:
         An :class:`Explanation`; print it.
+
+    Raises:
+        TypeError: `verb` is no verb, or has no such arguments.
+        ValueError: `backend` is not a backend.
+        BackendUnavailableError: the requested backend cannot serve the call, which would raise the same.
 
     Example:
         >>> import torch, kernel_fusion as kf
         >>> explanation = kf.explain(kf.layer_norm, torch.randn(4, 16), (16,))
     """
-    wanted = kwargs.get("backend") or state.backend
+    name, arguments = _bound(verb, args, kwargs)
+    wanted = arguments.pop("backend") or state.backend
     check_backend_name(wanted)
+    if name == "attention_scores" and not arguments["normalize"]:
+        no_kernel = "without `normalize` there is only the matrix product, which is the vendor library's"
+        return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
+    tensors = [value for value in arguments.values() if interop.is_tensor(value)]
     reasons: dict[str, str] = {}
     chosen = None
-    for name in BACKENDS:
-        reason = unavailable_reason(name, input.device) or (None if name == "eager" else _refusal(input))
-        if reason is None and wanted not in (None, name):
+    for candidate in BACKENDS:
+        reason = None if candidate == "eager" else _why_not(candidate, arguments.get("mask"), tensors)
+        if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and chosen is not None:
             reason = f"{chosen!r} comes first"
         if reason is None:
-            chosen = name
+            chosen = candidate
         else:
-            reasons[name] = reason
+            reasons[candidate] = reason
     if chosen is None:
-        raise BackendUnavailableError(
-            f"`{verb.__name__}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}"
-        )
-    return Explanation(chosen, reasons, _plan_lines(chosen, verb.__name__, input, *args, **kwargs))
+        raise BackendUnavailableError(f"`{name}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}")
+    return Explanation(chosen, reasons, _plan_lines(chosen, name, arguments))
 
 
-def _plan_lines(
-    chosen: str, verb: str, input: Tensor, *args: Any, backend: str | None = None, **kwargs: Any
-) -> tuple[str, ...]:
+def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The verb's name, and its arguments by name, with defaults filled in and arrays as tensors."""
+    if not str(getattr(verb, "__module__", None)).startswith("kernel_fusion.functional"):
+        raise TypeError(f"`explain`: expected a verb of kernel_fusion, such as kf.layer_norm, got {verb!r}")
+    bound = inspect.signature(verb).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return verb.__name__, {name: interop.as_tensor(value) for name, value in bound.arguments.items()}
+
+
+def _why_not(backend: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> str | None:
+    """Why `backend`, one with kernels of ours, does not serve a call that reads these tensors, `mask` among them."""
+    for tensor in tensors:
+        reason = unavailable_reason(backend, tensor.device)
+        # A boolean mask is read as it is; other booleans are PyTorch's affair.
+        if reason is None and not (tensor is mask and tensor.dtype == torch.bool):
+            reason = _refusal(tensor)
+        if reason:
+            return reason
+    return None
+
+
+def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     if chosen != "cuda":
         return ()
-    from kernel_fusion.backends.cuda import planner
+    from kernel_fusion.backends.cuda import explain as cuda_explain
 
-    return planner.explain(verb, input, *args, **kwargs)
+    return cuda_explain.plan_lines(verb, arguments)

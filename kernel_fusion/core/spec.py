@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from kernel_fusion.core.activations import IDENTITY
+
 # The names of element types, the same in Python, C++ and CUDA; the position is the code that crosses to C++.
 DTYPES = ("f16", "bf16", "f32", "f64")
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
@@ -47,6 +49,11 @@ class RowNormSpec:
         weight, bias: their dtypes, or None.
         offset: whether a weight_offset is added.
         grads: which of (dx, dweight, dbias) backward computes.
+        residual: dtype of the residual and of h, their sum, or None.
+        pre_activation, activation: names, "identity" for none.
+        dropout: whether there is dropout between pre_activation and residual.
+        dh: whether backward is given a gradient of h beside that of y.
+        dresidual: whether backward computes the gradient of the residual.
     """
 
     direction: Direction
@@ -58,16 +65,49 @@ class RowNormSpec:
     bias: str | None = None
     offset: bool = False
     grads: tuple[bool, bool, bool] = (True, True, True)
+    residual: str | None = None
+    pre_activation: str = IDENTITY
+    activation: str = IDENTITY
+    dropout: bool = False
+    dh: bool = False
+    dresidual: bool = False
 
     @property
     def acc(self) -> str:
         """The type that sums are kept in."""
         return "f64" if self.x == "f64" else "f32"
 
+    @property
+    def changes_x(self) -> bool:
+        """Whether a stage changes x before anything is added to it."""
+        return self.dropout or self.pre_activation != IDENTITY
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether there is anything around the norm."""
+        return self.residual is not None or self.changes_x or self.activation != IDENTITY
+
+    @property
+    def row(self) -> str:
+        """The type of what is normalised: in forward as a thread holds it, in backward as memory does."""
+        if self.residual is not None:
+            return self.residual
+        return self.acc if self.changes_x and not self.direction.startswith("backward") else self.x
+
+    @property
+    def pre_x(self) -> str | None:
+        """The type of x where backward reads it beside h, to differentiate the pre-activation."""
+        return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
+
     def __str__(self) -> str:
         norm = "rms_norm" if self.rms else "layer_norm"
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
-        return f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}]"
+        text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
+        stages = [f"residual={self.residual}"] if self.residual else []
+        stages += [f"pre_activation={self.pre_activation}"] if self.pre_activation != IDENTITY else []
+        stages += [f"activation={self.activation}"] if self.activation != IDENTITY else []
+        stages += [name for name in ("dropout", "dh", "dresidual") if getattr(self, name)]
+        return ", ".join([text, *stages]) + "]"
 
 
 @dataclass(frozen=True)
@@ -78,6 +118,9 @@ class Access:
         x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
+        residual: alignment of the residual (forward) or of dh (backward).
+        pre_x: alignment of x where backward reads it beside h, which is then called x.
+        strided_residual, strided_pre_x: as strided_x.
     """
 
     x: int = 16
@@ -86,6 +129,10 @@ class Access:
     dx: int = 16
     strided_x: bool = False
     strided_y: bool = False
+    residual: int = 16
+    pre_x: int = 16
+    strided_residual: bool = False
+    strided_pre_x: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 The automatic choice of backend costs nothing here: PyTorch's dispatcher makes it, by the tensor's device. Only an
 explicit `backend=` (or `use_backend`), and inputs that are not plain tensors, leave the straight line.
+
+The first argument of a verb may be an array of another library (NumPy, CuPy, JAX, anything with `__dlpack__`); the
+others may then be arrays or tensors, and the result is an array of the first one's kind. No memory is copied.
 """
 
 from __future__ import annotations

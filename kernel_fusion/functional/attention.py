@@ -53,8 +53,7 @@ def softmax(
         def with_tensors(x: Tensor, m: Tensor | None) -> Tensor:
             return softmax(x, dim, scale=scale, mask=m, causal=causal, backend=backend)
 
-        weights: Tensor = interop.with_tensors(with_tensors, input, mask)
-        return weights
+        return interop.with_tensors("softmax", with_tensors, input, mask)  # type: ignore[no-any-return]
     if input.dim() == 0:
         return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
     if not -input.dim() <= dim < input.dim():
@@ -67,7 +66,7 @@ def softmax(
             f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
         )
     if mask is not None:
-        mask = mask.expand(input.shape)
+        mask = torch.broadcast_to(mask, input.shape)
     if not last:
         moved = softmax(
             input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
@@ -120,8 +119,7 @@ def attention_scores(
         def with_tensors(q: Tensor, k: Tensor, m: Tensor | None) -> Tensor:
             return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)
 
-        result: Tensor = interop.with_tensors(with_tensors, query, key, mask)
-        return result
+        return interop.with_tensors("attention_scores", with_tensors, query, key, mask)  # type: ignore[no-any-return]
     scores = _scaled_product(query, key, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if normalize:
         return softmax(scores, mask=mask, causal=causal, backend=backend)

@@ -150,7 +150,11 @@ def _chain(
 ) -> Tensor:
     name = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(a):
-        return interop.with_tensors(lambda x, y: _chain(verb, x, y, combine, name, p, backend), a, b)  # type: ignore
+
+        def with_tensors(x: Tensor, y: Tensor | None) -> Tensor:
+            return _chain(verb, x, y, combine, name, p, backend)
+
+        return interop.with_tensors(verb, with_tensors, a, b)  # type: ignore[no-any-return]
     if name == IDENTITY and b is None and p == 0.0:
         return a.clone()
     seed = eager.draw_seed(a.device) if p > 0.0 else None

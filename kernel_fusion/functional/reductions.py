@@ -76,8 +76,11 @@ def _reduce(
     verb: str, input: Tensor, dim: _Dims, keepdim: bool, dtype: torch.dtype | None, backend: str | None
 ) -> Tensor:
     if not interop.is_tensor(input):
-        reduced: Tensor = interop.with_tensors(lambda x: _reduce(verb, x, dim, keepdim, dtype, backend), input)
-        return reduced
+
+        def with_tensors(x: Tensor) -> Tensor:
+            return _reduce(verb, x, dim, keepdim, dtype, backend)
+
+        return interop.with_tensors(verb, with_tensors, input)  # type: ignore[no-any-return]
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     result: Tensor = operator(verb, "reduce", backend, input)(input, dims, keepdim, verb, dtype)
     return result

@@ -273,7 +273,7 @@ def _staged(
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
             return _staged(verb, x, r, shape, w, b, eps, weight_offset, out_dtype, pre, post, dropout_p, backend)
 
-        return interop.with_tensors(with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
+        return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     rms = verb.endswith("rms_norm")
     if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words

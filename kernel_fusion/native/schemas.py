@@ -24,6 +24,7 @@ from kernel_fusion.native import loader
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
 _STAGES = "str pre_activation, str activation, float dropout_p, Tensor? seed"
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
+_PART_STAGES = "str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
@@ -37,12 +38,15 @@ VERBS = {
 }
 # What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
 # (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two. Results that nobody wants
-# have no elements.
+# have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x itself
+# where there are a residual and a pre-activation, and bias where there is an activation.
 _PARTS = {
     "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
-    "ScalarType? out_dtype, bool rms) -> (Tensor y, Tensor stats)",
+    f"ScalarType? out_dtype, bool rms, Tensor? residual=None, {_PART_STAGES}) -> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
-    "float weight_offset, bool rms, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
+    f"Tensor? bias=None, bool has_residual=False, {_PART_STAGES}) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale) -> Tensor",
 }

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Forward: 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
@@ -43,6 +42,7 @@ class Plan:
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
+        bias: the same of the bias, where backward needs it.
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
         min_blocks: blocks per multiprocessor that registers must allow.
@@ -62,6 +62,7 @@ class Plan:
     resident: bool = True
     ahead: bool = False
     weight: str = "memory"
+    bias: str = "memory"
     storage: str = "none"
     prefetch: bool = False
     min_blocks: int = 1
@@ -177,9 +178,10 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     ahead = per_thread <= 16
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
     plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
-    bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90
+    bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
-    resident = tree.vectors * tree.vec * itemsize <= 2 * _FORWARD_BYTES
+    # Stages may hold the row in a wider type than x.
+    resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 4 * _FORWARD_BYTES
     return _direct(tree, resident=resident, ahead=ahead, min_blocks=min_blocks)
 
 
@@ -201,11 +203,12 @@ def _staged(
     max_stages: int,
     shared_bytes: int = 0,
     weight: str = "memory",
+    bias: str = "memory",
 ) -> Plan | None:
     """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
     threads = tree.warps // tree.cluster * 32
     columns = tree.vectors * threads * tree.vec
-    tensors = [(spec.x, access.x)] + ([(spec.y, access.y)] if spec.direction == "backward" else [])
+    tensors = _streamed(spec, access)
     slot_bytes = sum(_ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
     sums_bytes = groups * (32 * tree.warps + 256)  # at most: `Shared` of kernels/row_stream.cuh
     stages = min(max_stages, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
@@ -222,8 +225,18 @@ def _staged(
         storage="registers" if spec.direction == "backward" else "none",
         shared_bytes=stages * groups * slot_bytes + shared_bytes,
         weight=weight,
+        bias=bias,
         stages=stages,
     )
+
+
+def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
+    """Types and alignments of the tensors whose rows a slot holds."""
+    if spec.direction != "backward":
+        return [(spec.x, access.x)] + ([(spec.residual, access.residual)] if spec.residual else [])
+    tensors = [(spec.row, access.x), (spec.y, access.y)]
+    tensors += [(spec.row, access.residual)] if spec.dh else []
+    return tensors + ([(spec.pre_x, access.pre_x)] if spec.pre_x else [])
 
 
 def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -247,7 +260,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     thread_bytes = tree.vectors * tree.vec * ITEMSIZE[spec.x]
     # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums. One vector each
     # leaves room for twice as many, which do without the next row: 131072x256 bf16 on an H200 1.28 and 1.16.
-    short = tree.warps == 1 and thread_bytes <= 16 and spec.acc == "f32"
+    short = tree.warps == 1 and thread_bytes <= 16 and spec.acc == "f32" and not spec.has_stages
     plan = partial(_direct, tree, persistent=True, min_blocks=max(1, (1024 if short else 512) // _direct(tree).threads))
     if thread_bytes <= bytes_per_thread + 16:
         rows = _direct(tree).per_block
@@ -256,7 +269,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills; and so it does where every
         # element of 16 bits takes a register.
         longest = bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
-        prefetch = not short and thread_bytes <= longest and tree.vec * ITEMSIZE[spec.x] > 2
+        prefetch = not short and thread_bytes <= longest and tree.vec * ITEMSIZE[spec.x] > 2 and not spec.has_stages
         weight = "wide" if tree.vectors * tree.vec <= 8 and spec.acc == "f32" else "memory"
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
@@ -309,46 +322,6 @@ def _groups(tree: _Tree, roomy: bool, device: Device) -> int:
     if few or _MAX_BLOCK_WARPS % tree.warps == 0:
         return max(1, _MAX_BLOCK_WARPS // tree.warps)
     return max(1, 20 // tree.warps)
-
-
-def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
-    """What the kernel of a row norm is compiled from: the constants of spec, access and plan."""
-    backward = spec.direction.startswith("backward")
-    header = {"backward": "row_norm_bwd", "backward_weight": "row_norm_bwd_weight"}.get(spec.direction, "row_norm_fwd")
-    types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "DY" if backward else "Y": spec.y}
-    types |= {"Weight": spec.weight} if backward else {"Weight": spec.weight, "Bias": spec.bias}
-    constants: dict[str, int] = {
-        "kRms": spec.rms,
-        "kCols": spec.cols,
-        "kOffset": spec.offset,
-        "kVec": plan.vec,
-        "kLanes": plan.lanes,
-        "kWarps": plan.warps,
-        "kCluster": plan.cluster,
-        "kPlayed": plan.played,
-        "kRows": plan.per_block,
-        "kThreads": plan.threads,
-        "kResident": plan.resident,
-        "kStridedX": access.strided_x,
-        "kAlignX": access.x,
-        "kAlignWeight": access.weight,
-    }
-    if backward:
-        dx, dweight, dbias = spec.grads
-        constants |= {"kDX": dx, "kDWeight": dweight, "kDBias": dbias, "kPrefetch": plan.prefetch}
-        constants |= {"kStorage": ("none", "registers", "shared").index(plan.storage)}
-        constants |= {"kKeeping": ("wide", "shared", "memory").index(plan.weight)}
-        constants |= {"kStridedDY": access.strided_y, "kAlignDY": access.y, "kAlignDX": access.dx}
-        args = "RowNormBwdArgs"
-    else:
-        constants |= {"kStats": spec.direction == "forward", "kAlignY": access.y, "kAhead": plan.ahead}
-        args = "RowNormFwdArgs"
-    if plan.stages:
-        header += "_staged"
-        constants["kStages"] = plan.stages
-    norm = "rms_norm" if spec.rms else "layer_norm"
-    name = f"kf_{norm}_{spec.direction}_{spec.cols}_{spec.x}"
-    return Source(name, header, args, types, constants, plan.threads, plan.min_blocks)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -19,8 +19,9 @@ from torch import Tensor
 from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda import sum_partials
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm, row_norm_source
+from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm
 from kernel_fusion.backends.cuda.requests import Request, decode
+from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
 

@@ -191,8 +191,8 @@ def row_norm_fwd(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::row_norm_fwd` on CUDA tensors."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernel_fusion::row_norm_fwd` on CUDA tensors, without stages."""
     x, weight, bias = (None if t is None else t.contiguous() for t in (input, weight, bias))
     assert x is not None
     y = torch.empty_like(x, dtype=out_dtype)
@@ -214,7 +214,7 @@ def row_norm_fwd(
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
         args = RowNormFwdArgs(*pointers, rows, _layout(cols, rows), eps, weight_offset)
         kernel.launch(kernel.grid(rows), 1, x.device, args)
-    return y, stats
+    return y, stats, x.new_empty(0)
 
 
 def row_norm_bwd(
@@ -227,8 +227,8 @@ def row_norm_bwd(
     weight_offset: float,
     rms: bool,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernel_fusion::row_norm_bwd` on CUDA tensors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`kernel_fusion::row_norm_bwd` on CUDA tensors, without stages."""
     dy, x = dy.contiguous(), input.contiguous()
     weight = None if weight is None else weight.contiguous()
     rows, cols = _geometry(x, num_dims)
@@ -246,7 +246,7 @@ def row_norm_bwd(
         args.x_rows = args.dy_rows = _layout(cols, rows)
         args.weight_offset = weight_offset
         _launch_backward(spec, access, x.device, args, dweight, dbias)
-    return dx, dweight, dbias
+    return dx, dweight, dbias, x.new_empty(0)
 
 
 def _launch_backward(
@@ -285,7 +285,7 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         """Arguments as for `kernel_fusion::row_norm_fwd`."""
         input, num_dims, weight, bias, eps, weight_offset, _, rms = args
-        y, stats = torch.ops.kernel_fusion.row_norm_fwd(*args)
+        y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(*args)
         ctx.save_for_backward(input, weight, bias, stats)
         ctx.call = num_dims, eps, weight_offset, rms
         return y  # type: ignore[no-any-return]
@@ -307,19 +307,19 @@ class RowNorm(torch.autograd.Function):
         else:
             bias_dtype = None if bias is None else bias.dtype
             outputs = torch.ops.kernel_fusion.row_norm_bwd(
-                dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants
+                dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, [*wants, False]
             )
-            results = [out if wanted else None for out, wanted in zip(outputs, wants, strict=True)]
+            results = [out if wanted else None for out, wanted in zip(outputs, wants, strict=False)]
         return results[0], None, results[1], results[2], None, None, None, None
 
 
-def _fwd_meta(input: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fwd_meta(input: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, _, _, out_dtype, rms = rest
     y = input.new_empty(input.shape, dtype=out_dtype)
-    return y, _empty_stats(input, num_dims, rms)
+    return y, _empty_stats(input, num_dims, rms), input.new_empty(0)
 
 
-def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, ...]:
     weight, bias_dtype, _, _, wants = rest
     shape = input.shape[input.dim() - num_dims :]
     dweight = input.new_empty(shape if wants[1] else 0, dtype=None if weight is None else weight.dtype)
@@ -327,6 +327,7 @@ def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: An
         input.new_empty(input.shape if wants[0] else 0),
         dweight,
         input.new_empty(shape if wants[2] else 0, dtype=bias_dtype),
+        input.new_empty(0),
     )
 
 

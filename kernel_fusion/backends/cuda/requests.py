@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.spec import DTYPES, Access, Direction, RowNormSpec, SumPartialsSpec
 
 
@@ -26,19 +27,26 @@ def _int32(names: str) -> list[tuple[str, Any]]:
 class RowNormFields(ctypes.Structure):
     """`RowNormFields` of requests.h."""
 
-    _fields_: ClassVar = _int32("cols rms x y weight bias flags align_x align_y align_weight align_dx")
+    _fields_: ClassVar = _int32(
+        "cols rms x y weight bias flags align_x align_y align_weight align_dx "
+        "residual pre_activation activation align_residual align_pre_x"
+    )
 
 
 class RowNormFlag:
     """`RowNormFields::Flag`."""
 
     STATS, OFFSET, DX, DWEIGHT, DBIAS, STRIDED_X, STRIDED_Y = (1 << i for i in range(7))
+    DROPOUT, DH, DRESIDUAL, STRIDED_RESIDUAL, STRIDED_PRE_X = (1 << i for i in range(7, 12))
 
 
 class SumPartialsFields(ctypes.Structure):
     """`SumPartialsFields` of requests.h."""
 
     _fields_: ClassVar = _int32("cols acc first second")
+
+
+_ACTIVATION_NAMES = list(CODES)
 
 
 def _dtype(code: int) -> str | None:
@@ -59,6 +67,12 @@ def _row_norm(fields: Any, direction: Direction) -> tuple[RowNormSpec, Access]:
         bias=_dtype(f.bias),
         offset=bool(f.flags & flags.OFFSET),
         grads=(bool(f.flags & flags.DX), bool(f.flags & flags.DWEIGHT), bool(f.flags & flags.DBIAS)),
+        residual=_dtype(f.residual),
+        pre_activation=_ACTIVATION_NAMES[f.pre_activation],
+        activation=_ACTIVATION_NAMES[f.activation],
+        dropout=bool(f.flags & flags.DROPOUT),
+        dh=bool(f.flags & flags.DH),
+        dresidual=bool(f.flags & flags.DRESIDUAL),
     )
     access = Access(
         x=f.align_x,
@@ -67,6 +81,10 @@ def _row_norm(fields: Any, direction: Direction) -> tuple[RowNormSpec, Access]:
         dx=f.align_dx,
         strided_x=bool(f.flags & flags.STRIDED_X),
         strided_y=bool(f.flags & flags.STRIDED_Y),
+        residual=f.align_residual,
+        pre_x=f.align_pre_x,
+        strided_residual=bool(f.flags & flags.STRIDED_RESIDUAL),
+        strided_pre_x=bool(f.flags & flags.STRIDED_PRE_X),
     )
     return spec, access
 

@@ -5,6 +5,10 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
+#include <cmath>
+
+#include "activation_codes.h"
+
 namespace kf {
 
 bool cuda_enabled(int device);  // launcher.cpp
@@ -30,10 +34,15 @@ bool same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   return x && y ? *x == *y : a == b;
 }
 
-bool fits(const OptionalTensor& t, const Tensor& input, int64_t num_dims) {
+// Whether `t`, if there is one, has this shape and goes with the input.
+bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shape) {
   if (!present(t)) return true;
   return t->device() == input.device() && t->layout() == at::kStrided && mixes(input.scalar_type(), t->scalar_type()) &&
-         same(t->sym_sizes(), normalized_shape(input, num_dims));
+         same(t->sym_sizes(), shape);
+}
+
+bool is_seed(const OptionalTensor& t, const Tensor& input) {
+  return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
 }
 
 }  // namespace
@@ -46,8 +55,8 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
 bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
              double weight_offset, const OptionalDtype& out_dtype) {
   return supported(input.scalar_type()) && input.layout() == at::kStrided && num_dims >= 1 && num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(weight, input, num_dims) && fits(bias, input, num_dims) &&
-         (weight_offset == 0.0 || present(weight)) && (!out_dtype || mixes(input.scalar_type(), *out_dtype));
+         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(weight, input, normalized_shape(input, num_dims)) &&
+         fits(bias, input, normalized_shape(input, num_dims)) && (weight_offset == 0.0 || present(weight)) && (!out_dtype || mixes(input.scalar_type(), *out_dtype));
 }
 
 Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -56,6 +65,27 @@ Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& we
       find_op<Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, double, OptionalDtype, bool)>(
           "kernel_fusion::row_norm_reference");
   return op.call(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms);
+}
+
+Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
+                   double dropout_p, const OptionalTensor& seed) {
+  const int32_t pre = activation_code(pre_activation), post = activation_code(activation);
+  TORCH_CHECK_VALUE(pre >= 0 && post >= 0, "kernel_fusion: no activation is called '", pre < 0 ? pre_activation : activation, "'");
+  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p <= 1.0, "kernel_fusion: dropout_p must be between 0 and 1, got ", dropout_p);
+  const auto threshold = present(seed) ? static_cast<uint32_t>(std::nearbyint(dropout_p * 65536)) : 0;
+  return {residual, pre, post, threshold, threshold ? seed : std::nullopt};
+}
+
+bool accepts(const Tensor& input, const Stages& stages) {
+  return fits(stages.residual, input, input.sym_sizes()) && (!stages.threshold || is_seed(stages.seed, input));
+}
+
+StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                              double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages) {
+  static const auto op = find_op<StagedVerb>("kernel_fusion::staged_row_norm_reference");
+  return op.call(input, stages.residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms,
+                 kActivationNames[stages.pre_activation], kActivationNames[stages.activation], dropout_p_of(stages.threshold),
+                 stages.seed);
 }
 
 namespace {
@@ -73,40 +103,57 @@ Tensor empty_stats(const Backend& backend, const Tensor& input, int64_t num_dims
   return empty(backend, shape, input, acc_dtype(input));
 }
 
+bool consistent(const BackwardCall& call, const BackwardStages& stages) {
+  const Tensor& input = call.input;
+  const auto shape = input.sym_sizes();
+  const bool x_fits = !present(stages.x) || stages.x->scalar_type() == call.x_dtype;
+  const bool dh_fits = !present(stages.dh) || (stages.has_residual && stages.dh->scalar_type() == input.scalar_type());
+  const bool has_x = present(stages.x) || !stages.has_residual || stages.pre_activation == 0;
+  const bool dx_fits = stages.has_residual ? mixes(input.scalar_type(), call.x_dtype) : call.x_dtype == input.scalar_type();
+  return has_x && dx_fits && x_fits && dh_fits && fits(stages.x, input, shape) && fits(stages.dh, input, shape) &&
+         fits(stages.bias, input, normalized_shape(input, call.num_dims)) &&
+         (!stages.threshold || is_seed(stages.seed, input));
+}
+
 bool consistent(const BackwardCall& call) {
   const Tensor &dy = call.dy, &input = call.input, &stats = call.stats;
   return accepts(input, call.num_dims, call.weight, std::nullopt, call.weight_offset, dy.scalar_type()) &&
          same(dy.sym_sizes(), input.sym_sizes()) && dy.device() == input.device() && stats.device() == input.device() &&
          stats.scalar_type() == acc_dtype(input) && stats.dim() == 1 + input.dim() - call.num_dims &&
-         stats.sym_size(0) == (call.rms ? 1 : 2) && same(stats.sym_sizes().slice(1), leading_shape(input, call.num_dims));
+         stats.sym_size(0) == (call.rms ? 1 : 2) && same(stats.sym_sizes().slice(1), leading_shape(input, call.num_dims)) &&
+         (call.stages ? consistent(call, *call.stages) : call.x_dtype == input.scalar_type());
 }
 
 }  // namespace
 
 ForwardResult forward(const Backend& backend, const ForwardCall& call) {
-  Tensor y = empty(backend, call.input.sym_sizes(), call.input, call.out_dtype), stats;
+  const auto shape = call.input.sym_sizes();
+  Tensor y = empty(backend, shape, call.input, call.out_dtype), stats, h;
   if (call.wants_stats) stats = empty_stats(backend, call.input, call.num_dims, call.rms);
-  if (backend.forward && y.numel()) backend.forward(call, y, stats);
-  return {std::move(y), std::move(stats)};
+  if (call.stages && present(call.stages->residual)) h = empty(backend, shape, call.input, call.stages->residual->scalar_type());
+  if (backend.forward && y.numel()) backend.forward(call, y, stats, h);
+  return {std::move(y), std::move(stats), std::move(h)};
 }
 
 BackwardResult backward(const Backend& backend, const BackwardCall& call) {
-  const auto [wants_dx, wants_dweight, wants_dbias] = call.wants;
+  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
+  const bool has_residual = call.stages && call.stages->has_residual;
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias),
+  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (has_residual || !wants_dresidual),
               "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
-  const auto parameter_shape = normalized_shape(call.input, call.num_dims);
-  Tensor dx, dweight, dbias;
-  if (wants_dx) dx = empty(backend, call.input.sym_sizes(), call.input, call.input.scalar_type());
+  const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call.input, call.num_dims);
+  Tensor dx, dweight, dbias, dresidual;
+  if (wants_dx) dx = empty(backend, shape, call.input, call.x_dtype);
   if (wants_dweight) dweight = empty(backend, parameter_shape, call.input, call.weight->scalar_type());
   if (wants_dbias) dbias = empty(backend, parameter_shape, call.input, *call.bias_dtype);
+  if (wants_dresidual) dresidual = empty(backend, shape, call.input, call.input.scalar_type());
   if (backend.backward && call.input.numel()) {
-    backend.backward(call, dx, dweight, dbias);
+    backend.backward(call, dx, dweight, dbias, dresidual);
   } else if (backend.backward) {  // no rows: the sums over them are zero
     if (wants_dweight) dweight.zero_();
     if (wants_dbias) dbias.zero_();
   }
-  return {std::move(dx), std::move(dweight), std::move(dbias)};
+  return {std::move(dx), std::move(dweight), std::move(dbias), std::move(dresidual)};
 }
 
 namespace {
@@ -121,33 +168,64 @@ Tensor inference(const Tensor& input, int64_t num_dims, const OptionalTensor& we
   return std::get<0>(forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, false}));
 }
 
-template <const Backend& backend>
-ForwardResult row_norm_fwd(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                           double eps, double weight_offset, OptionalDtype out_dtype, bool rms) {
-  TORCH_CHECK(accepts(input, num_dims, weight, bias, weight_offset, out_dtype),
-              "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
-  const auto dtype = out_dtype.value_or(input.scalar_type());
-  return forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, true});
+// An operator returns defined tensors: without elements where there is no result.
+void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
+  if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
 }
 
-// An operator returns defined tensors: of size 0 where a gradient is not wanted.
+template <const Backend& backend>
+StagedResult staged_inference(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
+                              const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
+                              OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
+                              double dropout_p, const OptionalTensor& seed) {
+  const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
+  if (!accepts(input, num_dims, weight, bias, weight_offset, out_dtype) || !accepts(input, stages))
+    return staged_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages);
+  const auto dtype = out_dtype.value_or(input.scalar_type());
+  auto [y, stats, h] = forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, false, &stages});
+  define(h, input, input.scalar_type());
+  return {std::move(y), std::move(h)};
+}
+
+template <const Backend& backend>
+ForwardResult row_norm_fwd(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                           double eps, double weight_offset, OptionalDtype out_dtype, bool rms, const OptionalTensor& residual,
+                           std::string_view pre_activation, std::string_view activation, double dropout_p,
+                           const OptionalTensor& seed) {
+  const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
+  TORCH_CHECK(accepts(input, num_dims, weight, bias, weight_offset, out_dtype) && accepts(input, stages),
+              "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
+  const auto dtype = out_dtype.value_or(input.scalar_type());
+  const bool bare = !present(residual) && !stages.pre_activation && !stages.activation && !stages.threshold;
+  auto result =
+      forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, true, bare ? nullptr : &stages});
+  define(std::get<2>(result), input, input.scalar_type());
+  return result;
+}
+
 template <const Backend& backend>
 BackwardResult row_norm_bwd(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
                             const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                            std::array<bool, 3> wants) {
-  auto result = backward(backend, {dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants});
-  const auto fill = [&](Tensor& t, OptionalDtype dtype) {
-    if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
-  };
-  fill(std::get<0>(result), input.scalar_type());
-  fill(std::get<1>(result), dtype_of(weight));
-  fill(std::get<2>(result), bias_dtype);
+                            Wanted wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
+                            const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
+                            std::string_view activation, double dropout_p, const OptionalTensor& seed) {
+  const Stages s = make_stages(std::nullopt, pre_activation, activation, dropout_p, seed);
+  const BackwardStages stages{dh, x, bias, has_residual, s.pre_activation, s.activation, s.threshold, s.seed};
+  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.threshold;
+  const auto dx_dtype = x_dtype.value_or(input.scalar_type());
+  auto result = backward(backend, {dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, dx_dtype,
+                                   bare ? nullptr : &stages});
+  define(std::get<0>(result), input, dx_dtype);
+  define(std::get<1>(result), input, dtype_of(weight));
+  define(std::get<2>(result), input, bias_dtype);
+  define(std::get<3>(result), input, input.scalar_type());
   return result;
 }
 
 template <const Backend& backend> void implement(torch::Library& m) {
   m.impl("layer_norm", inference<backend, false>);
   m.impl("rms_norm", inference<backend, true>);
+  m.impl("staged_row_norm", staged_inference<backend>);
   m.impl("row_norm_fwd", row_norm_fwd<backend>);
   m.impl("row_norm_bwd", row_norm_bwd<backend>);
 }

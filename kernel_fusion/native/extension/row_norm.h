@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 #include "shared/row_norm_args.h"
@@ -28,6 +29,13 @@ template <bool rms> using Eps = std::conditional_t<rms, std::optional<double>, d
 template <bool rms>
 using Verb = Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, Eps<rms>, double, OptionalDtype);
 
+// The verb of a norm with stages: the output and h.
+using StagedResult = std::tuple<Tensor, Tensor>;
+using StagedVerb = StagedResult(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
+                                const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
+                                OptionalDtype out_dtype, bool rms, std::string_view pre_activation,
+                                std::string_view activation, double dropout_p, const OptionalTensor& seed);
+
 template <class Signature> auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
@@ -42,6 +50,28 @@ bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight
 // The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
 Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
                  double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms);
+
+// The stages around the norm: u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * w + b). h is rounded
+// to the residual's dtype before it is normalised; without a residual it is not rounded.
+struct Stages {
+  OptionalTensor residual;  // of the input's shape
+  int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
+  uint32_t threshold = 0;                      // of dropout (shared/philox.h); 0: none
+  OptionalTensor seed;
+};
+
+// Those that the arguments of an operator name. Without a seed there is no dropout.
+Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
+                   double dropout_p, const OptionalTensor& seed);
+
+// The probability that a threshold stands for.
+inline double dropout_p_of(uint32_t threshold) { return threshold / 65536.0; }
+
+bool accepts(const Tensor& input, const Stages& stages);
+
+// The definition of a norm with stages; `residual` of the result is h, or has no elements.
+StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                              double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages);
 
 // A tensor seen as rows whose elements lie side by side. `tensor` is the given one, or a copy where its normalised
 // dimensions are not contiguous or its leading ones need more than three strides.
@@ -59,15 +89,6 @@ struct Rows {
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
 
-// The stages around the norm: u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * w + b). h is rounded
-// to the residual's dtype before it is normalised; without a residual it is not rounded.
-struct Stages {
-  OptionalTensor residual;  // of the input's shape
-  int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
-  uint32_t threshold = 0;                      // of dropout (shared/philox.h); 0: none
-  OptionalTensor seed;
-};
-
 // What backward has of them. What it normalises again is `BackwardCall::input`: h where there is a residual, else x.
 struct BackwardStages {
   OptionalTensor dh;  // the gradient that arrives at h, or none
@@ -80,8 +101,9 @@ struct BackwardStages {
 };
 
 // One direction on one device.
-using ForwardResult = std::tuple<Tensor, Tensor>;           // y, stats
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;  // dx, dweight, dbias
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;           // y, stats, h
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dweight, dbias, dresidual
+using Wanted = std::array<bool, 4>;                                 // of these
 
 struct ForwardCall {
   const Tensor& input;
@@ -91,6 +113,7 @@ struct ForwardCall {
   double eps, weight_offset;
   at::ScalarType out_dtype;
   bool rms, wants_stats;
+  const Stages* stages = nullptr;  // null: none
 };
 
 struct BackwardCall {
@@ -102,12 +125,16 @@ struct BackwardCall {
   OptionalDtype bias_dtype;
   double weight_offset;
   bool rms;
-  std::array<bool, 3> wants;
+  Wanted wants;
+  at::ScalarType x_dtype;  // of dx
+  const BackwardStages* stages = nullptr;  // null: none
 };
 
 // Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
-using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats);
-using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias);
+// h is undefined without a residual. dresidual is the gradient of h, dh included, in the residual's dtype; dx is made of the
+// same before it is rounded.
+using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h);
+using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual);
 
 ForwardKernel forward_cpu, forward_cuda;
 BackwardKernel backward_cpu, backward_cuda;

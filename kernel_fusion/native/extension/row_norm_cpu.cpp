@@ -86,9 +86,53 @@ void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
 
 const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 
+// What both directions have of the stages.
+template <class S> cpu::Stages common(const S& s) {
+  return {s.pre_activation, s.activation, s.threshold,
+          s.threshold ? static_cast<uint64_t>(*s.seed->template const_data_ptr<int64_t>()) : 0};
+}
+
+// The rows of a tensor that may be absent.
+struct OptionalRows {
+  std::optional<Rows> rows;
+  OptionalRows(const OptionalTensor& t, int64_t num_dims) {
+    if (present(t)) rows.emplace(*t, num_dims);
+  }
+  const void* data() const { return rows ? rows->data() : nullptr; }
+  RowLayout layout() const { return rows ? rows->layout : RowLayout{}; }
+};
+
+void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t rows, Tensor& h) {
+  const Stages& s = *call.stages;
+  const OptionalRows residual(s.residual, call.num_dims);
+  const cpu::ForwardStages stages{common(s), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
+                                  code(dtype_of(s.residual).value_or(at::kFloat))};
+  at::parallel_for(0, rows, grain(args.cols),
+                   [&](int64_t begin, int64_t end) { cpu::kernels().forward_staged(args, stages, begin, end); });
+}
+
+// The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
+struct StagedBackward {
+  OptionalRows dh, x;
+  Tensor bias;
+  cpu::BackwardStages args;
+
+  StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
+      : dh(call.stages->dh, call.num_dims),
+        x(call.stages->x, call.num_dims),
+        bias(prepared(call.stages->bias, 0.0, acc_dtype(call.input))) {
+    const BackwardStages& s = *call.stages;
+    args = {common(s), s.has_residual, dh.data(), x.data(), data_or_null(bias), call.wants[3] ? dresidual.data_ptr() : nullptr,
+            dh.layout(), x.layout(), code(call.x_dtype)};
+    if (s.has_residual) return;
+    args.x = input.data();
+    args.x_rows = input.layout;
+  }
+};
+
 }  // namespace
 
-void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats) {
+void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const Tensor weight = prepared(call.weight, call.weight_offset, acc), bias = prepared(call.bias, 0.0, acc);
@@ -101,11 +145,12 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats) {
   }
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
                           x.layout, call.eps, call.rms, code(call.input.scalar_type()), code(call.out_dtype)};
-  at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
   count(Counter::kCpuForward);
+  if (call.stages) return forward_staged(args, call, x.rows, h);
+  at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
 }
 
-void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias) {
+void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const Tensor weight = prepared(call.weight, call.weight_offset, acc), stats = call.stats.contiguous();
@@ -114,6 +159,8 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
                            code(call.input.scalar_type()), code(call.dy.scalar_type())};
+  std::optional<StagedBackward> staged;
+  if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
@@ -135,7 +182,9 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
       mine.dbias = partial(1, block);
       for (void* sum : {mine.dweight, mine.dbias})
         if (sum) std::memset(sum, 0, row_bytes);
-      cpu::kernels().backward(mine, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
+      const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+      if (staged) cpu::kernels().backward_staged(mine, staged->args, first, last);
+      else cpu::kernels().backward(mine, first, last);
     }
   });
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);

@@ -26,7 +26,8 @@ struct Stats {
 
 }  // namespace
 
-void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats) {
+void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor&) {
+  if (call.stages) driver::fail("the CUDA kernels of the row norms have no stages");
   const Rows x(call.input, call.num_dims);
   if (x.cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(x.cols));
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
@@ -49,11 +50,12 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats) {
   launch(kernel, kernel.grid(x.rows), 1, stream, &args);
 }
 
-void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias) {
+void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor&) {
+  if (call.stages) driver::fail("the CUDA kernels of the row norms have no stages");
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const Tensor weight = contiguous(call.weight), stats = call.stats.contiguous();
   const void* w = data_or_null(weight);
-  const auto [wants_dx, wants_dweight, wants_dbias] = call.wants;
+  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   const bool sums = wants_dweight || wants_dbias;
   const int flags = (wants_dx ? RowNormFields::kDX : 0) | (wants_dweight ? RowNormFields::kDWeight : 0) |
                     (wants_dbias ? RowNormFields::kDBias : 0) | (call.weight_offset != 0.0 ? RowNormFields::kOffset : 0) |

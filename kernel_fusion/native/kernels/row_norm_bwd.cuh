@@ -3,15 +3,20 @@
 //   dx      = rstd * (g - sum(g) / N - xhat * sum(g * xhat) / N)          (RMSNorm: without the first sum)
 //   dweight = sum over rows of dy * xhat          dbias = sum over rows of dy
 //
+// Stages (stages.cuh) change three places. x is what was normalised: h as forward stored it, or without a residual u, computed
+// again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx above is the gradient at
+// h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation (`Outgoing`).
+//
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
 // columns and adds their dweight and dbias up itself, in registers or in shared memory (slots private to the thread,
 // up to 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
-// order. Memory: one read of x and of dy, one write of dx. With kPrefetch the next row is loaded before the sums of this one
+// order. Memory: one read of x and of dy, one write of dx; of stages one read of dh, one write of dresidual, and with both
+// residual and pre-activation one read of x itself. With kPrefetch the next row is loaded before the sums of this one
 // are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
 #pragma once
 
 #include "chain.cuh"
-#include "rows.cuh"
+#include "stages.cuh"
 #include "tree.cuh"
 
 namespace kf {
@@ -37,15 +42,95 @@ template <class S> struct Derivative {
   }
 };
 
-// The weight of a thread's columns, kept for all rows as S::kKeeping says.
+// What takes the place of dy: with an activation, dy * activation'(z).
+template <class S> __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight,
+                                                       typename S::Acc bias) {
+  using A = typename S::Acc;
+  if constexpr (S::kActivation != 0) {
+    using M = typename MathFor<A, typename S::DY>::type;
+    return product(dy, Activation<S::kActivation>::type::template slope<M>(fused(xhat, weight, bias)));
+  } else {
+    return dy;
+  }
+}
+
+// The same for a vector, from x.
+template <class S, int kVec, class A>
+__device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], const A (&weight)[kVec], const A (&bias)[kVec],
+                           A (&dy)[kVec]) {
+  if constexpr (S::kActivation != 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
+  }
+}
+
+// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x.
+template <class S> __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack,
+                                             i64 row, int col, typename S::Acc (&x)[S::kVec]) {
+  widen_pack(pack, x);
+  if constexpr (!kAddsResidual<S>) before.change(row, col, x);
+}
+
+// From the gradient at h, of the norm alone, to what is stored of a row.
+template <class S> struct Outgoing {
+  using A = typename S::Acc;
+  using X = typename S::X;
+  using Residual = typename S::Residual;
+  static constexpr int kVec = S::kVec, kCols = S::kCols;
+  static constexpr bool kCovers = Place<S>::kCovers;
+
+  const Dropout<S>& dropout;
+  i64 row;
+  X* dx_row;
+  Residual* dresidual_row;
+
+  __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
+      : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
+        dresidual_row(static_cast<Residual*>(args.dresidual) + row * kCols) {}
+
+  // `pre_x` is the argument of the pre-activation, of any type if there is none.
+  template <class PreX>
+  __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x) const {
+    if constexpr (kPresent<typename S::DH>) {
+      A added[kVec];
+      widen_pack(dh, added);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) g[e] += added[e];
+    }
+    if constexpr (S::kDResidual) store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Residual>(g));
+    if constexpr (S::kDX) {
+      dropout.apply(row * kCols + col, g);
+      if constexpr (S::kPreActivation != 0) {
+        A at[kVec];
+        widen_pack(pre_x, at);
+        multiply_slope<S::kPreActivation, typename MathFor<A, X>::type>(g, at);
+      }
+      store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(g));
+    }
+  }
+};
+
+// A parameter of a thread's columns, kept for all rows as kKeeping says.
 enum Keeping { kWide, kShared, kMemory };  // in registers in the compute type, in shared memory, nowhere
 
-template <class S, int kVectors> struct ColumnWeight {
-  static constexpr int kKeeping = S::kKeeping;
+// A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
+template <class S, class T, bool kFactor, int kVec, class A>
+__device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
+  if constexpr (!kPresent<T>) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = kFactor ? 1 : 0;
+  } else if constexpr (kFactor) {
+    widen_weight<S>(pack, offset, v);
+  } else {
+    widen_pack(pack, v);
+  }
+}
+
+// T is its type.
+template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
-  using Weight = typename S::Weight;
-  static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<Weight, kVec>) <= 16 ? 1 : sizeof(Pack<Weight, kVec>) / 16;
-  using Piece = Pack<Weight, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
+  static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
+  using Piece = Pack<T, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
 
   const RowNormBwdArgs& args;
   const Place<S>& at;
@@ -53,19 +138,19 @@ template <class S, int kVectors> struct ColumnWeight {
   int threads, member;
   A wide[kKeeping == kWide ? kVectors : 1][kVec];
 
-  // By every thread. If shared memory keeps the weight, some `threads` of the block write it to `shared_bytes`, and all must
-  // meet before get().
-  __device__ ColumnWeight(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
-                          int member = 0, bool writes = false)
+  // By every thread. If shared memory keeps it, some `threads` of the block write it to `shared_bytes`, and all must meet before
+  // get().
+  __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
+                             int member = 0, bool writes = false)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
     if constexpr (kKeeping == kMemory) return;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const auto loaded = load_parameter<S, Weight>(args.weight, at.col(i));
+      const auto loaded = load(i);
       if constexpr (kKeeping == kWide) {
         widen(loaded, wide[i]);
-        // Opaque to the compiler, which would rather keep the weight as loaded and widen it again for every row.
-        if constexpr (kPresent<Weight> && sizeof(A) == 4)
+        // Opaque to the compiler, which would rather keep it as loaded and widen it again for every row.
+        if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
       } else if (writes) {
@@ -76,31 +161,30 @@ template <class S, int kVectors> struct ColumnWeight {
     }
   }
 
-  // weight_offset + weight of this thread's i-th vector; 1 without a weight.
-  __device__ void get(int i, A (&w)[kVec]) {
+  // Of this thread's i-th vector.
+  __device__ void get(int i, A (&v)[kVec]) {
     if constexpr (kKeeping == kWide) {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = wide[i][e];
+      for (int e = 0; e < kVec; ++e) v[e] = wide[i][e];
     } else if constexpr (kKeeping == kShared) {
-      Pack<Weight, kVec> pack;
+      Pack<T, kVec> pack;
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) reinterpret_cast<Piece*>(&pack)[j] = shared[(i * kPieces + j) * threads + member];
-      widen(pack, w);
+      widen(pack, v);
     } else {
-      widen(load_parameter<S, Weight>(args.weight, at.col(i)), w);
+      widen(load(i), v);
     }
   }
 
  private:
-  __device__ void widen(const Pack<Weight, kVec>& pack, A (&w)[kVec]) const {
-    if constexpr (kPresent<Weight>) {
-      widen_weight<S>(pack, args.weight_offset, w);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = 1;
-    }
+  __device__ Pack<T, kVec> load(int i) const { return load_parameter<S, T>(kFactor ? args.weight : args.bias, at.col(i)); }
+  __device__ void widen(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
+    widen_parameter<S, T, kFactor>(pack, args.weight_offset, v);
   }
 };
+
+template <class S, int kVectors> using ColumnWeight = ColumnParameter<S, typename S::Weight, kVectors, S::kKeeping, true>;
+template <class S, int kVectors> using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors, S::kKeepingBias, false>;
 
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
 template <class S, int kVectors> struct Accumulators {
@@ -156,10 +240,11 @@ template <class S, int kVectors> struct Accumulators {
 template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   using A = typename S::Acc;
   using P = Place<S>;
-  using X = typename S::X;
+  using X = typename S::Row;
   using DY = typename S::DY;
+  using DH = typename S::DH;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors;
-  constexpr bool kCovers = P::kCovers, kSums = S::kStorage != 0;
+  constexpr bool kCovers = P::kCovers, kSums = S::kStorage != 0, kRowGrads = S::kDX || S::kDResidual;
   constexpr int kUnroll = S::kResident ? kVectors : 2;
   const P at;
   wait_for_previous_kernel();
@@ -174,6 +259,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   struct Row {
     Pack<X, kVec> x[S::kResident ? kVectors : 1];
     Pack<DY, kVec> dy[S::kResident ? kVectors : 1];
+    Pack<DH, kVec> dh[S::kResident ? kVectors : 1];
     const X* x_row;
     const DY* dy_row;
     A mean, rstd;
@@ -181,6 +267,9 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   };
   auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
   auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
+  auto fetch_dh = [&](i64 row, int i) {
+    return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+  };
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
   auto fetch = [&](Row& r, i64 wanted) {
     r.live = wanted < args.rows;
@@ -192,12 +281,15 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       for (int i = 0; i < kVectors; ++i) {
         r.x[i] = fetch_x(r, i);
         r.dy[i] = fetch_dy(r, i);
+        if constexpr (kPresent<DH>) r.dh[i] = fetch_dh(row, i);
       }
     }
     r.mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
     r.rstd = static_cast<const A*>(args.rstd)[row];
   };
   ColumnWeight<S, kVectors> weights(args, at);
+  ColumnBias<S, kVectors> biases(args, at);
+  const Before<S, DY> before(args);
 
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows;
   int buffer = 0;
@@ -212,9 +304,11 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
+    const i64 position = S::kRows == 1 || now.live ? row : args.rows - 1;
     const Normalize<S> normalize{now.mean, now.rstd};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
+    auto dh_at = [&](int i) { if constexpr (S::kResident) return now.dh[i]; else return fetch_dh(row, i); };
 
     A sum_g[S::kPlayed], sum_gx[S::kPlayed];
 #pragma unroll
@@ -223,16 +317,18 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll kUnroll
       for (int k = 0; k < P::kChunks; ++k) {
         const int i = w * P::kChunks + k;
-        A x[kVec], dys[kVec], weight[kVec], dyx[kVec];
-        widen_pack(x_at(i), x);
+        A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
+        widen_row<S>(before, x_at(i), position, at.col(i), x);
         widen_pack(dy_at(i), dys);
         weights.get(i, weight);
+        biases.get(i, bias);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
           // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
           const bool inside = kCovers || at.col(i) < kCols;
           const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x[e]) : A(0);
           if (S::kRows > 1 && !now.live) dys[e] = 0;
+          dys[e] = incoming<S>(dys[e], xhat, weight[e], bias[e]);
           dyx[e] = dys[e] * xhat;
           const A g = product(dys[e], weight[e]);
           g_sum += g;
@@ -241,12 +337,12 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx);
         if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
       }
-      if constexpr (S::kDX) {
+      if constexpr (kRowGrads) {
         sum_g[w] = S::kRms ? A(0) : sum_lanes<S::kLanes>(g_sum);
         sum_gx[w] = sum_lanes<S::kLanes>(gx_sum);
       }
     }
-    if constexpr (S::kDX) {
+    if constexpr (kRowGrads) {
       A total_g = sum_g[0], total_gx = sum_gx[0];
       if constexpr (S::kWarps > 1) {
         Exchange<S> exchange{slots[buffer]};
@@ -257,16 +353,30 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         total_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
       }
       const Derivative<S> derivative(normalize, total_g, total_gx);
-      auto* dx_row = static_cast<X*>(args.dx) + row * kCols;
+      const Outgoing<S> outgoing(args, before.dropout, row);
+      const auto pre_x_at = [&](int i) {
+        using PreX = typename S::PreX;
+        if constexpr (kPresent<PreX>) {
+          const auto* pre_x_row = static_cast<const PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
+          return load_row<S, S::kAlignPreX>(pre_x_row, at.col(i));
+        } else if constexpr (S::kPreActivation != 0) {
+          return x_at(i);
+        } else {
+          return Pack<absent, kVec>{};
+        }
+      };
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
-        A x[kVec], dy[kVec], weight[kVec], dx[kVec];
-        widen_pack(x_at(i), x);
+        A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
+        widen_row<S>(before, x_at(i), position, at.col(i), x);
         widen_pack(dy_at(i), dy);
         weights.get(i, weight);
+        biases.get(i, bias);
+        replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dx[e] = derivative(dy[e], weight[e], x[e]);
-        if (S::kRows == 1 || now.live) store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, at.col(i), narrow_pack<X>(dx));
+        for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
+        if (S::kRows == 1 || now.live)
+          outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
       }
     }
   }

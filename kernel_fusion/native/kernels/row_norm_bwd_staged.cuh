@@ -2,8 +2,9 @@
 // formulas and the tree are those of row_norm_bwd.cuh; here is another executor of them.
 //
 // A thread holds the dweight and dbias of its columns in registers (2 x kVectors x kVec of them) and nothing of the row: it
-// reads x and dy from shared memory once for the sums and once for dx. One block per multiprocessor also means few partial
-// rows for the finish to add. Memory: one read of x and of dy, one write of dx.
+// reads x and dy from shared memory once for the sums and once for dx. What only stages need, dh and x beside h, comes through
+// the slot too, so that its loads are ahead. One block per multiprocessor also means few partial rows for the finish to add.
+// Memory: as in row_norm_bwd.cuh.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -15,12 +16,13 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   using A = float;
   using P = Place<S>;
   using Stream = RowStream<S>;
-  using X = Piece<typename S::X, S::kAlignX, Stream::kCols>;
+  using X = Piece<typename S::Row, S::kAlignX, Stream::kCols>;
   using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols>;
-  using Weight = typename S::Weight;
+  using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols>;
+  using PreX = Piece<typename S::PreX, S::kAlignPreX, Stream::kCols>;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
-  constexpr int kSlotBytes = X::kBytes + DY::kBytes;
-  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes], then the weight
+  constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + PreX::kBytes;
+  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes], then weight and bias
   __shared__ typename Stream::Shared shared[kGroups];
 
   const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
@@ -32,28 +34,41 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   const int first_col = Stream::first_col(), cols = Stream::cols();
   const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
   const auto dy_slot = [&](int s) { return x_slot(s) + X::kBytes; };
+  const auto dh_slot = [&](int s) { return dy_slot(s) + DY::kBytes; };
+  const auto pre_x_slot = [&](int s) { return dh_slot(s) + DH::kBytes; };
   const auto x_of = [&](i64 row) {
-    return X{static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
+    return X{static_cast<const typename S::Row*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
   };
   const auto dy_of = [&](i64 row) {
     return DY{static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row) + first_col};
   };
+  const auto dh_of = [&](i64 row) { return DH{static_cast<const typename S::DH*>(args.dh) + row * kCols + first_col}; };
+  const auto pre_x_of = [&](i64 row) {
+    return PreX{static_cast<const typename S::PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row) + first_col};
+  };
   const auto fill = [&](i64 row, int slot) {
     const X x = x_of(row);
     const DY dy = dy_of(row);
+    const DH dh = dh_of(row);
+    const PreX pre_x = pre_x_of(row);
     Mbarrier* full = &shared[group].full[slot];
-    mbarrier_arrive_expect(full, x.copied_bytes(cols) + dy.copied_bytes(cols));
+    mbarrier_arrive_expect(full, x.copied_bytes(cols) + dy.copied_bytes(cols) + dh.copied_bytes(cols) + pre_x.copied_bytes(cols));
     x.copy(x_slot(slot), cols, full);
     dy.copy(dy_slot(slot), cols, full);
+    dh.copy(dh_slot(slot), cols, full);
+    pre_x.copy(pre_x_slot(slot), cols, full);
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
   stream.start(args.rows, first, step, fill);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
-  ColumnWeight<S, kVectors> weights(args, at, slots + kGroups * S::kStages * kSlotBytes, kThreads, member,
-                                    group == 0);
-  if (S::kKeeping == kShared) __syncthreads();
+  char* const kept = slots + kGroups * S::kStages * kSlotBytes;
+  constexpr int kWeightBytes = S::kKeeping == kShared ? kVectors * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
+  ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member, group == 0);
+  ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member, group == 0);
+  if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
+  const Before<S, typename S::DY> before(args);
   const auto stats_of = [&](i64 row) {
     Normalize<S> stats{0, 0};
     if (row >= args.rows) return stats;
@@ -66,23 +81,37 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     Normalize<S> normalize;
     A first, second;  // the warp's sums of g and of g * xhat
   };
-  const auto read = [&](i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec]) {
+  const auto read = [&](i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) {
     const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
     const auto* dy_row = dy_of(row).row_in(dy_slot(slot), first_col);
-    widen_pack(load_cols<S::kAlignX, kVec, kCols, P::kCovers>(x_row, at.col(i)), x);
-    widen_pack(load_cols<S::kAlignDY, kVec, kCols, P::kCovers>(dy_row, at.col(i)), dy);
+    widen_row<S>(before, load_row<S, S::kAlignX>(x_row, at.col(i)), row, at.col(i), x);
+    widen_pack(load_row<S, S::kAlignDY>(dy_row, at.col(i)), dy);
     weights.get(i, weight);
+    biases.get(i, bias);
+  };
+  const auto dh_at = [&](i64 row, int slot, int i) {
+    return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
+  };
+  const auto pre_x_at = [&](i64 row, int slot, int i) {
+    if constexpr (kPresent<typename S::PreX>)
+      return load_row<S, S::kAlignPreX>(pre_x_of(row).row_in(pre_x_slot(slot), first_col), at.col(i));
+    else if constexpr (S::kPreActivation != 0)
+      return load_row<S, S::kAlignX>(x_of(row).row_in(x_slot(slot), first_col), at.col(i));
+    else
+      return Pack<absent, kVec>{};
   };
   const auto first_pass = [&](i64 row, int slot) {
     State state{ahead, 0, 0};
     ahead = stats_of(row + step);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      A x[kVec], dy[kVec], weight[kVec];
-      read(row, slot, i, x, dy, weight);
+      A x[kVec], dy[kVec], weight[kVec], bias[kVec];
+      read(row, slot, i, x, dy, weight, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const A xhat = state.normalize(x[e]), g = product(dy[e], weight[e]);
+        const A xhat = state.normalize(x[e]);
+        dy[e] = incoming<S>(dy[e], xhat, weight[e], bias[e]);
+        const A g = product(dy[e], weight[e]);
         state.first += g;
         state.second = fused(g, xhat, state.second);
         if constexpr (S::kDWeight) sums[0][i][e] += dy[e] * xhat;
@@ -99,16 +128,17 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       if constexpr (!S::kRms) sum_g = Exchange<S>::sum(at.lane, [&](int w) { return row_sums[w][0]; });
       sum_gx = Exchange<S>::sum(at.lane, [&](int w) { return row_sums[w][1]; });
     }
-    if constexpr (S::kDX) {
+    if constexpr (S::kDX || S::kDResidual) {
       const Derivative<S> derivative(state.normalize, sum_g, sum_gx);
-      auto* dx_row = static_cast<typename S::X*>(args.dx) + row * kCols;
+      const Outgoing<S> outgoing(args, before.dropout, row);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        A x[kVec], dy[kVec], weight[kVec], dx[kVec];
-        read(row, slot, i, x, dy, weight);
+        A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
+        read(row, slot, i, x, dy, weight, bias);
+        replace_dy<S>(state.normalize, x, weight, bias, dy);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) dx[e] = derivative(dy[e], weight[e], x[e]);
-        store_cols<S::kAlignDX, kVec, kCols, P::kCovers>(dx_row, at.col(i), narrow_pack<typename S::X>(dx));
+        for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
+        outgoing(at.col(i), g, dh_at(row, slot, i), pre_x_at(row, slot, i));
       }
     }
   };

@@ -1,11 +1,9 @@
 // dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums beside the row: a second pass over x and dy
 // that adds up columns alone. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of
-// partial row p. Memory: one read of x and of dy. sum_partials.cuh finishes.
+// partial row p. Memory: one read of x and of dy. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh.
 #pragma once
 
-#include "chain.cuh"
-#include "rows.cuh"
-#include "types.cuh"
+#include "row_norm_bwd.cuh"
 
 namespace kf {
 
@@ -17,19 +15,26 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   const i64 start = (static_cast<i64>(blockIdx.x) * S::kThreads + threadIdx.x) * kVec;
   if (start >= kCols) return;
   const int col = static_cast<int>(start);
-  A dweight[kVec] = {}, dbias[kVec] = {};
+  const Before<S, typename S::DY> before(args);
+  A dweight[kVec] = {}, dbias[kVec] = {}, weight[kVec], bias[kVec];
+  if constexpr (S::kActivation != 0) {
+    widen_parameter<S, typename S::Weight, true>(load_parameter<S, typename S::Weight>(args.weight, col), args.weight_offset, weight);
+    widen_parameter<S, typename S::Bias, false>(load_parameter<S, typename S::Bias>(args.bias, col), 0, bias);
+  }
 #pragma unroll 4
   for (i64 row = blockIdx.y; row < args.rows; row += gridDim.y) {
-    const auto* x_row = static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
+    const auto* x_row = static_cast<const typename S::Row*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
     const auto* dy_row = static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
     A x[kVec], dy[kVec];
-    widen_pack(load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), x);
+    widen_row<S>(before, load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), row, col, x);
     widen_pack(load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col), dy);
     const A mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
     const A rstd = static_cast<const A*>(args.rstd)[row];
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      dweight[e] += dy[e] * ((x[e] - mean) * rstd);
+      const A xhat = (x[e] - mean) * rstd;
+      dy[e] = incoming<S>(dy[e], xhat, weight[e], bias[e]);
+      dweight[e] += dy[e] * xhat;
       dbias[e] += dy[e];
     }
   }

@@ -1,14 +1,16 @@
-// Row norm, forward:  y = (x - mean) * rstd * (weight_offset + weight) + bias,   rstd = 1 / sqrt(var + eps)
-// (RMSNorm: mean = 0 and var = E[x^2]).
+// Row norm, forward:  y = activation((x - mean) * rstd * (weight_offset + weight) + bias),   rstd = 1 / sqrt(var + eps)
+// (RMSNorm: mean = 0 and var = E[x^2]), where h takes the place of x if there are stages before the norm (stages.cuh).
 //
 // Who computes what: tree.cuh. One row per lane group, block or cluster; grid = rows / rows per block.
-// Memory: one read of x, one write of y; weight and bias come from L1/L2. With kResident the row stays in registers as
-// loaded (kVectors packs per thread); otherwise it is read again, from L2, for the deviations and for the result.
+// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more. With
+// kResident the row stays in registers as loaded (kVectors packs per thread), or as S::Row if there are stages; otherwise it is
+// read again, from L2, for the deviations and for the result: h, which this thread wrote, or x, which goes through its stages
+// again.
 #pragma once
 
 #include "chain.cuh"
 #include "moments.cuh"
-#include "rows.cuh"
+#include "stages.cuh"
 
 namespace kf {
 
@@ -18,7 +20,7 @@ template <class S> struct Affine {
   A mean, rstd;
 
   template <int kVec, class Weight, class Bias>
-  __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::X, kVec>& x, const Weight& weight, const Bias& bias,
+  __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias,
                                                   double offset) const {
     A y[kVec];
     widen_pack(x, y);
@@ -36,6 +38,7 @@ template <class S> struct Affine {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
+    activate<S::kActivation, typename MathFor<A, typename S::Y>::type>(y);
     return narrow_pack<typename S::Y>(y);
   }
 };
@@ -60,13 +63,30 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   if constexpr (S::kCluster > 1) cluster_arrive();
   wait_for_previous_kernel();
 
+  using Row = typename S::Row;
+  using Residual = typename S::Residual;
+  const Before<S, typename S::Y> before(args);
+  const auto* residual_row =
+      static_cast<const Residual*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, row);
+  auto* h_row = static_cast<Residual*>(args.h) + row * kCols;
+
   const auto load_x = [&](int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i)); };
-  Pack<typename S::X, kVec> resident[S::kResident ? kVectors : 1];
+  const auto load_residual = [&](int i) { return load_row<S, S::kAlignResidual>(residual_row, at.col(i)); };
+  const auto store_h = [&](int i, const Pack<Row, kVec>& h) {
+    if constexpr (kAddsResidual<S>)
+      if (live) store_cols<16, kVec, kCols, kCovers>(h_row, at.col(i), h);
+  };
+  Pack<Row, kVec> resident[S::kResident ? kVectors : 1];
   Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
   Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
+  Pack<typename S::X, kVec> xs[S::kResident ? kVectors : 1];  // all loads are on their way before the first is used
+  Pack<Residual, kVec> residuals[S::kResident ? kVectors : 1];
   if constexpr (S::kResident) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) resident[i] = load_x(i);
+    for (int i = 0; i < kVectors; ++i) {
+      xs[i] = load_x(i);
+      residuals[i] = load_residual(i);
+    }
   }
   if constexpr (S::kAhead) {
 #pragma unroll
@@ -75,9 +95,20 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
       biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
     }
   }
+  if constexpr (S::kResident) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      resident[i] = before(xs[i], residuals[i], row, at.col(i));
+      store_h(i, resident[i]);
+    }
+  } else if constexpr (kAddsResidual<S>) {
+#pragma unroll kUnroll
+    for (int i = 0; i < kVectors; ++i) store_h(i, before(load_x(i), load_residual(i), row, at.col(i)));
+  }
   const auto x_at = [&](int i) {
     if constexpr (S::kResident) return resident[i];
-    else return load_x(i);
+    else if constexpr (kAddsResidual<S>) return load_cols<16, kVec, kCols, kCovers>(h_row, at.col(i));
+    else return before(load_x(i), {}, row, at.col(i));
   };
 
   Moments<S> moments[S::kPlayed];

@@ -2,8 +2,9 @@
 // cluster (row_stream.cuh). The formulas and the tree are those of row_norm_fwd.cuh; here is another executor of them.
 //
 // Each block of the cluster owns a piece of the columns. A thread keeps weight and bias of its columns in registers for all
-// rows: read for every row, they would take twice as much of the L2 cache's bandwidth as x itself.
-// Memory: one read of x, one write of y.
+// rows: read for every row, they would take twice as much of the L2 cache's bandwidth as x itself. With a residual a slot holds
+// a piece of x and one of the residual, and each pass adds them up.
+// Memory: one read of x, one write of y. A residual is one read and one write more.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -16,8 +17,10 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   using P = Place<S>;
   using Stream = RowStream<S>;
   using X = Piece<typename S::X, S::kAlignX, Stream::kCols>;
+  using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols>;
   constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kRows;
-  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][X::kBytes]
+  constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
+  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes]
   __shared__ typename Stream::Shared shared[kGroups];
 
   const int group = threadIdx.x / Stream::kThreads, member = threadIdx.x % Stream::kThreads;
@@ -27,22 +30,33 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   wait_for_previous_kernel();
 
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  const auto slot_of = [&](int s) { return slots + (group * S::kStages + s) * X::kBytes; };
-  const auto piece_of = [&](i64 row) {
+  const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
+  const auto residual_slot = [&](int s) { return x_slot(s) + X::kBytes; };
+  const auto x_of = [&](i64 row) {
     return X{static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
   };
+  const auto residual_of = [&](i64 row) {
+    return Residual{static_cast<const typename S::Residual*>(args.residual) +
+                    row_offset<S::kStridedResidual>(args.residual_rows, row) + first_col};
+  };
   const auto fill = [&](i64 row, int slot) {
-    const X x = piece_of(row);
-    mbarrier_arrive_expect(&shared[group].full[slot], x.copied_bytes(cols));
-    x.copy(slot_of(slot), cols, &shared[group].full[slot]);
+    const X x = x_of(row);
+    const Residual residual = residual_of(row);
+    Mbarrier* full = &shared[group].full[slot];
+    mbarrier_arrive_expect(full, x.copied_bytes(cols) + residual.copied_bytes(cols));
+    x.copy(x_slot(slot), cols, full);
+    residual.copy(residual_slot(slot), cols, full);
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
   stream.start(args.rows, first, step, fill);
 
-  const auto x_at = [&](i64 row, int slot, int i) {
-    const auto* x_row = piece_of(row).row_in(slot_of(slot), first_col);
-    return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers>(x_row, at.col(i));
+  const Before<S, typename S::Y> before(args);
+  const auto row_at = [&](i64 row, int slot, int i) {
+    const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
+    const auto* residual_row = residual_of(row).row_in(residual_slot(slot), first_col);
+    return before(load_row<S, S::kAlignX>(x_row, at.col(i)), load_row<S, S::kAlignResidual>(residual_row, at.col(i)), row,
+                  at.col(i));
   };
   Pack<typename S::Weight, kVec> weights[kVectors];
   Pack<typename S::Bias, kVec> biases[kVectors];
@@ -54,7 +68,15 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
 
   struct State { A first, second; };  // the warp's mean and squared deviations
   const auto first_pass = [&](i64 row, int slot) {
-    const auto moments = moments_of_warp<S, kVectors>(at, at.warp, [&](int i) { return x_at(row, slot, i); });
+    Moments<S> moments;
+    if constexpr (kAddsResidual<S> || kChangesX<S>) {
+      Pack<typename S::Row, kVec> values[kVectors];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) values[i] = row_at(row, slot, i);
+      moments = moments_of_warp<S, kVectors>(at, at.warp, [&](int i) { return values[i]; });
+    } else {
+      moments = moments_of_warp<S, kVectors>(at, at.warp, [&](int i) { return row_at(row, slot, i); });
+    }
     return State{moments.mean, moments.squares};
   };
   const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums sums) {
@@ -64,11 +86,14 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
     if (S::kStats && at.leader()) store_stats<S>(args, row, moments.mean, rstd);
     const Affine<S> affine{moments.mean, rstd};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
+    auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kPresent<typename S::Weight>) keep_packed(weights[i]);
       if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
-      const auto y = affine(x_at(row, slot, i), weights[i], biases[i], args.weight_offset);
+      const auto h = row_at(row, slot, i);
+      if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
+      const auto y = affine(h, weights[i], biases[i], args.weight_offset);
       store_cols<S::kAlignY, kVec, S::kCols, P::kCovers>(y_row, at.col(i), y);
     }
   };

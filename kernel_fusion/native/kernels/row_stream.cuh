@@ -31,6 +31,16 @@ template <class T, int kAlign, int kCols> struct Piece {
   }
 };
 
+template <int kAlign, int kCols> struct Piece<absent, kAlign, kCols> {
+  static constexpr int kBytes = 0;
+
+  const absent* source;
+
+  __device__ unsigned copied_bytes(int) const { return 0; }
+  __device__ void copy(char*, int, Mbarrier*) const {}
+  __device__ const absent* row_in(const char*, int) const { return nullptr; }
+};
+
 template <class S> struct RowStream {
   using A = float;
   using P = Place<S>;

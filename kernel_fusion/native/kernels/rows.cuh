@@ -14,12 +14,15 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
          row % layout.inner * layout.stride[2];
 }
 
-// A vector of weight or bias at column `col`; of an absent one, nothing.
+// The vector at column `col` of a row of a tensor; of an absent one, nothing.
+template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(const T* row, int col) {
+  if constexpr (kPresent<T>) return load_cols<kAlign, S::kVec, S::kCols, Place<S>::kCovers>(row, col);
+  else return {};
+}
+
+// Of weight or bias.
 template <class S, class T> __device__ Pack<T, S::kVec> load_parameter(const void* p, int col) {
-  if constexpr (kPresent<T>)
-    return load_cols<S::kAlignWeight, S::kVec, S::kCols, Place<S>::kCovers>(static_cast<const T*>(p), col);
-  else
-    return {};
+  return load_row<S, S::kAlignWeight>(static_cast<const T*>(p), col);
 }
 
 // The factor of n: weight_offset + weight, the addition compiled in only where there is an offset.

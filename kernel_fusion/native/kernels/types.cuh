@@ -14,6 +14,9 @@ struct absent {};  // the type of a tensor that is not there
 template <class T> inline constexpr bool kPresent = true;
 template <> inline constexpr bool kPresent<absent> = false;
 
+template <class T, class Otherwise> struct PresentOr { using type = T; };
+template <class Otherwise> struct PresentOr<absent, Otherwise> { using type = Otherwise; };
+
 template <class A> __device__ A widen(f32 v) { return v; }
 template <class A> __device__ A widen(f64 v) { return v; }
 template <class A> __device__ A widen(bf16 v) { return __uint_as_float(static_cast<unsigned>(v.bits) << 16); }

@@ -126,11 +126,12 @@ struct sigmoid {
   }
 };
 
-// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 to the last digit from x = 20 on
+// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 from x = 20 on: exactly,
+// since the slope has x (1 - tanh^2)
 struct mish {
   template <class M> static KF_INLINE typename M::V tanh_of(typename M::V x) {
-    const auto e = M::exp(M::where_gt(x, M::of(20), M::of(20), x)), n = e * (e + M::of(2));
-    return n * M::reciprocal(n + M::of(2));
+    const auto e = M::exp(x), n = e * (e + M::of(2));
+    return M::where_gt(x, M::of(20), M::of(1), n * M::reciprocal(n + M::of(2)));
   }
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * tanh_of<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {

@@ -12,7 +12,8 @@ struct RowLayout {
   long long stride[3];
 };
 
-// y = (x - mean) * rstd * (weight_offset + weight) + bias for each of `rows` rows. A null pointer: absent.
+// h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias) for each of
+// `rows` rows. A null pointer: absent. The second group belongs to the stages, which a kernel has or has not.
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -24,12 +25,19 @@ struct RowNormFwdArgs {
   RowLayout x_rows;
   double eps;
   double weight_offset;
+
+  const void* residual;
+  void* h;  // contiguous
+  const void* seed;
+  RowLayout residual_rows;
+  long long dropout_threshold;
+  double dropout_scale;
 };
 
-// dx of the above, and one partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+// dx and dresidual of the above, and one partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
 struct RowNormBwdArgs {
   const void* dy;
-  const void* x;
+  const void* x;  // with a residual: h
   const void* mean;
   const void* rstd;
   const void* weight;
@@ -41,6 +49,15 @@ struct RowNormBwdArgs {
   RowLayout x_rows;
   RowLayout dy_rows;
   double weight_offset;
+
+  const void* bias;   // for the argument of the activation
+  const void* dh;     // the gradient that arrives at h, contiguous
+  const void* pre_x;  // x, where there are both a residual and a pre-activation
+  void* dresidual;
+  const void* seed;
+  RowLayout pre_x_rows;
+  long long dropout_threshold;
+  double dropout_scale;
 };
 
 // out[c] = sum of partials[p * pitch + c] over p, for two sums at once.

@@ -3,79 +3,21 @@
 // A row is read in chunks of kChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
 // and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
 // lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
-// The order of every sum depends on the row length alone.
+// The order of every sum depends on the row length alone. With stages a row is first brought, chunk by chunk, to the
+// accumulator type in a buffer, where the same code finds it.
+#include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/pairs.h"
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-
-#include <cmath>
-#include <type_traits>
+#include <algorithm>
+#include <array>
+#include <memory>
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-using at::vec::Vectorized;
-
 constexpr int64_t kChunk = 2048;
-
-template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// Two vectors of accumulators at a time: one full vector of a 16-bit type.
-template <class A> struct Pair {
-  using V = Vectorized<A>;
-  static constexpr int64_t kStep = 2 * V::size();
-  V a, b;
-};
-
-template <class T> inline Pair<AccOf<T>> load_pair(const T* p) {
-  using V = Vectorized<AccOf<T>>;
-  if constexpr (std::is_same_v<T, AccOf<T>>) {
-    return {V::loadu(p), V::loadu(p + V::size())};
-  } else {
-    const auto [a, b] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(p));
-    return {a, b};
-  }
-}
-
-template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
-  using V = Vectorized<AccOf<T>>;
-  if constexpr (std::is_same_v<T, AccOf<T>>) {
-    v.a.store(p);
-    v.b.store(p + V::size());
-  } else {
-    at::vec::convert_from_float<T>(v.a, v.b).store(p);
-  }
-}
-
-template <class A> inline Pair<A> operator+(const Pair<A>& x, const Pair<A>& y) { return {x.a + y.a, x.b + y.b}; }
-template <class A> inline Pair<A> operator-(const Pair<A>& x, const Pair<A>& y) { return {x.a - y.a, x.b - y.b}; }
-template <class A> inline Pair<A> operator*(const Pair<A>& x, const Pair<A>& y) { return {x.a * y.a, x.b * y.b}; }
-template <class A> inline Pair<A> both(A v) { return {Vectorized<A>(v), Vectorized<A>(v)}; }
-template <class A> inline Pair<A> fma(const Pair<A>& x, const Pair<A>& y, const Pair<A>& z) {
-  return {at::vec::fmadd(x.a, y.a, z.a), at::vec::fmadd(x.b, y.b, z.b)};
-}
-inline float fma(float x, float y, float z) { return std::fma(x, y, z); }
-inline double fma(double x, double y, double z) { return std::fma(x, y, z); }
-
-// One element, in the same notation, for the end of a row.
-template <class T> inline AccOf<T> load_one(const T* p) { return static_cast<AccOf<T>>(*p); }
-
-template <class A> inline A total(const Pair<A>& v) {
-  const auto sum = v.a + v.b;
-  A lanes[Vectorized<A>::size()], result = 0;
-  sum.store(lanes);
-  for (const A lane : lanes) result += lane;
-  return result;
-}
-
-// Calls vector(i) for each full pair of [0, n) and scalar(i) for the rest.
-template <class A, class Vector, class Scalar> inline void sweep(int64_t n, Vector&& vector, Scalar&& scalar) {
-  int64_t i = 0;
-  for (; i + Pair<A>::kStep <= n; i += Pair<A>::kStep) vector(i);
-  for (; i < n; ++i) scalar(i);
-}
 
 // Sum of f over [0, n). f takes a Pair or an element, loaded from x. Two chains hide the latency of the additions.
 template <class T, class F> inline AccOf<T> sum_of(const T* x, int64_t n, F&& f) {
@@ -144,37 +86,60 @@ template <class T> Moments moments(const T* x, int64_t n, bool rms) {
   return {base + mean, squares / static_cast<double>(n)};
 }
 
+// mean (0 for RMSNorm) and rstd of a row, stored where they are wanted.
+template <class T> std::pair<AccOf<T>, AccOf<T>> statistics(const Forward& c, const T* x, int64_t row) {
+  using A = AccOf<T>;
+  const Moments m = moments(x, c.cols, c.rms);
+  const A mean = static_cast<A>(m.mean), rstd = static_cast<A>(1 / std::sqrt(m.variance + c.eps));
+  if (c.mean) static_cast<A*>(c.mean)[row] = mean;
+  if (c.rstd) static_cast<A*>(c.rstd)[row] = rstd;
+  return {mean, rstd};
+}
+
+// y = (x - mean) * rstd * weight + bias over [0, n); y may be x.
+template <class X, class Y>
+inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n, Y* y) {
+  using A = AccOf<X>;
+  const auto means = both(mean), rstds = both(rstd);
+  const auto write = [&](auto&& scale_shift) {
+    sweep<A>(
+        n, [&](int64_t i) { store_pair(y + i, scale_shift((load_pair(x + i) - means) * rstds, i)); },
+        [&](int64_t i) { y[i] = static_cast<Y>(scale_shift((load_one(x + i) - mean) * rstd, i)); });
+  };
+  // Loads from an accumulator array, as a pair or as one element, like `like`.
+  const auto at = [](const A* p, int64_t i, auto like) {
+    if constexpr (std::is_same_v<decltype(like), A>) return p[i];
+    else return load_pair(p + i);
+  };
+  if (weight && bias) write([&](auto v, int64_t i) { return fma(v, at(weight, i, v), at(bias, i, v)); });
+  else if (weight) write([&](auto v, int64_t i) { return v * at(weight, i, v); });
+  else if (bias) write([&](auto v, int64_t i) { return v + at(bias, i, v); });
+  else write([](auto v, int64_t) { return v; });
+}
+
 template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<X>;
-  const auto* weight = static_cast<const A*>(c.weight);
-  const auto* bias = static_cast<const A*>(c.bias);
   for (int64_t row = begin; row < end; ++row) {
     const X* x = static_cast<const X*>(c.x) + row_offset(c.x_rows, row);
-    Y* y = static_cast<Y*>(c.y) + row * c.cols;
-    const Moments m = moments(x, c.cols, c.rms);
-    const A mean = static_cast<A>(m.mean), rstd = static_cast<A>(1 / std::sqrt(m.variance + c.eps));
-    if (c.mean) static_cast<A*>(c.mean)[row] = mean;
-    if (c.rstd) static_cast<A*>(c.rstd)[row] = rstd;
-    const auto means = both(mean), rstds = both(rstd);
-    const auto write = [&](auto&& scale_shift) {
-      sweep<A>(
-          c.cols, [&](int64_t i) { store_pair(y + i, scale_shift((load_pair(x + i) - means) * rstds, i)); },
-          [&](int64_t i) { y[i] = static_cast<Y>(scale_shift((load_one(x + i) - mean) * rstd, i)); });
-    };
-    // Loads from an accumulator array, as a pair or as one element, like `like`.
-    const auto at = [](const A* p, int64_t i, auto like) {
-      if constexpr (std::is_same_v<decltype(like), A>) return p[i];
-      else return load_pair(p + i);
-    };
-    if (weight && bias) write([&](auto n, int64_t i) { return fma(n, at(weight, i, n), at(bias, i, n)); });
-    else if (weight) write([&](auto n, int64_t i) { return n * at(weight, i, n); });
-    else if (bias) write([&](auto n, int64_t i) { return n + at(bias, i, n); });
-    else write([](auto n, int64_t) { return n; });
+    const auto [mean, rstd] = statistics(c, x, row);
+    normalize(x, mean, rstd, static_cast<const A*>(c.weight), static_cast<const A*>(c.bias), c.cols,
+              static_cast<Y*>(c.y) + row * c.cols);
   }
 }
 
+template <class A> A saved_mean(const Backward& c, int64_t row) { return c.rms ? A(0) : static_cast<const A*>(c.mean)[row]; }
+
+// What backward reads and writes of one row. dx, null where it is not wanted, may be dy.
+template <class X, class DY> struct Row {
+  const X* x;
+  const DY* dy;
+  X* dx;
+  AccOf<X> mean, rstd;
+};
+
 // kRows rows together: they share the loads of weight and of dweight and dbias, to which they are added one by one.
-template <class X, class DY, int kRows> void backward_together(const Backward& c, int64_t first) {
+template <class X, class DY, size_t kRows>
+void backward_together(const Backward& c, const std::array<Row<X, DY>, kRows>& rows) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const auto* weight = static_cast<const A*>(c.weight);
@@ -185,10 +150,10 @@ template <class X, class DY, int kRows> void backward_together(const Backward& c
   A mean[kRows], rstd[kRows];
   double sum_g[kRows] = {}, sum_gx[kRows] = {};
   for (int r = 0; r < kRows; ++r) {
-    x[r] = static_cast<const X*>(c.x) + row_offset(c.x_rows, first + r);
-    dy[r] = static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, first + r);
-    mean[r] = c.rms ? A(0) : static_cast<const A*>(c.mean)[first + r];
-    rstd[r] = static_cast<const A*>(c.rstd)[first + r];
+    x[r] = rows[r].x;
+    dy[r] = rows[r].dy;
+    mean[r] = rows[r].mean;
+    rstd[r] = rows[r].rstd;
   }
   for (int64_t start = 0; start < c.cols; start += kChunk) {
     const int64_t stop = std::min(start + kChunk, c.cols);
@@ -226,9 +191,9 @@ template <class X, class DY, int kRows> void backward_together(const Backward& c
       sum_gx[r] += total(gxs[r]) + gx_rest[r];
     }
   }
-  if (!c.dx) return;
   for (int r = 0; r < kRows; ++r) {
-    X* dx = static_cast<X*>(c.dx) + (first + r) * c.cols;
+    X* dx = rows[r].dx;
+    if (!dx) continue;
     const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g[r] / c.cols), mean_gx = static_cast<A>(sum_gx[r] / c.cols);
     const P means = both(mean[r]), rstds = both(rstd[r]), mean_gs = both(mean_g), mean_gxs = both(mean_gx);
     sweep<A>(
@@ -247,20 +212,122 @@ template <class X, class DY, int kRows> void backward_together(const Backward& c
 }
 
 template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
+  const auto row_of = [&](int64_t row) {
+    return Row<X, DY>{static_cast<const X*>(c.x) + row_offset(c.x_rows, row),
+                         static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row),
+                         c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr, saved_mean<AccOf<X>>(c, row),
+                         static_cast<const AccOf<X>*>(c.rstd)[row]};
+  };
   int64_t row = begin;
-  for (; row + 2 <= end; row += 2) backward_together<X, DY, 2>(c, row);
-  if (row < end) backward_together<X, DY, 1>(c, row);
+  for (; row + 2 <= end; row += 2) backward_together(c, std::array{row_of(row), row_of(row + 1)});
+  if (row < end) backward_together(c, std::array{row_of(row)});
 }
 
-// Calls f with a null pointer of the type that `dtype` names.
-template <class F> void with_type(Dtype dtype, F&& f) {
-  switch (dtype) {
-    case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
-    case Dtype::kFloat: return f(static_cast<float*>(nullptr));
-    case Dtype::kDouble: return f(static_cast<double*>(nullptr));
+// ---- With stages -----------------------------------------------------------------------------------------------------------
+
+template <class F> void each_chunk(int64_t cols, F&& f) {
+  for (int64_t start = 0; start < cols; start += kChunk) f(start, std::min(kChunk, cols - start));
+}
+
+// A chunk of a strided row of any dtype, as accumulators.
+template <class A> void load_row(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start, int64_t n, A* out) {
+  load_chunk(type, element(type, tensor, row_offset(rows, row) + start), 1, n, out);
+}
+
+// u = dropout(pre_activation(x)), in place.
+template <class A> void before_norm(const Stages& s, int64_t position, int64_t n, A* x) {
+  activate_chunk(s.pre_activation, x, n);
+  if (s.threshold) dropout_chunk(x, n, position, s.seed, s.threshold);
+}
+
+// h = residual + u of a chunk, rounded to the residual's dtype and stored there; u where there is no residual.
+template <class A>
+void load_h(const Forward& c, const ForwardStages& s, int64_t row, int64_t start, int64_t n, A* h) {
+  const int64_t position = row * c.cols + start;
+  load_row(c.x_type, c.x, c.x_rows, row, start, n, h);
+  before_norm(s, position, n, h);
+  if (!s.residual) return;
+  A residual[kChunk];
+  load_row(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
+  add_chunk(residual, n, h);
+  void* stored = element(s.residual_type, s.h, position);
+  store_chunk(s.residual_type, stored, n, h);
+  if (s.residual_type != accumulator<A>()) load_chunk(s.residual_type, stored, 1, n, h);
+}
+
+template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
+  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
+  const auto buffer = std::make_unique_for_overwrite<A[]>(c.cols);
+  A* h = buffer.get();
+  for (int64_t row = begin; row < end; ++row) {
+    each_chunk(c.cols, [&](int64_t start, int64_t n) { load_h(c, s, row, start, n, h + start); });
+    const auto [mean, rstd] = statistics(c, h, row);
+    each_chunk(c.cols, [&](int64_t start, int64_t n) {
+      A* y = h + start;
+      normalize(y, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
+      activate_chunk(s.activation, y, n);
+      store_chunk(c.y_type, element(c.y_type, c.y, row * c.cols + start), n, y);
+    });
   }
 }
+
+// h of a row and dz, the gradient before the activation, whose argument is computed again, in the buffers of `r`.
+template <class A> void load_row_and_dz(const Backward& c, const BackwardStages& s, int64_t row, const Row<A, A>& r, A* h, A* dz) {
+  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
+  each_chunk(c.cols, [&](int64_t start, int64_t n) {
+    load_row(c.x_type, c.x, c.x_rows, row, start, n, h + start);
+    if (!s.has_residual) before_norm(s, row * c.cols + start, n, h + start);
+    load_row(c.dy_type, c.dy, c.dy_rows, row, start, n, dz + start);
+    if (!s.activation) return;
+    A z[kChunk];
+    normalize(h + start, r.mean, r.rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z);
+    slope_chunk(s.activation, z, dz + start, n);
+  });
+}
+
+// From the norm's gradient `g` with respect to h: dh is added, dresidual stored; back through dropout and pre-activation, dx.
+template <class A> void store_gradients(const Backward& c, const BackwardStages& s, int64_t row, A* g) {
+  each_chunk(c.cols, [&](int64_t start, int64_t n) {
+    const int64_t position = row * c.cols + start;
+    A* d = g + start;
+    A other[kChunk];
+    if (s.dh) {
+      load_row(c.x_type, s.dh, s.dh_rows, row, start, n, other);
+      add_chunk(other, n, d);
+    }
+    if (s.dresidual) store_chunk(c.x_type, element(c.x_type, s.dresidual, position), n, d);
+    if (!c.dx) return;
+    if (s.threshold) dropout_chunk(d, n, position, s.seed, s.threshold);
+    if (s.pre_activation) {
+      load_row(s.dx_type, s.x, s.x_rows, row, start, n, other);
+      slope_chunk(s.pre_activation, other, d, n);
+    }
+    store_chunk(s.dx_type, element(s.dx_type, c.dx, position), n, d);
+  });
+}
+
+template <class A, size_t kRows>
+void backward_staged_together(const Backward& c, const BackwardStages& s, int64_t first, A* buffer) {
+  const bool wants_g = c.dx || s.dresidual;
+  std::array<Row<A, A>, kRows> rows;
+  for (int64_t i = 0; i < static_cast<int64_t>(kRows); ++i) {
+    A *h = buffer + 2 * i * c.cols, *dz = h + c.cols;
+    rows[i] = {h, dz, wants_g ? dz : nullptr, saved_mean<A>(c, first + i), static_cast<const A*>(c.rstd)[first + i]};
+    load_row_and_dz(c, s, first + i, rows[i], h, dz);
+  }
+  backward_together(c, rows);
+  if (!wants_g) return;
+  for (size_t i = 0; i < kRows; ++i) store_gradients(c, s, first + i, rows[i].dx);
+}
+
+template <class A> void backward_staged_rows(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
+  const auto buffer = std::make_unique_for_overwrite<A[]>(4 * c.cols);
+  int64_t row = begin;
+  for (; row + 2 <= end; row += 2) backward_staged_together<A, 2>(c, s, row, buffer.get());
+  if (row < end) backward_staged_together<A, 1>(c, s, row, buffer.get());
+}
+
+// ---- The table -------------------------------------------------------------------------------------------------------------
 
 // The same for the pairs that occur: fp64 with itself, the others with each other.
 template <class F> void with_types(Dtype first, Dtype second, F&& f) {
@@ -285,10 +352,20 @@ void backward(const Backward& c, int64_t begin, int64_t end) {
   });
 }
 
+void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
+  if (c.x_type == Dtype::kDouble) forward_staged_rows<double>(c, s, begin, end);
+  else forward_staged_rows<float>(c, s, begin, end);
+}
+
+void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
+  if (c.x_type == Dtype::kDouble) backward_staged_rows<double>(c, s, begin, end);
+  else backward_staged_rows<float>(c, s, begin, end);
+}
+
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels{forward, backward};
+const Kernels kernels{forward, backward, forward_staged, backward_staged};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

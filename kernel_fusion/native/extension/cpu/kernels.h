@@ -49,10 +49,38 @@ struct Backward {
   Dtype x_type, dy_type;
 };
 
+// What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
+struct Stages {
+  int pre_activation, activation;
+  uint32_t threshold;  // of dropout; 0: none
+  uint64_t seed;
+};
+
+// Beside `Forward`. residual is null, or h has its dtype and is contiguous.
+struct ForwardStages : Stages {
+  const void* residual;
+  void* h;
+  RowLayout residual_rows;
+  Dtype residual_type;
+};
+
+// Beside `Backward`, whose x is h where there is a residual, and whose x_type is then that of dh and dresidual too.
+struct BackwardStages : Stages {
+  bool has_residual;
+  const void* dh;    // null: none
+  const void* x;     // the argument of the pre-activation; null: none
+  const void* bias;  // as in `Forward`
+  void* dresidual;   // null: not wanted
+  RowLayout dh_rows, x_rows;
+  Dtype dx_type;  // that of x as well
+};
+
 // Rows [begin, end).
 struct Kernels {
   void (*forward)(const Forward&, int64_t begin, int64_t end);
   void (*backward)(const Backward&, int64_t begin, int64_t end);
+  void (*forward_staged)(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
+  void (*backward_staged)(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
 };
 
 // The kernels for this machine's instruction set, limited by ATEN_CPU_CAPABILITY.

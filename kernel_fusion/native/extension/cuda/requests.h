@@ -27,8 +27,15 @@ struct RowNormFields {
   int32_t x, y, weight, bias;  // y is dy in backward
   int32_t flags;               // Flag below
   int32_t align_x, align_y, align_weight, align_dx;
+  int32_t residual = -1;
+  int32_t pre_activation, activation;  // positions in KF_ACTIVATIONS
+  int32_t align_residual = 16;         // in backward that of dh
+  int32_t align_pre_x = 16;
 
-  enum Flag : int32_t { kStats = 1, kOffset = 2, kDX = 4, kDWeight = 8, kDBias = 16, kStridedX = 32, kStridedY = 64 };
+  enum Flag : int32_t {
+    kStats = 1, kOffset = 2, kDX = 4, kDWeight = 8, kDBias = 16, kStridedX = 32, kStridedY = 64,
+    kDropout = 128, kDH = 256, kDResidual = 512, kStridedResidual = 1024, kStridedPreX = 2048
+  };
 };
 
 struct SumPartialsFields {

@@ -1,0 +1,126 @@
+// The stages around a row norm, each compiled in where the plan has it and costing nothing where it has not:
+//
+//   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
+//
+// S::kPreActivation and S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a residual
+// u itself is normalised, unrounded. Everything here works on one vector of a row.
+#pragma once
+
+#include "math.cuh"
+#include "rows.cuh"
+#include "shared/philox.h"
+
+namespace kf {
+
+// Whether what is normalised is h, or differs from x at all.
+template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
+template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0;
+
+// Keeps the compiler from contracting the operation that gave v with what follows: (u - mean) of a row of equal elements must
+// be 0, and h must be the same wherever it is computed.
+__device__ inline void settle(float& v) { asm("" : "+f"(v)); }
+__device__ inline void settle(double& v) { asm("" : "+d"(v)); }
+
+// v = activation(v)
+template <int kCode, class M, class A, int kVec> __device__ void activate(A (&v)[kVec]) {
+  if constexpr (kCode != 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = Activation<kCode>::type::template value<M>(v[e]);
+  }
+}
+
+// g = g * activation'(at)
+template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(A (&g)[kVec], const A (&at)[kVec]) {
+  if constexpr (kCode != 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) g[e] = product(g[e], Activation<kCode>::type::template slope<M>(at[e]));
+  }
+}
+
+template <class S> struct Dropout {
+  using A = typename S::Acc;
+  unsigned long long seed = 0;
+  unsigned threshold = 0;
+  A scale = 0;
+
+  // The seed is in global memory: after wait_for_previous_kernel().
+  template <class Args> __device__ explicit Dropout(const Args& args) {
+    if constexpr (S::kDropout) {
+      seed = *static_cast<const unsigned long long*>(args.seed);
+      threshold = static_cast<unsigned>(args.dropout_threshold);
+      scale = static_cast<A>(args.dropout_scale);
+    }
+  }
+
+  // Of the elements at `position` and after it, a multiple of kVec, so that they share a block of random bits.
+  template <int kVec> __device__ void apply(i64 position, A (&v)[kVec]) const {
+    if constexpr (S::kDropout) {
+      static_assert(kVec <= 8);
+      const auto bits = random_bits(seed, static_cast<unsigned long long>(position) / 8);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] = half<kVec>(bits, static_cast<int>(position) & 7, e) >= threshold ? product(v[e], scale) : A(0);
+    }
+  }
+
+ private:
+  // The 16 bits of element first + e of the block. The words are chosen by comparisons: an index would put them into memory.
+  template <int kVec> __device__ static unsigned half(const RandomBits& bits, int first, int e) {
+    if constexpr (kVec == 8) return bits.of(e);
+    const unsigned* w = bits.word;
+    if constexpr (kVec == 4) {
+      const unsigned word = first ? w[2 + e / 2] : w[e / 2];
+      return e % 2 ? word >> 16 : word & 0xffffu;
+    } else {
+      const unsigned word = first & 4 ? (first & 2 ? w[3] : w[2]) : (first & 2 ? w[1] : w[0]);
+      return (kVec == 2 ? e : first & 1) ? word >> 16 : word & 0xffffu;
+    }
+  }
+};
+
+// What is normalised, from x and residual. u must be known as exactly as what it is rounded to next: h, or else y of type Y.
+template <class S, class Y> struct Before {
+  using A = typename S::Acc;
+  using Row = typename S::Row;
+  using M = typename MathFor<A, typename PresentOr<typename S::Residual, Y>::type>::type;
+  static constexpr int kVec = S::kVec;
+  Dropout<S> dropout;
+
+  template <class Args> __device__ explicit Before(const Args& args) : dropout(args) {}
+
+  // v = dropout(pre_activation(v)) of the columns from `col`.
+  __device__ void change(i64 row, int col, A (&v)[kVec]) const {
+    if constexpr (kChangesX<S>) {
+      activate<S::kPreActivation, M>(v);
+      dropout.apply(row * S::kCols + col, v);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) settle(v[e]);
+    }
+  }
+
+  // The vector in the compute type, where no residual is added.
+  __device__ void widen(const Pack<typename S::X, kVec>& x, i64 row, int col, A (&u)[kVec]) const {
+    widen_pack(x, u);
+    change(row, col, u);
+  }
+
+  // Past the row's end zero, as the sums expect.
+  __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<typename S::Residual, kVec>& residual,
+                                        i64 row, int col) const {
+    if constexpr (!kAddsResidual<S> && !kChangesX<S>) {
+      return x;
+    } else {
+      if (!Place<S>::kCovers && col >= S::kCols) return {};
+      A h[kVec];
+      widen(x, row, col, h);
+      if constexpr (kAddsResidual<S>) {
+        A r[kVec];
+        widen_pack(residual, r);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) h[e] += r[e];
+      }
+      return narrow_pack<Row>(h);
+    }
+  }
+};
+
+}  // namespace kf

@@ -1,0 +1,17 @@
+"""Modules: drop-ins for those of `torch.nn`, and the fused verbs that have parameters or a training mode."""
+
+from __future__ import annotations
+
+from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
+from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
+from kernel_fusion.nn.softmax import FusedSoftmax
+
+__all__ = [
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
+    "FusedBiasAct",
+    "FusedGatedAct",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "FusedSoftmax",
+]

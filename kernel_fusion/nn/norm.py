@@ -1,0 +1,334 @@
+"""The norms: subclasses of `torch.nn.LayerNorm` and `torch.nn.RMSNorm`.
+
+So the constructor, the state dict, `extra_repr`, `isinstance` checks and initialisation are PyTorch's own; only
+`forward` is ours, and the keyword-only extras, which `_Stages` holds for all four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.core import checks
+from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+_Shape = int | Sequence[int] | torch.Size
+
+
+class _Stages(nn.Module):
+    """The keyword-only extras of the norms: their checks, how they start, how they print."""
+
+    weight: nn.Parameter
+    weight_offset: float
+    pre_activation: str | None
+    activation: str | None
+
+    def _set_stages(
+        self, elementwise_affine: bool, weight_offset: float, pre_activation: str | None, activation: str | None
+    ) -> None:
+        """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
+        kind = type(self).__name__
+        if weight_offset and not elementwise_affine:
+            raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
+        checks.activation(kind, "pre_activation", pre_activation)
+        checks.activation(kind, "activation", activation)
+        self.weight_offset = weight_offset
+        self.pre_activation = pre_activation
+        self.activation = activation
+
+    def _stages(self) -> dict[str, Any]:
+        """The extras by name."""
+        return {
+            "pre_activation": self.pre_activation,
+            "activation": self.activation,
+            "weight_offset": self.weight_offset,
+        }
+
+    def reset_parameters(self) -> None:
+        """Initialise to the plain normalisation: weight 1 - weight_offset, bias 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight is not None and self.weight_offset:
+            with torch.no_grad():
+                self.weight.sub_(self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """PyTorch's text, and the extras that are set."""
+        extras = ", ".join(f"{name}={value!r}" for name, value in self._stages().items() if value)
+        return ", ".join(filter(None, (super().extra_repr(), extras)))
+
+
+class _AddStages(_Stages):
+    """The same of the norms that add to a residual, which have dropout too."""
+
+    dropout: float
+
+    def _set_dropout(self, dropout: float) -> None:
+        checks.dropout_p(type(self).__name__, "dropout", dropout)
+        self.dropout = dropout
+
+    def _stages(self) -> dict[str, Any]:
+        return {"dropout": self.dropout} | super()._stages()
+
+
+class FusedLayerNorm(_Stages, nn.LayerNorm):
+    r"""Drop-in for `torch.nn.LayerNorm`: same constructor, same state dict, fused kernels, forward and backward.
+
+    .. math::
+        y = \mathrm{activation}\left(\frac{u - \mathrm{E}[u]}{\sqrt{\mathrm{Var}[u] + \epsilon}}
+        \cdot (\mathrm{offset} + w) + b\right), \qquad u = \mathrm{pre\_activation}(x)
+
+    Args:
+        normalized_shape: the sizes of the last dimensions to normalise over, or one int. `hidden_size=` is another
+            name for it.
+        eps, elementwise_affine, bias, device, dtype: as in `torch.nn.LayerNorm`.
+        weight_offset: added to the weight in the compute type; the weight is then initialised to 1 - offset, so that
+            a new module is the plain normalisation.
+        pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`, or None.
+        activation: applied to the result, likewise.
+
+    Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.layer_norm` for dtypes and accumulation.
+
+    Raises:
+        TypeError: `normalized_shape` and `hidden_size` are both given, or neither.
+        ValueError: an unknown activation, or `weight_offset` without a weight.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> norm = kf.FusedLayerNorm(hidden_size=64)
+        >>> norm(torch.randn(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: _Shape | None = None,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: _Shape | None = None,
+        weight_offset: float = 0.0,
+        pre_activation: str | None = None,
+        activation: str | None = None,
+    ) -> None:
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        shape = _shape("FusedLayerNorm", normalized_shape, hidden_size)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        if any(self._stages().values()):
+            _keep_out_of_fast_paths(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`; under CUDA autocast the result is float32, as with `torch.nn.LayerNorm`."""
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+        )
+
+
+class FusedRMSNorm(_Stages, nn.RMSNorm):
+    r"""Drop-in for `torch.nn.RMSNorm`: same constructor, same state dict, fused kernels, forward and backward.
+
+    .. math::
+        y = \mathrm{activation}\left(\frac{u}{\sqrt{\mathrm{E}[u^2] + \epsilon}} \cdot (\mathrm{offset} + w)\right),
+        \qquad u = \mathrm{pre\_activation}(x)
+
+    Args:
+        normalized_shape: the sizes of the last dimensions to normalise over, or one int. `hidden_size=` is another
+            name for it.
+        eps, elementwise_affine, device, dtype: as in `torch.nn.RMSNorm`.
+        weight_offset, pre_activation, activation: as in :class:`FusedLayerNorm`.
+
+    Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.rms_norm` for dtypes and accumulation.
+
+    Raises:
+        TypeError, ValueError: as :class:`FusedLayerNorm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> kf.FusedRMSNorm(64)(torch.randn(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: _Shape | None = None,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: _Shape | None = None,
+        weight_offset: float = 0.0,
+        pre_activation: str | None = None,
+        activation: str | None = None,
+    ) -> None:
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        shape = _shape("FusedRMSNorm", normalized_shape, hidden_size)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
+        if any(self._stages().values()):
+            _keep_out_of_fast_paths(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x`; under CUDA autocast the result is float32."""
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+        )
+
+
+class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
+    r"""Dropout, residual addition and layer normalisation: what stands between two sublayers of a transformer.
+
+    .. math::
+        u = \mathrm{dropout}(\mathrm{pre\_activation}(x)), \qquad h = r + u, \qquad
+        y = \mathrm{activation}\left(\frac{h - \mathrm{E}[h]}{\sqrt{\mathrm{Var}[h] + \epsilon}}
+        \cdot (\mathrm{offset} + w) + b\right)
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype, hidden_size: as in :class:`FusedLayerNorm`, and
+            the state dict is that of `torch.nn.LayerNorm`.
+        dropout: probability of an element of u to be zeroed, in training mode; in evaluation mode there is no dropout.
+        weight_offset, pre_activation, activation: as in :class:`FusedLayerNorm`.
+
+    Shape: input, residual and both results (\*, \*normalized_shape). The result is a
+    :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
+    :func:`kernel_fusion.add_layer_norm` for dtypes and accumulation.
+
+    Raises:
+        TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> norm = kf.FusedAddLayerNorm(64, dropout=0.1)
+        >>> y, h = norm(torch.randn(2, 8, 64), torch.randn(2, 8, 64))
+        >>> y.shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: _Shape | None = None,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: _Shape | None = None,
+        dropout: float = 0.0,
+        weight_offset: float = 0.0,
+        pre_activation: str | None = None,
+        activation: str | None = None,
+    ) -> None:
+        self._set_dropout(dropout)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        shape = _shape("FusedAddLayerNorm", normalized_shape, hidden_size)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+        _keep_out_of_fast_paths(self)
+
+    def forward(self, input: Tensor, residual: Tensor) -> NormOutput:  # type: ignore[override]
+        """Add `input`, after pre-activation and dropout, to `residual`, and normalise the sum."""
+        return add_layer_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+        )
+
+
+class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
+    r"""Dropout, residual addition and root-mean-square normalisation.
+
+    .. math::
+        u = \mathrm{dropout}(\mathrm{pre\_activation}(x)), \qquad h = r + u, \qquad
+        y = \mathrm{activation}\left(\frac{h}{\sqrt{\mathrm{E}[h^2] + \epsilon}} \cdot (\mathrm{offset} + w)\right)
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype, hidden_size: as in :class:`FusedRMSNorm`, and the
+            state dict is that of `torch.nn.RMSNorm`.
+        dropout, weight_offset, pre_activation, activation: as in :class:`FusedAddLayerNorm`.
+
+    Shape, raises: as :class:`FusedAddLayerNorm`; see :func:`kernel_fusion.add_rms_norm` for dtypes and accumulation.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> y, h = kf.FusedAddRMSNorm(64)(torch.randn(2, 8, 64), torch.randn(2, 8, 64))
+        >>> h.shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: _Shape | None = None,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden_size: _Shape | None = None,
+        dropout: float = 0.0,
+        weight_offset: float = 0.0,
+        pre_activation: str | None = None,
+        activation: str | None = None,
+    ) -> None:
+        self._set_dropout(dropout)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        shape = _shape("FusedAddRMSNorm", normalized_shape, hidden_size)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
+        _keep_out_of_fast_paths(self)
+
+    def forward(self, x: Tensor, residual: Tensor) -> NormOutput:  # type: ignore[override]
+        """Add `x`, after pre-activation and dropout, to `residual`, and normalise the sum."""
+        return add_rms_norm(
+            x,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            dropout_p=self.dropout,
+            training=self.training,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+            weight_offset=self.weight_offset,
+        )
+
+
+def _shape(module: str, normalized_shape: _Shape | None, hidden_size: _Shape | None) -> _Shape:
+    if (normalized_shape is None) == (hidden_size is None):
+        raise TypeError(f"{module}() takes exactly one of `normalized_shape` and its other name `hidden_size`")
+    return hidden_size if normalized_shape is None else normalized_shape  # type: ignore[return-value]
+
+
+def _keep_out_of_fast_paths(module: nn.Module) -> None:
+    """Have `nn.TransformerEncoderLayer` call a module with extras, instead of reading its weight and bias in inference.
+
+    Its fused inference path knows the plain LayerNorm alone, and steps aside for modules that have hooks.
+    """
+    module.register_forward_pre_hook(_no_change)
+
+
+def _no_change(module: nn.Module, args: Any) -> None:
+    """A hook that changes nothing."""

@@ -1,0 +1,116 @@
+"""What follows a linear layer: bias, activation and dropout, and gated activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.core import checks
+from kernel_fusion.functional import bias_act, gated_act
+
+
+class FusedBiasAct(nn.Module):
+    r"""Bias, activation and dropout, in one pass: put it behind `nn.Linear(..., bias=False)`.
+
+    .. math:: y = \mathrm{dropout}(\mathrm{activation}(x + b))
+
+    Args:
+        features: the size of the last dimension.
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        dropout: probability of an element to be zeroed, in training mode; in evaluation mode there is no dropout.
+        device, dtype: of the bias.
+
+    Shape: input and output (\*, features).
+
+    Attributes:
+        bias: b, of shape (features,), initialised to 0.
+
+    Raises:
+        ValueError: an unknown activation, or `dropout` is no probability.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> module = kf.FusedBiasAct(64, "gelu", dropout=0.1)
+        >>> module(torch.randn(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        activation: str | None,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.activation("FusedBiasAct", "activation", activation)
+        checks.dropout_p("FusedBiasAct", "dropout", dropout)
+        self.features = features
+        self.activation = activation
+        self.dropout = dropout
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to 0."""
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply bias, activation and, in training mode, dropout."""
+        return bias_act(input, self.bias, self.activation, dropout_p=self.dropout, training=self.training)
+
+    def extra_repr(self) -> str:
+        """The arguments of the constructor."""
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"{self.features}, activation={self.activation!r}{dropout}"
+
+
+class FusedGatedAct(nn.Module):
+    r"""A gated activation, in one pass: SwiGLU with "silu", GeGLU with "gelu", ReGLU with "relu".
+
+    .. math:: y = \mathrm{activation}(\mathrm{gate}) \cdot \mathrm{value}
+
+    Args:
+        activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        dim: the dimension in which one input holds both, the gate first: `gate, value = input.chunk(2, dim)`. (In
+            `torch.nn.GLU` the gate is the second half.)
+
+    Shape: input with 2n elements in dimension `dim`, output with n; or gate and value of shapes that broadcast, output
+    of their common shape. The halves are read where they lie.
+
+    Raises:
+        ValueError: an unknown activation.
+        RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> module = kf.FusedGatedAct("silu")
+        >>> x = torch.randn(2, 8, 128)
+        >>> torch.equal(module(x), module(*x.chunk(2, -1)))
+        True
+    """
+
+    def __init__(self, activation: str | None, dim: int = -1) -> None:
+        super().__init__()
+        checks.activation("FusedGatedAct", "activation", activation)
+        self.activation = activation
+        self.dim = dim
+
+    def forward(self, gate: Tensor, value: Tensor | None = None) -> Tensor:
+        """Gate `value`; without it, `gate` holds both."""
+        if value is None:
+            gate, value = _halves(gate, self.dim)
+        return gated_act(gate, value, self.activation)
+
+    def extra_repr(self) -> str:
+        """The arguments of the constructor."""
+        return f"activation={self.activation!r}, dim={self.dim}"
+
+
+def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
+    if input.dim() == 0 or input.size(dim) % 2:
+        nn.functional.glu(input, dim)  # raises, in PyTorch's words
+    return input.chunk(2, dim)

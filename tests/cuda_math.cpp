@@ -1,0 +1,105 @@
+// Measures RoughMath of native/kernels/math.cuh on the host: for every elementary function, and for value and slope of every
+// activation, the largest error over the given arguments, with instructions that err upwards or downwards as far as they may.
+//
+//   cuda_math ARGUMENTS    a file of floats
+//
+// prints lines "name error" (relative; of erf absolute), "name.value error" and "name.slope error" (in halves of an ulp of fp16).
+#include <math.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "kernels/math.cuh"
+
+namespace {
+
+// The PTX ISA's bounds. A power of two has an exact reciprocal, of which infinities make use.
+template <int kSign> struct Worst {
+  static float off(double exact, double error) {
+    const auto v = static_cast<float>(isfinite(exact) ? exact + kSign * error : exact);
+    return fabsf(v) < 0x1p-126f ? copysignf(0.0f, v) : v;
+  }
+  static double flushed(float v) { return fabsf(v) < 0x1p-126f ? copysign(0.0, v) : v; }
+  static float exp2(float x) {
+    const double exact = ::exp2(flushed(x));
+    return off(exact, exact * 0x1p-22);
+  }
+  static float log2(float x) {
+    const double exact = ::log2(flushed(x));
+    return off(exact, 0x1p-22 * (x > 0.5f && x < 2.0f ? 1.0 : fabs(exact)));
+  }
+  static float reciprocal(float x) {
+    const double exact = 1.0 / flushed(x);
+    int exponent;
+    return off(exact, frexp(exact, &exponent) == 0.5 ? 0.0 : exact * 0x1p-23);
+  }
+};
+
+std::vector<float> read(const char* path) {
+  std::FILE* file = std::fopen(path, "rb");
+  if (!file) std::exit(2);
+  std::vector<float> all;
+  float v;
+  while (std::fread(&v, sizeof v, 1, file) == 1) all.push_back(v);
+  std::fclose(file);
+  return all;
+}
+
+template <class V> using Function = V (*)(V);
+
+// What the same formula gives in fp32, exactly computed, says where a result is no number or infinite.
+double largest(const std::vector<float>& xs, Function<float> rough, Function<float> single, Function<double> exact, auto&& scale) {
+  double most = 0;
+  for (const float x : xs) {
+    const float got = rough(x), kind = single(x);
+    const double want = exact(x), error = fabs(got - want) / scale(x, want);
+    const bool same = isfinite(kind) ? isfinite(got) : isnan(kind) ? isnan(got) : got == kind;
+    if (!same) std::fprintf(stderr, "at %a: %a instead of %a\n", x, got, kind);
+    if (!same) return INFINITY;
+    if (isfinite(kind) && error > most) most = error;
+  }
+  return most;
+}
+
+template <class M> void elementary(const std::vector<float>& xs) {
+  using Single = kf::Math<float>;
+  using Exact = kf::Math<double>;
+  // Results below the smallest normal number may be zero.
+  const auto relative = [](float, double want) { return fmax(fabs(want), 0x1p-109); };
+  const auto absolute = [](float, double) { return 1.0; };
+  std::vector<float> moderate, positive;
+  for (const float x : xs) {
+    if (!(fabsf(x) >= 32)) moderate.push_back(x);
+    if (!(x < 0)) positive.push_back(x);
+  }
+  std::printf("tanh %g\n", largest(xs, M::tanh, Single::tanh, Exact::tanh, relative));
+  std::printf("erf %g\n", largest(xs, M::erf, Single::erf, Exact::erf, absolute));
+  std::printf("exp %g\n", largest(moderate, M::exp, Single::exp, Exact::exp, relative));
+  std::printf("expm1 %g\n", largest(moderate, M::expm1, Single::expm1, Exact::expm1, relative));
+  std::printf("log1p %g\n", largest(positive, M::log1p, Single::log1p, Exact::log1p, relative));
+}
+
+template <class M> void activations(const std::vector<float>& xs) {
+  using Single = kf::Math<float>;
+  using Exact = kf::Math<double>;
+  // Half an ulp of fp16, of the result or, where a formula cancels, of 1/64 of its argument.
+  const auto scale = [](float x, double want) { return 0x1p-12 * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
+#define KF_PRINT(name)                                                                                   \
+  std::printf(#name ".value %g\n", largest(xs, kf::act::name::value<M>, kf::act::name::value<Single>,    \
+                                           kf::act::name::value<Exact>, scale));                         \
+  std::printf(#name ".slope %g\n", largest(xs, kf::act::name::slope<M>, kf::act::name::slope<Single>,    \
+                                           kf::act::name::slope<Exact>, scale));
+  KF_ACTIVATIONS(KF_PRINT)
+#undef KF_PRINT
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  const auto xs = read(argv[1]);
+  elementary<kf::RoughMathOn<Worst<1>>>(xs);
+  elementary<kf::RoughMathOn<Worst<-1>>>(xs);
+  activations<kf::RoughMathOn<Worst<1>>>(xs);
+  activations<kf::RoughMathOn<Worst<-1>>>(xs);
+}

@@ -1,0 +1,57 @@
+"""The rough elementary functions of the CUDA kernels, measured on the host over every argument that 16 bits can hold.
+
+The instructions that they are made of are replaced by ones that err as far as the PTX ISA allows, upwards or downwards,
+so what is measured is a bound for the hardware. g++ compiles the very header that the kernels include.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from support import PACKAGE
+
+from kernel_fusion.config import cxx_compiler
+from kernel_fusion.core.activations import CODES
+
+_SOURCE = Path(__file__).with_name("cuda_math.cpp")
+# The contract of native/kernels/math.cuh.
+_ELEMENTARY = {"exp": 2**-18, "tanh": 2**-17, "expm1": 2**-17, "log1p": 2**-17, "erf": 2**-19}
+# Of half an ulp of fp16, for values and slopes of activations.
+_SHARE = 0.15
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The largest error of every function, by name."""
+    compiler = cxx_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("math")
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    arguments = torch.cat([bits.view(dtype).float() for dtype in (torch.float16, torch.bfloat16)])
+    arguments.numpy().tofile(folder / "arguments")
+    program = str(folder / "cuda_math")
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", f"-I{PACKAGE / 'native'}"]
+    subprocess.run([compiler, *options, str(_SOURCE), "-o", program], check=True)
+    result = subprocess.run([program, str(folder / "arguments")], check=True, capture_output=True, text=True)
+    errors: dict[str, float] = {}
+    for line in result.stdout.splitlines():
+        name, error = line.split()
+        errors[name] = max(float(error), errors.get(name, 0.0))
+    return errors
+
+
+@pytest.mark.parametrize("name", _ELEMENTARY)
+def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, float]) -> None:
+    """exp, tanh, expm1, log1p (relatively) and erf (absolutely) err no more than the header says."""
+    assert 0 < measured[name] < _ELEMENTARY[name]
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_activations_err_less_than_their_rounding(name: str, measured: dict[str, float]) -> None:
+    """Value and slope of every activation are a fraction of half an ulp of fp16 off, and NaN and infinities are right."""
+    assert measured[f"{name}.value"] < _SHARE
+    assert measured[f"{name}.slope"] < _SHARE

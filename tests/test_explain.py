@@ -1,0 +1,111 @@
+"""`kf.explain`: for every verb the backend that a call takes, why not another, and nothing computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import EAGER, Target
+from test_interop import CALLS
+
+import kernel_fusion as kf
+from kernel_fusion.backends.cuda import explain as cuda_explain
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.errors import BackendUnavailableError
+
+VERBS = [name for name in kf.functional.__all__ if name != "NormOutput"]
+
+
+def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that a kernel serves."""
+    x, y = torch.randn(2, 4, 8, device=device)
+    if verb in ("layer_norm", "rms_norm"):
+        return (x, 8), {"weight": torch.ones(8, device=device)}
+    if verb.endswith("norm"):
+        return (x, y, (8,)), {"dropout_p": 0.1}
+    if verb in ("add_act", "mul_act", "bias_act", "gated_act"):
+        return (x, y, "relu"), {}
+    if verb == "act_dropout":
+        return (x, "relu"), {}
+    if verb == "softmax":
+        return (x,), {"mask": torch.ones(4, 8, dtype=torch.bool, device=device)}
+    if verb == "attention_scores":
+        return (x, y), {"normalize": True}
+    return (x,), {}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb(verb: str, target: Target) -> None:
+    """A call with nothing unusual takes the kernels; a request for the definition takes that."""
+    args, kwargs = arguments(verb, target.device)
+    with target.ran(forward=0):
+        explanation = kf.explain(getattr(kf, verb), *args, **kwargs)
+        requested = kf.explain(getattr(kf, verb), *args, **kwargs, backend="eager")
+        with kf.use_backend("eager"):
+            assert kf.explain(getattr(kf, verb), *args, **kwargs) == requested
+    assert explanation.backend == target.backend
+    assert set(explanation.reasons) == {"cuda", "triton", "cpu", "eager"} - {target.backend}
+    assert requested.backend == "eager"
+    assert requested.reasons[target.backend] == "'eager' was requested"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_unusual_about_any_argument(verb: str) -> None:
+    """Integers take the definition, and so does a call whose second tensor holds integers."""
+    args, kwargs = arguments(verb, "cpu")
+    for index in [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]:
+        changed = list(args)
+        changed[index] = changed[index].int()
+        with EAGER.ran():
+            explanation = kf.explain(getattr(kf, verb), *changed, **kwargs)
+            with pytest.raises(BackendUnavailableError, match=rf"^`{verb}`: backend 'cpu' was requested, but its ker"):
+                kf.explain(getattr(kf, verb), *changed, **kwargs, backend="cpu")
+        assert explanation.backend == "eager"
+        assert "the input is torch.int32" in explanation.reasons["cpu"]
+
+
+def test_scores_are_the_vendors() -> None:
+    """Without `normalize` no kernel of ours runs, whatever is requested, and the explanation says so."""
+    q = torch.randn(4, 8)
+    with EAGER.ran():
+        for options in ({}, {"backend": "cpu"}):
+            explanation = kf.explain(kf.attention_scores, q, q, **options)
+            assert explanation.backend == "eager"
+            assert "vendor library's" in explanation.reasons["cpu"]
+
+
+def test_arrays() -> None:
+    """An array is explained as the tensor that it becomes."""
+    with EAGER.ran():
+        assert kf.explain(kf.layer_norm, np.ones((4, 8), np.float32), 8, backend="eager").backend == "eager"
+        assert kf.explain(kf.sum_squared, np.ones(3, np.int64)).backend == "eager"
+
+
+@pytest.mark.parametrize("function", [torch.relu, torch.nn.functional.layer_norm, kf.ops.fused_bias_gelu, 3])
+def test_what_is_no_verb(function: Any) -> None:
+    """Anything but a verb is a TypeError."""
+    with pytest.raises(TypeError, match=r"^`explain`: expected a verb of kernel_fusion, such as kf\.layer_norm, got"):
+        kf.explain(function, torch.randn(4, 8))
+
+
+def test_arguments_that_do_not_fit() -> None:
+    """Missing and unknown arguments are the TypeErrors of a call."""
+    with pytest.raises(TypeError, match="missing a required argument: 'activation'"):
+        kf.explain(kf.add_act, torch.ones(2), torch.ones(2))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'activaton'"):
+        kf.explain(kf.layer_norm, torch.ones(2), 2, activaton="relu")
+
+
+def test_plans_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the plan of a plain norm is a line per direction."""
+    monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
+    call = {"input": torch.ones(4, 1024), "normalized_shape": 1024, "weight": torch.ones(1024)}
+    lines = cuda_explain.plan_lines("layer_norm", call | {"pre_activation": None, "activation": None})
+    assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
+
+
+def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:
+    """No verb is missing there."""
+    assert {name.replace("weights", "scores") for name in CALLS} >= set(VERBS)
