@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support import CPU, CUDA, EAGER, Target
+from verbs import VERBS, Verb
 
 _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
 
@@ -35,7 +36,13 @@ def any_target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture(params=["layer_norm", "rms_norm"])
 def verb(request: pytest.FixtureRequest) -> str:
-    """Each verb by name."""
+    """Each plain norm by name, for what is true of norms alone."""
+    return request.param
+
+
+@pytest.fixture(params=VERBS.values(), ids=str)
+def operation(request: pytest.FixtureRequest) -> Verb:
+    """Each verb, for what is true of every operation."""
     return request.param
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import kernel_fusion as kf
+from kernel_fusion import functional
 from kernel_fusion.cli import app
 from kernel_fusion.config import BACKENDS
-from kernel_fusion.core import cache
+from kernel_fusion.core import cache, checks
 from kernel_fusion.native import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import Inputs, RowNormCase
@@ -94,10 +96,10 @@ def test_verify_passes_on_the_cpu() -> None:
     assert loader.launches("cpu_forward") - before >= len(verify_module.cases(True)) / 2
 
 
-def test_verify_grid_covers_what_it_promises() -> None:
-    """Both verbs, five dtype mixes, and the shapes that the command is documented to check."""
+def test_verify_grid_of_the_norms_covers_what_it_promises() -> None:
+    """Both norms, five dtype mixes, and the shapes that the command is documented to check."""
     for quick in (True, False):
-        grid = verify_module.cases(quick)
+        grid = [case for case in verify_module.cases(quick) if type(case) is RowNormCase]
         mixes = {(case.verb, case.dtype, case.weight) for case in grid if case.weight is not None}
         assert len(mixes) == 2 * 5
         for verb, dtype in {(case.verb, case.dtype) for case in grid}:
@@ -108,6 +110,21 @@ def test_verify_grid_covers_what_it_promises() -> None:
             assert any(case.layout == "padded" for case in own)
             assert any(case.mean / case.std == 1e4 for case in own)
             assert any(case.weight is None for case in own)
+
+
+def test_verify_grid_covers_every_verb_and_dtype() -> None:
+    """Every verb of the library in every dtype, every activation in its value and its slope, dropout and masks."""
+    verbs = set(functional.__all__) - {"NormOutput"}
+    for quick in (True, False):
+        grid = verify_module.cases(quick)
+        assert {(c.verb, c.dtype) for c in grid} == set(product(verbs, checks.FLOATING))
+        for dtype in checks.FLOATING:
+            own = [case for case in grid if case.dtype == dtype]
+            assert {c.activation for c in own if c.verb == "add_act"} == {*kf.ACTIVATIONS, None}
+            assert {c.verb for c in own if getattr(c, "dropout_p", 0.0)} == {
+                *("add_layer_norm", "add_rms_norm", "bias_act", "act_dropout")
+            }
+            assert {"dead", "additive"} <= {c.mask for c in own if c.verb == "softmax"}
     assert len(verify_module.cases(False)) > len(verify_module.cases(True))
 
 

@@ -16,6 +16,7 @@ from support import CPU, EAGER, Target, call, python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
+from verbs import Verb, cotangents, gradients, results
 
 import kernel_fusion as kf
 
@@ -85,69 +86,134 @@ def test_opcheck_of_the_parts(rms: bool, dtype: torch.dtype, target: Target) -> 
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_bwd.default, backward)
 
 
-def test_inference_compiles_once(verb: str, target: Target) -> None:
+# Grid rationale. One call of each operator of the other families with every tensor, and one with what is optional left
+# out; operands of other dtypes and strides, broadcast ones, and results of another dtype.
+def _seed(target: Target) -> Tensor:
+    return torch.tensor([7], device=target.device)
+
+
+def _randn(target: Target, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=target.device, dtype=dtype, requires_grad=True)
+
+
+_FAMILIES: dict[str, tuple[str, Callable[[Target], tuple[Any, ...]]]] = {
+    "chain": ("pointwise", lambda t: (_randn(t, 3, 8), _randn(t, 8), "add", "gelu", 1.0, 0.0, None)),
+    "chain-of-one": ("pointwise", lambda t: (_randn(t, 3, 8), None, "first", "silu", 1.0, 0.25, _seed(t))),
+    "chain-mixed": (
+        "pointwise",
+        lambda t: (_randn(t, 3, 1, dtype=torch.bfloat16), _randn(t, 8, 3).T[:1], "gate", "tanh", 0.5, 0.0, None),
+    ),
+    "sum": ("reduce", lambda t: (_randn(t, 3, 4, 5), [0, 2], True, "sum_squared", None)),
+    "mean": ("reduce", lambda t: (_randn(t, 3, 8, dtype=torch.bfloat16), [], False, "mean_abs", torch.float32)),
+    "softmax": ("softmax", lambda t: (_randn(t, 2, 3, 8), _randn(t, 3, 1).expand(2, 3, 8), 0.5, True)),
+    "softmax-plain": ("softmax", lambda t: (_randn(t, 8, 3).T, None, 1.0, False)),
+    "staged": (
+        "staged_row_norm",
+        lambda t: (
+            *(_randn(t, 3, 8, dtype=torch.bfloat16), _randn(t, 3, 8), 1, _randn(t, 8), _randn(t, 8), 1e-5, 1.0),
+            *(torch.float16, True, "silu", "gelu", 0.25, _seed(t)),
+        ),
+    ),
+    "staged-plain": (
+        "staged_row_norm",
+        lambda t: (_randn(t, 3, 8), None, 1, None, None, 1e-5, 0.0, None, False, "relu", "identity", 0.0, None),
+    ),
+    "chain-backward": (
+        "pointwise_bwd",
+        lambda t: (
+            *(a.detach() for a in (_randn(t, 3, 8), _randn(t, 3, 8), _randn(t, 8))),
+            *("add", "gelu", 1.0, 0.0, None, [True, True]),
+        ),
+    ),
+    "softmax-backward": (
+        "softmax_bwd",
+        lambda t: (_randn(t, 3, 8).detach(), torch.softmax(_randn(t, 3, 8).detach(), -1), 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", _FAMILIES)
+def test_opcheck_of_the_families(sample: str, target: Target) -> None:
+    """PyTorch's own check passes for the operators of every family."""
+    name, arguments = _FAMILIES[sample]
+    backward = name.endswith("_bwd")
+    with target.ran(forward=0 if backward else None, backward=None):
+        torch.library.opcheck(getattr(torch.ops.kernel_fusion, name).default, arguments(target))
+
+
+# The row count is what varies from call to call; `attention_scores` has as many rows as there are queries.
+def test_inference_compiles_once(operation: Verb, any_target: Target) -> None:
     """One full graph serves every row count, with the eager call's bits."""
-    weight, bias = (t.detach() for t in parameters(target))
     counter = CompileCounterWithBackend("aot_eager")
 
-    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def compiled(x: Tensor) -> Tensor:
-        return call(verb, x * 2, weight, bias, backend=target.backend) + 1
-
-    for rows in ROWS:
-        x = torch.randn(rows, 64, device=target.device)
-        with target.ran(forward=2):
-            assert torch.equal(compiled(x), call(verb, x * 2, weight, bias, backend=target.backend) + 1)
-    assert _graphs_with_our_operators(counter) == 1
-
-
-def test_training_compiles_once(verb: str, target: Target) -> None:
-    """One full graph serves forward and backward of every row count, with the eager call's bits."""
-    tensors = parameters(target)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return call(verb, x, weight, bias, backend=target.backend)
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return [y + 1 for y in results(operation.on(any_target)(tensors[0] * 2, *tensors[1:]))]
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for rows in ROWS:
-        x = torch.randn(rows, 64, device=target.device, requires_grad=True)
-        dy = torch.randn(rows, 64, device=target.device)
-        with target.ran(forward=2, backward=2):
-            ours = torch.autograd.grad(compiled(x, *tensors), [x, *tensors], dy)
-            plain = torch.autograd.grad(function(x, *tensors), [x, *tensors], dy)
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-    assert _graphs_with_our_operators(counter) == 1
+        tensors = [t.detach() for t in operation.leaves(any_target, rows, 64)]
+        with operation.ran(any_target, 2):
+            assert_equal(compiled(*tensors), function(*tensors), any_target)
+    assert _graphs(counter, operation, any_target) == 1
 
 
-def _graphs_with_our_operators(counter: CompileCounterWithBackend) -> int:
-    return sum("kernel_fusion" in graph.code for graph in counter.graphs)
+def test_training_compiles_once(operation: Verb, any_target: Target) -> None:
+    """One full graph serves forward and backward of every row count, with the eager call's bits."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = operation.on(any_target)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for rows in ROWS:
+        tensors = operation.leaves(any_target, rows, 64)
+        with operation.ran(any_target, 2, 2):
+            y = compiled(*tensors)
+            dys = cotangents(y)
+            ours = gradients(y, tensors, dys)
+            plain = gradients(function(*tensors), tensors, dys)
+        assert_equal(ours, plain, any_target)
+    assert _graphs(counter, operation, any_target) == 1
 
 
-def test_automatic_backend_compiles(verb: str, target: Target) -> None:
+def assert_equal(ones: list[Tensor], others: list[Tensor], target: Target) -> None:
+    """Bit for bit; on eager to PyTorch's tolerance, because its operations are decomposed where they are traced."""
+    for one, other in zip(ones, others, strict=True):
+        if target.backend == "eager":
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other)
+
+
+def _graphs(counter: CompileCounterWithBackend, operation: Verb, target: Target) -> int:
+    """How many graphs were made; Dynamo's empty ones do not count."""
+    native = target.backend != "eager" and operation.kernels != 0
+    return sum(("kernel_fusion" if native else "torch") in graph.code for graph in counter.graphs)
+
+
+def test_automatic_backend_compiles(operation: Verb, target: Target) -> None:
     """Without a named backend the graph holds the operator, and the kernel runs."""
-    compiled = torch.compile(lambda x: call(verb, x), fullgraph=True, dynamic=True, backend="aot_eager")
-    x = torch.randn(5, 64, device=target.device)
-    with target.ran(forward=2):
-        assert torch.equal(compiled(x), call(verb, x))
+    compiled = torch.compile(operation.ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    tensors = [t.detach() for t in operation.leaves(target, 5, 64)]
+    with operation.ran(target, 2):
+        assert_equal(results(compiled(*tensors)), results(operation.ours(*tensors)), target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
-def test_inductor(verb: str, training: bool, target: Target) -> None:
+def test_inductor(operation: Verb, training: bool, target: Target) -> None:
     """Inductor's graph runs our kernels between its own."""
-    weight, bias = parameters(target)
-    x = torch.randn(5, 64, device=target.device, requires_grad=training)
+    tensors = [t.detach().requires_grad_(training) for t in operation.leaves(target, 5, 64)]
 
-    def function(x: Tensor) -> Tensor:
-        return torch.tanh(call(verb, torch.sin(x), weight, bias, backend=target.backend))
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return [torch.tanh(y) for y in results(operation.on(target)(*(torch.sin(t) for t in tensors)))]
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
-    with torch.set_grad_enabled(training), target.ran(forward=1, backward=int(training)):
-        y = compiled(x)
-        if training:
-            y.backward(torch.ones_like(y))
-    torch.testing.assert_close(y, function(x))
+    with operation.ran(target, 1, int(training)):
+        y = compiled(*tensors)
+        dys = cotangents(y)
+        made = [*y, *(gradients(y, tensors, dys) if training else [])]
+    expected = function(*tensors)
+    expected += gradients(expected, tensors, dys) if training else []
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_module_compiles(target: Target) -> None:
@@ -176,32 +242,55 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
     torch.testing.assert_close(y, call(verb, x, backend="eager"))
 
 
-def test_compiled_autograd(verb: str, target: Target) -> None:
+def test_compiled_autograd(operation: Verb, target: Target) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
-    tensors = parameters(target)
-    x = torch.randn(7, 64, device=target.device, requires_grad=True)
-    dy = torch.randn_like(x)
-    with target.ran(forward=2, backward=2):
-        plain = torch.autograd.grad(call(verb, x, *tensors, backend=target.backend), [x, *tensors], dy)
+    tensors = operation.leaves(target, 7, 64)
+    function = operation.on(target)
+    with operation.ran(target, 2, 2):
+        y = function(*tensors)
+        dys = cotangents(y)
+        plain = gradients(y, tensors, dys)
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", dynamic=True)):
-            call(verb, x, *tensors, backend=target.backend).backward(dy)
-    assert all(torch.equal(t.grad, g) for t, g in zip([x, *tensors], plain, strict=True))
+            torch.autograd.backward(results(function(*tensors)), dys)
+    assert_equal([t.grad for t in tensors], plain, target)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx(verb: str, mode: str, target: Target) -> None:
+def test_make_fx(operation: Verb, mode: str, target: Target) -> None:
     """A traced graph holds our operator and runs the kernel."""
-    weight = torch.randn(64, device=target.device)
-    x = torch.randn(5, 64, device=target.device)
+    tensors = [t.detach() for t in operation.leaves(target, 5, 64)]
+    function = operation.on(target)
+    graph = make_fx(function, tracing_mode=mode)(*tensors)
+    assert operation.kernels == 0 or any("kernel_fusion" in str(node.target) for node in graph.graph.nodes)
+    others = [t.detach() for t in operation.leaves(target, 9 if mode == "symbolic" else 5, 64)]
+    with operation.ran(target, 2):
+        assert_equal(results(graph(*others)), results(function(*others)), target)
 
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        return call(verb, x, weight, backend=target.backend)
 
-    graph = make_fx(function, tracing_mode=mode)(x, weight)
-    assert any("kernel_fusion" in str(node.target) for node in graph.graph.nodes)
-    other = torch.randn(9 if mode == "symbolic" else 5, 64, device=target.device)
-    with target.ran(forward=2):
-        assert torch.equal(graph(other, weight), function(other, weight))
+class _Call(torch.nn.Module):
+    """A verb as a module, which is what `torch.export` takes."""
+
+    def __init__(self, operation: Verb) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The results, on the backend of `use_backend`."""
+        return tuple(results(self.operation.ours(*tensors)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(operation: Verb, strict: bool, any_target: Target) -> None:
+    """An exported program with a dynamic row count gives the call's results at another one."""
+    rows = torch.export.Dim("rows", min=2)
+    tensors = [t.detach() for t in operation.leaves(any_target, 4, 64)]
+    shapes = [{0: rows} if shape(4, 64) != shape(5, 64) else None for shape in operation.arguments.values()]
+    with kf.use_backend(any_target.backend):
+        program = torch.export.export(_Call(operation), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=strict)
+    others = [t.detach() for t in operation.leaves(any_target, 9, 64)]
+    with operation.ran(any_target, 2):
+        expected = results(operation.on(any_target)(*others))
+        assert_equal(list(program.module()(*others)), expected, any_target)
 
 
 _FIRST_USE = """

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import CPU, Target, call
 from torch import Tensor
+from verbs import VERBS, Verb, cotangents, gradients, results
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -116,6 +117,56 @@ def test_expanded_rows(verb: str, target: Target) -> None:
     assert_equal(many, [t.expand(5, 255) for t in one])
 
 
+def run_operation(operation: Verb, tensors: list[Tensor], dys: list[Tensor], target: Target) -> list[Tensor]:
+    """The results and all gradients."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = operation.on(target)(*leaves)
+    return [one.detach() for one in results(y)] + gradients(y, leaves, dys)
+
+
+def _with_cotangents(operation: Verb, target: Target, rows: int, cols: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Arguments whose mean makes the order of summation show, and cotangents."""
+    tensors = [(t.detach() + 0.5).to(dtype) for t in operation.leaves(target, rows, cols)]
+    return [tensors, cotangents(operation.on(target)(*tensors))]
+
+
+# Grid rationale. As above; the row lengths are those of one chunk and of several.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(513, 255), (40, 4097)])
+def test_repeated_calls_of_every_verb(
+    operation: Verb, rows: int, cols: int, dtype: torch.dtype, any_target: Target
+) -> None:
+    """Three calls give the same bits, forward and backward."""
+    with operation.ran(any_target, 4, 3):
+        inputs = _with_cotangents(operation, any_target, rows, cols, dtype)
+        first = run_operation(operation, *inputs, any_target)
+        for _ in range(2):
+            again = run_operation(operation, *inputs, any_target)
+            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+_ROW_WISE = [operation for operation in VERBS.values() if operation.row_wise]
+
+
+@pytest.mark.parametrize("operation", _ROW_WISE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [1, 17, 255, 1000, 1024, 4097])
+def test_a_row_of_every_verb_alone_and_in_a_batch(
+    operation: Verb, cols: int, dtype: torch.dtype, target: Target
+) -> None:
+    """Results and input gradients of a row are the same whether it comes alone or among 66 others."""
+    with operation.ran(target, None, None):
+        tensors, dys = _with_cotangents(operation, target, 67, cols, dtype)
+        batch = [t.shape[:1] == (67,) and t.dim() == 2 for t in tensors]
+        count = len(dys) + sum(batch)
+        whole = run_operation(operation, tensors, dys, target)[:count]
+        for row in (0, 1, 33, 66):
+            at = slice(row, row + 1)
+            one = [t[at] if rows else t for t, rows in zip(tensors, batch, strict=True)]
+            alone = run_operation(operation, one, [dy[at] for dy in dys], target)[:count]
+            assert all(torch.equal(a, b[at]) for a, b in zip(alone, whole, strict=True))
+
+
 @contextmanager
 def _fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
@@ -124,6 +175,16 @@ def _fresh_memory_is_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_fresh_memory_of_every_verb(operation: Verb, target: Target) -> None:
+    """What lay in the memory of results and of anything in between changes no bit."""
+    with operation.ran(target, 3, 2):
+        inputs = _with_cotangents(operation, target, 9, 4097, torch.float32)
+        expected = run_operation(operation, *inputs, target)
+        with _fresh_memory_is_nan():
+            again = run_operation(operation, *inputs, target)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,3 +234,17 @@ def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) 
                 results.append(run(verb, *inputs, CPU))
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 70001), (7, 1000), (1000, 255), (4096, 17)])
+def test_number_of_threads_of_every_verb(operation: Verb, rows: int, cols: int, dtype: torch.dtype) -> None:
+    """On the CPU one, two and three threads give the same bits, whatever the verb."""
+    outcomes = []
+    with operation.ran(CPU, 4, 3):
+        inputs = _with_cotangents(operation, CPU, rows, cols, dtype)
+        for count in (1, 2, 3):
+            with _threads(count):
+                outcomes.append(run_operation(operation, *inputs, CPU))
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, outcomes[0], strict=True))

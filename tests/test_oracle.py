@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import EAGER
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.testing import oracle
+from kernel_fusion.core import activations
+from kernel_fusion.testing import cases, long_double, oracle
+from kernel_fusion.testing.case import with_gradients
 from kernel_fusion.testing.oracle import RowNormCase
 
 CASE = RowNormCase("layer_norm", (7, 255), torch.bfloat16, weight=torch.bfloat16, bias=torch.bfloat16)
@@ -66,6 +70,61 @@ def test_wrong_dtype_or_shape_is_rejected(wrong: Callable[[Tensor, Tensor], Tens
     """A result of another dtype or shape raises."""
     with pytest.raises(AssertionError, match=r"^y: got"):
         judge("y", wrong)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_what_is_not_finite_must_be_the_same(value: float) -> None:
+    """Where the reference is NaN or infinite nothing else passes, and the same value does, whatever PyTorch has."""
+    expected = np.array([1.0, value, 2.0], np.longdouble)
+    result = torch.tensor([1.0, value, 2.0])
+    assert oracle.judge("y", [(result, expected, result)]).ok
+    for wrong in {float("nan"), float("inf"), -float("inf"), 0.0, 1e38} - {value}:
+        got = result.where(torch.arange(3) != 1, wrong)
+        if not (math.isnan(wrong) and math.isnan(value)):
+            assert not oracle.judge("y", [(got, expected, result)]).ok
+            assert not oracle.judge("y", [(got, expected, got)]).ok
+            assert oracle.judge("y", [(result, expected, got)]).ok
+
+
+@pytest.mark.parametrize("name", long_double.ACTIVATIONS)
+def test_long_double_activations_are_the_definitions(name: str) -> None:
+    """Value and slope by hand agree with PyTorch in float64, on either side of every kink and threshold."""
+    x = torch.cat([torch.linspace(-45, 45, 9001, dtype=torch.float64), torch.tensor([-3.0, 0.0, 3.0, 20.0]).double()])
+    x.requires_grad_()
+    y = activations.formula(name)(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    by_hand = long_double.ACTIVATIONS[name]
+    at = x.detach().numpy().astype(np.longdouble)
+    for got, expected in ((y, by_hand.value(at)), (slope, by_hand.slope(at))):
+        torch.testing.assert_close(got.detach(), torch.from_numpy(expected.astype(np.float64)), rtol=1e-13, atol=1e-14)
+
+
+def test_long_double_has_every_activation() -> None:
+    """An activation that is added needs its formula by hand."""
+    assert set(long_double.ACTIVATIONS) == {*activations.ACTIVATIONS, activations.IDENTITY}
+
+
+_FP64 = [case for case in cases.cases(quick=False) if case.dtype == torch.float64]
+
+
+@pytest.mark.parametrize("case", _FP64, ids=str)
+def test_long_double_results_are_those_of_the_definition(case: oracle.Case) -> None:
+    """What is computed by hand, results and gradients, agrees with the definition and autograd in float64.
+
+    A mistake there would be counted as an error of PyTorch's, and widen every budget of float64.
+    """
+    inputs = case.make_inputs("cpu")
+    by_hand = case.long_double(inputs)
+    wide = inputs.widened()
+    results = with_gradients(case.definition(wide), wide)
+    assert set(by_hand) == set(results)
+    # A mean of 1e4 standard deviations takes four digits.
+    far = getattr(case, "mean", 0.0) / getattr(case, "std", 1.0) > 1e3
+    for name, result in results.items():
+        expected = torch.from_numpy(by_hand[name].astype(np.float64))
+        # Gradients that cancel to nothing, as of RMSNorm's rows of one element, are as exact as what cancels.
+        scale = max([1e-3, *expected[expected.isfinite()].abs().flatten().tolist()])
+        torch.testing.assert_close(result, expected, rtol=0, atol=(1e-8 if far else 1e-12) * scale, equal_nan=True)
 
 
 def _unbiased(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, **_: Any) -> Tensor:

@@ -6,10 +6,9 @@ case that raises is a failed row, and the others still run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +23,10 @@ import kernel_fusion as kf
 from kernel_fusion.bench.providers import kernels_must_run
 from kernel_fusion.cli.common import console, progress_console, resolve_backend, resolve_device
 from kernel_fusion.testing import oracle
-from kernel_fusion.testing.oracle import Comparison, RowNormCase
+from kernel_fusion.testing.cases import cases, training_cases
+from kernel_fusion.testing.oracle import Case, Comparison, RowNormCase
 
-_VERBS = ("layer_norm", "rms_norm")
-_HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# (input, weight and bias)
-_DTYPES = ((_FP32, _FP32), (_BF16, _BF16), (_HALF, _HALF), (_FP64, _FP64), (_BF16, _FP32))
+_Case = TypeVar("_Case", bound=Case)
 _PASS, _FAIL = Text("pass", style="green"), Text("FAIL", style="red")
 
 
@@ -44,7 +41,7 @@ def verify(
     out = console()
     out.print(f"backend {name!r} on {target}, PyTorch {torch.__version__}")
     # Apple's GPUs have no float64.
-    grid = [case for case in cases(quick) if target.type != "mps" or case.dtype != _FP64]
+    grid = [case for case in cases(quick) if target.type != "mps" or case.dtype != torch.float64]
     verdicts = _verify_grid(grid, target, name, out)
     verdicts += _verify_training(training_cases(quick), target, name, out)
     passed = sum(verdicts)
@@ -52,55 +49,7 @@ def verify(
     raise typer.Exit(0 if all(verdicts) else 1)
 
 
-def cases(quick: bool) -> list[RowNormCase]:
-    """The grid: each shape or layout that takes a path of its own through the kernels, in every dtype.
-
-    A row of one element; an odd length (no whole vectors); a few vectors; a row that needs a whole block, with and
-    without affine parameters; rows that lie apart (strided) or off alignment; two normalised dimensions; a mean of
-    1e4 standard deviations, where E[x²] - E[x]² would lose every digit; values whose squares overflow fp16; the
-    longest rows that stay on chip; and no rows at all. The row of one element stays away from 0: there RMSNorm's dx
-    is nothing but cancellation, of an error that grows like 1 / |x|, and the smallest draw alone would decide.
-    """
-    quick_grid: tuple[dict[str, Any], ...] = (
-        {"shape": (7, 1), "mean": 3.0, "std": 0.5},
-        {"shape": (64, 255)},
-        {"shape": (33, 1024), "affine": False},
-        {"shape": (16, 100), "layout": "padded"},
-        {"shape": (32, 768), "mean": 1e4, "std": 1.0},
-        {"shape": (3, 32768)},
-        {"shape": (0, 64)},
-    )
-    more: tuple[dict[str, Any], ...] = (
-        {"shape": (257, 64)},
-        {"shape": (33, 1024)},
-        {"shape": (5, 4096), "std": 1e3},
-        {"shape": (4, 3, 96), "layout": "transposed"},
-        {"shape": (9, 1000), "layout": "unaligned"},
-        {"shape": (6, 4, 40), "num_dims": 2},
-        {"shape": (1, 12288)},
-    )
-    return [
-        _case(verb, dtype, parameters, **options)
-        for verb in _VERBS
-        for dtype, parameters in _DTYPES
-        for options in (quick_grid if quick else quick_grid + more)
-    ]
-
-
-def training_cases(quick: bool) -> list[RowNormCase]:
-    """The fp32 LayerNorm cases whose training step is checked: a norm, a loss, and the gradients of the loss."""
-    shapes = ((100, 512), (1000, 1024)) if quick else ((100, 512), (1000, 1024), (5000, 256))
-    return [_case("layer_norm", _FP32, _FP32, shape=shape) for shape in shapes]
-
-
-def _case(
-    verb: str, dtype: torch.dtype, parameters: torch.dtype, *, affine: bool = True, **options: Any
-) -> RowNormCase:
-    parameter = parameters if affine else None
-    return RowNormCase(verb, dtype=dtype, weight=parameter, bias=parameter, **options)
-
-
-def _verify_grid(grid: list[RowNormCase], device: torch.device, backend: str, out: Console) -> list[bool]:
+def _verify_grid(grid: list[Case], device: torch.device, backend: str, out: Console) -> list[bool]:
     """Compare every case, forward and backward, and print a table; a verdict per row."""
     table = Table("case", "tensor", "our error", "PyTorch's error", "error / budget", "")
     verdicts = []
@@ -132,8 +81,8 @@ def _verify_training(grid: list[RowNormCase], device: torch.device, backend: str
 
 
 def _attempts(
-    grid: list[RowNormCase], compare: Callable[[RowNormCase], list[Comparison]], description: str
-) -> Iterator[tuple[RowNormCase, list[Comparison] | str]]:
+    grid: Sequence[_Case], compare: Callable[[_Case], list[Comparison]], description: str
+) -> Iterator[tuple[_Case, list[Comparison] | str]]:
     """Each case with its comparisons, or with the words of the error that it raised."""
     for case in track(grid, description, console=progress_console()):
         try:
@@ -142,9 +91,8 @@ def _attempts(
             yield case, f"{type(error).__name__}: {error}"
 
 
-def _compare(case: RowNormCase, device: torch.device, backend: str) -> list[Comparison]:
-    # No kernel need run for a tensor without elements.
-    with kernels_must_run(backend if math.prod(case.shape) else None):
+def _compare(case: Case, device: torch.device, backend: str) -> list[Comparison]:
+    with kernels_must_run(backend if case.runs_kernels else None):
         return oracle.compare(case, device, backend)
 
 

@@ -6,7 +6,7 @@ differentiate. So it must be a composition of differentiable PyTorch operations,
 
 from __future__ import annotations
 
-from kernel_fusion.backends.eager.dropout import draw_seed
+from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.reduce import reduce
 from kernel_fusion.backends.eager.row_norm import pytorch_row_norm, row_norm, row_norm_formula, staged_row_norm
@@ -15,6 +15,7 @@ from kernel_fusion.backends.eager.softmax import causal_mask, softmax
 __all__ = [
     "causal_mask",
     "draw_seed",
+    "dropout",
     "pointwise",
     "pytorch_row_norm",
     "reduce",

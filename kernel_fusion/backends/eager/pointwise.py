@@ -26,7 +26,7 @@ def pointwise(
     a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
     """The definition. `b` is None for "first" alone; `seed` is None without dropout."""
-    dtype = a.dtype if b is None else torch.result_type(a, b)
+    dtype = a.dtype if b is None else _promoted(a, b)
     act = formula(activation)
     if not dtype.is_floating_point:  # integers and complex numbers are PyTorch's affair
         y = COMBINES[combine](act, a, a if b is None else b)
@@ -35,3 +35,9 @@ def pointwise(
     first = a.to(wide)
     y = COMBINES[combine](act, first, first if b is None else b.to(wide))
     return dropout(y if scale == 1.0 else y * scale, dropout_p, seed).to(dtype)
+
+
+def _promoted(a: Tensor, b: Tensor) -> torch.dtype:
+    if (a.dim() == 0) == (b.dim() == 0):
+        return torch.promote_types(a.dtype, b.dtype)
+    return torch.result_type(a, b)  # which Dynamo cannot trace

@@ -1,0 +1,241 @@
+"""Cases of softmax and of the scores of attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernel_fusion as kf
+from kernel_fusion.backends import eager
+from kernel_fusion.testing.budget import Array, Reference
+from kernel_fusion.testing.case import Case, Draw, Results, Tensors, wide
+from kernel_fusion.testing.long_double import sum_to
+
+
+@dataclass(frozen=True)
+class _MaskedCase(Case):
+    """What softmax and scores have in common.
+
+    Attributes:
+        mask: "boolean" (True with probability 3/4), "dead" (boolean, and the first row has none left), "additive", or
+            None.
+        mask_shape: None for that of the scores.
+        mask_dtype: of an additive mask, None for that of the input.
+        causal: as in the verb.
+    """
+
+    mask: str | None = None
+    mask_shape: tuple[int, ...] | None = None
+    mask_dtype: torch.dtype | None = None
+    causal: bool = False
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """The shape of what is masked."""
+        return self.shape
+
+    def _make_mask(self, draw: Draw) -> Tensor | None:
+        shape = self.mask_shape or self.scores_shape
+        if self.mask is None:
+            return None
+        if self.mask == "additive":
+            return draw.normal(shape, self.mask_dtype or self.dtype).requires_grad_()
+        mask = draw.boolean(shape, 0.75)
+        if self.mask == "dead":
+            mask[..., 0, :] = False
+        return mask
+
+    def _masked(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """The scores with PyTorch's operations on them."""
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+        if self.causal:
+            rows, cols = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+            scores = scores.masked_fill(cols > rows[:, None], -math.inf)
+        return scores
+
+    def _masked_by_hand(self, scores: Array, mask: Tensor | None) -> Array:
+        if mask is not None and mask.dtype == torch.bool:
+            scores = np.where(mask.cpu().numpy(), scores, -np.inf)
+        elif mask is not None:
+            scores = scores + wide(mask)
+        return np.where(np.tril(np.ones(scores.shape[-2:], dtype=bool)), scores, -np.inf) if self.causal else scores
+
+    def _mask_gradient(self, dscores: Array, mask: Tensor | None) -> Reference:
+        return {} if mask is None or mask.dtype == torch.bool else {"dmask": sum_to(dscores, mask.shape)}
+
+
+def _weights(scores: Tensor, dim: int = -1) -> Tensor:
+    """Softmax by PyTorch, with zeros for rows of which nothing is left."""
+    dead = (scores == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(scores.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0)
+
+
+def _weights_by_hand(scores: Array, dy: Array, axis: int = -1) -> tuple[Array, Array]:
+    """Softmax, and the gradient of the scores."""
+    if scores.size == 0:
+        return scores, scores
+    largest = scores.max(axis, keepdims=True)
+    exps = np.exp(scores - np.where(np.isinf(largest), 0, largest))
+    total = exps.sum(axis, keepdims=True)
+    y = exps / np.where(total == 0, 1, total)
+    return y, (dy - (dy * y).sum(axis, keepdims=True)) * y
+
+
+@dataclass
+class Logits(Tensors):
+    """Input, mask and cotangent of a softmax."""
+
+    x: Tensor
+    mask: Tensor | None
+    dy: Tensor
+
+
+@dataclass(frozen=True)
+class SoftmaxCase(_MaskedCase):
+    """One call of `softmax`.
+
+    Attributes:
+        shape, dtype: of the input.
+        dim, scale: as in the verb.
+        layout: of the input, as in `lay_out`.
+        mean, std: of the input's values.
+        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
+    """
+
+    dim: int = -1
+    scale: float = 1.0
+    layout: str = "contiguous"
+    mean: float = 0.0
+    std: float = 2.0
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Logits:
+        """x, mask and dy."""
+        draw = Draw(device, seed)
+        x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
+        mask = self._make_mask(draw)
+        return Logits(x, mask, draw.normal(self.shape, self.dtype, layout=self.layout))
+
+    def ours(self, inputs: Logits, backend: str | None) -> Results:
+        """y, by the verb."""
+        options: dict[str, Any] = {"scale": self.scale, "mask": inputs.mask, "causal": self.causal, "backend": backend}
+        return {"y": kf.softmax(inputs.x, self.dim, **options)}
+
+    def definition(self, inputs: Logits) -> Results:
+        """y by the operator's definition, moved to the last dimension and back."""
+        if not self.shape:
+            return {"y": eager.softmax(inputs.x[None], inputs.mask, self.scale, self.causal)[0]}
+        mask = None if inputs.mask is None else inputs.mask.expand(self.shape).movedim(self.dim, -1)
+        return {"y": eager.softmax(inputs.x.movedim(self.dim, -1), mask, self.scale, self.causal).movedim(-1, self.dim)}
+
+    def pytorch(self, inputs: Logits) -> Results:
+        """Multiplication, mask and softmax."""
+        scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
+        scores = self._masked(scaled, inputs.mask)
+        masked = inputs.mask is not None or self.causal
+        y = _weights(scores, self.dim) if masked else torch.softmax(scores, self.dim)
+        return {"y": y.to(self.dtype)}
+
+    def long_double(self, inputs: Logits) -> Reference:
+        """The formulas of forward and backward."""
+        scores = self._masked_by_hand(self.scale * wide(inputs.x), inputs.mask)
+        if not self.shape:
+            return {"y": np.ones(()), "dx": np.zeros(())}
+        y, dscores = _weights_by_hand(scores, wide(inputs.dy), self.dim)
+        results = {"y": y, "dx": self.scale * dscores}
+        return results | self._mask_gradient(dscores, inputs.mask)
+
+
+@dataclass
+class QueryKey(Tensors):
+    """Query, key, mask and the cotangent of their scores."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    dy: Tensor
+
+
+@dataclass(frozen=True)
+class ScoresCase(_MaskedCase):
+    """One call of `attention_scores`.
+
+    Attributes:
+        shape, dtype: of the query, (..., L, D), and of both.
+        key_shape: (..., S, D); None for that of the query.
+        scale, normalize: as in the verb.
+        layout: of query and key, as in `lay_out`.
+        mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
+    """
+
+    key_shape: tuple[int, ...] | None = None
+    scale: float | None = None
+    normalize: bool = False
+    layout: str = "contiguous"
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """(..., L, S)."""
+        key = self.key_shape or self.shape
+        return (*torch.broadcast_shapes(self.shape[:-2], key[:-2]), self.shape[-2], key[-2])
+
+    @property
+    def runs_kernels(self) -> bool:
+        """The scores themselves are PyTorch's; their softmax is ours."""
+        return self.normalize and super().runs_kernels
+
+    @property
+    def factor(self) -> float:
+        """What the product is multiplied by."""
+        return self.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> QueryKey:
+        """Query, key, mask and dy."""
+        draw = Draw(device, seed)
+        query, key = (
+            draw.normal(shape, self.dtype, layout=self.layout).requires_grad_()
+            for shape in (self.shape, self.key_shape or self.shape)
+        )
+        mask = self._make_mask(draw)
+        return QueryKey(query, key, mask, draw.normal(self.scores_shape, self.dtype))
+
+    def ours(self, inputs: QueryKey, backend: str | None) -> Results:
+        """The scores, or their softmax, by the verb."""
+        options: dict[str, Any] = {"causal": self.causal, "normalize": self.normalize, "backend": backend}
+        return {"y": kf.attention_scores(inputs.query, inputs.key, self.scale, mask=inputs.mask, **options)}
+
+    def definition(self, inputs: QueryKey) -> Results:
+        """The product, the scale, and what PyTorch does with masks; the definition of softmax."""
+        scores = inputs.query @ inputs.key.mT * self.factor
+        if not self.normalize:
+            return {"y": self._masked(scores, inputs.mask)}
+        mask = None if inputs.mask is None else inputs.mask.expand(scores.shape)
+        return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
+
+    def pytorch(self, inputs: QueryKey) -> Results:
+        """A product, a multiplication, a mask, and softmax where it is wanted."""
+        scores = self._masked(inputs.query @ inputs.key.mT * self.factor, inputs.mask)
+        return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}
+
+    def long_double(self, inputs: QueryKey) -> Reference:
+        """The formulas of forward and backward."""
+        query, key, dscores = wide(inputs.query), wide(inputs.key), wide(inputs.dy)
+        y = self._masked_by_hand(self.factor * (query @ np.swapaxes(key, -1, -2)), inputs.mask)
+        if self.normalize:
+            y, dscores = _weights_by_hand(y, dscores)
+        else:
+            kept = self._masked_by_hand(np.zeros(y.shape, np.longdouble), inputs.mask) != -np.inf
+            dscores = dscores * kept
+        results = {
+            "y": y,
+            "dquery": self.factor * sum_to(dscores @ key, query.shape),
+            "dkey": self.factor * sum_to(np.swapaxes(dscores, -1, -2) @ query, key.shape),
+        }
+        return results | self._mask_gradient(dscores, inputs.mask)

@@ -1,0 +1,73 @@
+"""The budget that every result is judged by, and the verdict.
+
+The budget is derived, never tuned: an element may be off by twice (the largest error of the same PyTorch call in the
+same dtype + one rounding of the element to the output dtype). PyTorch's error is a random variable: where results are
+few and may all happen to round well, several draws are judged together and PyTorch's errors pooled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.floating[Any]]]
+Reference = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against its float64 reference, in absolute terms.
+
+    Attributes:
+        name: of a result, "y" or "h", or of a gradient, "dx" and so on.
+        error, pytorch_error: largest absolute errors, ours and PyTorch's.
+        excess: largest error over its budget; at most 1 passes. Infinite where only one of the two is NaN.
+    """
+
+    name: str
+    error: float
+    pytorch_error: float
+    excess: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the tensor is within its budget."""
+        return self.excess <= 1.0
+
+
+def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
+    """Judge draws of (our result, its reference, PyTorch's result) under the budget of this module."""
+    errors, roundings, pytorch_error = [], [], 0.0
+    for ours, expected, theirs in draws:
+        if ours.shape != expected.shape or ours.dtype != theirs.dtype:
+            raise AssertionError(
+                f"{name}: got {ours.dtype} of shape {tuple(ours.shape)}, expected {theirs.dtype} of {expected.shape}"
+            )
+        if expected.size == 0:
+            return Comparison(name, 0.0, 0.0, 0.0)
+        info = torch.finfo(ours.dtype)
+        errors.append(_errors(ours, expected))
+        roundings.append(np.maximum(np.nan_to_num(np.abs(expected)) * (info.eps / 2), info.tiny))
+        # Where PyTorch overflows or has NaN, it is no yardstick.
+        their_errors = _errors(theirs, expected)
+        pytorch_error = max(pytorch_error, float(their_errors[np.isfinite(their_errors)].max(initial=0.0)))
+    worst = [
+        float((error / (2 * (pytorch_error + rounding))).max())
+        for error, rounding in zip(errors, roundings, strict=True)
+    ]
+    excess = math.inf if any(map(math.isnan, worst)) else max(worst)
+    return Comparison(name, max(float(error.max()) for error in errors), pytorch_error, excess)
+
+
+def _errors(result: Tensor, expected: Array) -> Array:
+    """Absolute errors; equal infinities, and NaN where NaN is expected, are none."""
+    got = result.detach().cpu().double().numpy()  # which a long double reference widens further
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):  # inf - inf, where the signs agree
+        errors: Array = np.where(same, 0.0, np.abs(got - expected))
+    return errors

@@ -1,0 +1,207 @@
+"""What a case is: one call of a verb, its random inputs, and three ways to the same results.
+
+Ours by a backend; PyTorch's unfused call in the same dtypes; and the reference, the eager definition in float64. Where
+PyTorch refuses a mix of dtypes, its call is made on inputs widened to float32 and the result rounded, which is what its
+users write. Cases in float64 have formulas of their own in NumPy's long double, backward by hand. The families are in
+`row_norms` and `families`; each has a few lines for each of the ways, and everything else is here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.testing.budget import Array, Reference
+
+Results = dict[str, Tensor]
+_T = TypeVar("_T", bound="Tensors")
+_MAX_DRAWS, _MAX_DRAWN = 64, 2**21
+_DROPOUT_SEED = 20
+# Short names of fields in the names of cases.
+_SHORT = {
+    "activation": "act",
+    "bias": "b",
+    "dropout_p": "p",
+    "num_dims": "dims",
+    "out_dtype": "out",
+    "pre_activation": "pre",
+    "residual": "r",
+    "weight": "w",
+    "weight_offset": "offset",
+}
+
+
+@dataclass
+class Tensors:
+    """The tensors of a case: leaves of the autograd graph; what has no gradient; the cotangents "d" + result."""
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that gradients are asked for, by the names of the gradients."""
+        return {f"d{name}": t for name, t in vars(self).items() if t is not None and t.requires_grad}
+
+    def widened(self: _T) -> _T:
+        """The same in float64 on the CPU, lying in memory as before."""
+        return replace(self, **{f.name: _widened(getattr(self, f.name)) for f in fields(self)})
+
+
+def _widened(t: Tensor | None) -> Tensor | None:
+    if t is None or not t.is_floating_point():
+        return None if t is None else t.cpu()
+    if t.numel() == 0:
+        return t.detach().cpu().double().requires_grad_(t.requires_grad)
+    # The whole storage, since a conversion gives tensors with gaps or overlaps other strides.
+    whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    wide = whole.cpu().double().as_strided(t.shape, t.stride(), t.storage_offset())
+    return wide.requires_grad_(t.requires_grad)
+
+
+def with_gradients(results: Results, inputs: Tensors) -> Results:
+    """The results, detached, and the gradients of every leaf."""
+    leaves = inputs.leaves()
+    cotangents = [getattr(inputs, f"d{name}").to(y.device) for name, y in results.items()]
+    gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), cotangents)
+    return {name: y.detach() for name, y in results.items()} | dict(zip(leaves, gradients, strict=True))
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """One call of a verb, forward and backward. Subclasses are frozen dataclasses with `shape` and `dtype`."""
+
+    verb: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Any:
+        """Random tensors, drawn on the CPU so that every device sees the same values."""
+
+    @abstractmethod
+    def ours(self, inputs: Any, backend: str | None) -> Results:
+        """The results by our verb on `backend`, attached to the graph."""
+
+    @abstractmethod
+    def definition(self, inputs: Any) -> Results:
+        """The results by the eager definition."""
+
+    @abstractmethod
+    def pytorch(self, inputs: Any) -> Results:
+        """The results by PyTorch's own calls, unfused, in the dtypes of the inputs."""
+
+    @abstractmethod
+    def long_double(self, inputs: Any) -> Reference:
+        """Results and gradients by hand, in NumPy's widest type."""
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether a backend with kernels must run some; where there is no element, none need run."""
+        return math.prod(self.shape) > 0
+
+    @property
+    def result_size(self) -> int:
+        """How many elements the smallest result has."""
+        return math.prod(self.shape)
+
+    @property
+    def draws(self) -> int:
+        """How many draws are judged together, so that PyTorch's largest error is a fair measure."""
+        size = max(1, math.prod(self.shape))
+        few = max(512 // size, 64 // max(1, self.result_size))
+        return max(1, min(_MAX_DRAWS, _MAX_DRAWN // size, few))
+
+    def __str__(self) -> str:
+        parts = [self.verb, _text(self.shape), dtype_name(self.dtype)]
+        shown = [f for f in fields(self)[len(parts) :] if getattr(self, f.name) != f.default]
+        return "-".join(parts + [f"{_SHORT.get(f.name, f.name)}={_text(getattr(self, f.name))}" for f in shown])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value)) or "0d"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class Draw:
+    """Random tensors from one seed, on one device."""
+
+    def __init__(self, device: torch.device | str, seed: int) -> None:
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        mean: float = 0.0,
+        std: float = 1.0,
+        layout: str = "contiguous",
+    ) -> Tensor:
+        """Normally distributed values."""
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * std + mean
+        return lay_out(values.to(dtype).to(self.device), layout)
+
+    def boolean(self, shape: tuple[int, ...], probability: float) -> Tensor:
+        """True with `probability`."""
+        return (torch.rand(shape, generator=self._generator) < probability).to(self.device)
+
+
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t.clone(memory_format=torch.contiguous_format),
+    # rows of a wider tensor
+    "padded": lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 1)[..., :-1].copy_(t),
+    # a storage offset of one element
+    "unaligned": lambda t: t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t),
+    # the first two dimensions permuted, the others contiguous
+    "transposed": lambda t: t.movedim(0, 1).contiguous().movedim(0, 1),
+    # the last dimension before all others, as in an NCHW tensor that lies as NHWC
+    "channels-last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1),
+    # the second half of a tensor that is twice as wide
+    "half": lambda t: t.new_empty(*t.shape[:-1], 2 * t.shape[-1]).chunk(2, -1)[1].copy_(t),
+    # every second element
+    "strided": lambda t: t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2].copy_(t),
+    # the first row in place of all, with stride 0
+    "expanded": lambda t: t[:1].clone().expand_as(t),
+}
+
+
+def lay_out(values: Tensor, layout: str) -> Tensor:
+    """A tensor equal to `values` ("expanded": to its first row) that lies in memory as `layout` says."""
+    if layout not in _LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}")
+    return _LAYOUTS[layout](values)
+
+
+@contextmanager
+def seeded(device: torch.device | str) -> Iterator[None]:
+    """The seed that the verbs draw for their dropout is the same in every such block; generators stay as they were."""
+    on_gpu = torch.device(device).type == "cuda"
+    with torch.random.fork_rng(devices=[torch.device(device)] if on_gpu else []):
+        torch.manual_seed(_DROPOUT_SEED)
+        yield
+
+
+def dropout_seed(device: torch.device | str) -> Tensor:
+    """The seed that a verb draws in a block of `seeded`."""
+    with seeded(device):
+        return eager.draw_seed(torch.device(device))
+
+
+def wide(t: Tensor) -> Array:
+    """In long double."""
+    return t.detach().cpu().double().numpy().astype(np.longdouble)
+
+
+def dropout_factors(like: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """What dropout multiplies the elements by, in a tensor that lies in memory as `like`: 0, or a scale."""
+    return eager.dropout(torch.ones_like(like), p, None if seed is None else seed.to(like.device))

@@ -1,0 +1,182 @@
+"""What `verify` checks: every verb, dtype and direction, at shapes and layouts that take ways of their own.
+
+The tests run the same lists, and larger grids beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
+from kernel_fusion.testing.case import Case
+from kernel_fusion.testing.families import PointwiseCase, ReduceCase
+from kernel_fusion.testing.row_norms import RowNormCase, StagedNormCase
+
+_HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = (_FP32, _BF16, _HALF, _FP64)
+# (input; weight, bias and residual)
+_MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
+
+
+def cases(quick: bool) -> list[Case]:
+    """All of them; `quick` leaves out shapes, never a verb or a dtype."""
+    families = (row_norms, staged_norms, pointwise, reductions, softmaxes, scores)
+    return [case for family in families for case in family(quick)]
+
+
+def row_norms(quick: bool) -> Iterator[Case]:
+    """The norms alone: each shape or layout that takes a path of its own through the kernels, in every dtype.
+
+    A row of one element; an odd length (no whole vectors); a few vectors; a row that needs a whole block, with and
+    without affine parameters; rows that lie apart (strided) or off alignment; two normalised dimensions; a mean of
+    1e4 standard deviations, where E[x²] - E[x]² would lose every digit; values whose squares overflow fp16; the
+    longest rows that stay on chip; and no rows at all. The row of one element stays away from 0: there RMSNorm's dx
+    is nothing but cancellation, of an error that grows like 1 / |x|, and the smallest draw alone would decide.
+    """
+    quick_grid: tuple[dict[str, Any], ...] = (
+        {"shape": (7, 1), "mean": 3.0, "std": 0.5},
+        {"shape": (64, 255)},
+        {"shape": (33, 1024), "affine": False},
+        {"shape": (16, 100), "layout": "padded"},
+        {"shape": (32, 768), "mean": 1e4, "std": 1.0},
+        {"shape": (3, 32768)},
+        {"shape": (0, 64)},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (257, 64)},
+        {"shape": (33, 1024)},
+        {"shape": (5, 4096), "std": 1e3},
+        {"shape": (4, 3, 96), "layout": "transposed"},
+        {"shape": (9, 1000), "layout": "unaligned"},
+        {"shape": (6, 4, 40), "num_dims": 2},
+        {"shape": (1, 12288)},
+    )
+    for verb, (dtype, parameters) in product(("layer_norm", "rms_norm"), _MIXES):
+        for options in quick_grid if quick else quick_grid + more:
+            yield _row_norm(verb, dtype, parameters, **options)
+
+
+def training_cases(quick: bool) -> list[RowNormCase]:
+    """The fp32 LayerNorm cases whose training step is checked: a norm, a loss, and the gradients of the loss."""
+    shapes = ((100, 512), (1000, 1024)) if quick else ((100, 512), (1000, 1024), (5000, 256))
+    return [_row_norm("layer_norm", _FP32, _FP32, shape=shape) for shape in shapes]
+
+
+def _row_norm(
+    verb: str, dtype: torch.dtype, parameters: torch.dtype, *, affine: bool = True, **options: Any
+) -> RowNormCase:
+    parameter = parameters if affine else None
+    return RowNormCase(verb, dtype=dtype, weight=parameter, bias=parameter, **options)
+
+
+def staged_norms(quick: bool) -> Iterator[Case]:
+    """The norms with stages, each alone and all at once, at rows of an odd and of an even length.
+
+    Rows are longer than what an executor holds at once, too, and lie apart in memory.
+    """
+    stages: tuple[dict[str, Any], ...] = (
+        {"pre_activation": "relu"},
+        {"activation": "relu"},
+        {"pre_activation": "gelu", "activation": "silu", "weight_offset": 1.0},
+    )
+    added: tuple[dict[str, Any], ...] = (
+        {},
+        {"dropout_p": 0.25},
+        {"pre_activation": "silu", "activation": "gelu_tanh", "dropout_p": 0.1},
+    )
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (16, 255)},
+        {"shape": (5, 4096)},
+        {"shape": (9, 1000), "layout": "padded"},
+        {"shape": (2, 12289)},
+    )
+    for (dtype, other), place in product(_MIXES, places[:2] if quick else places):
+        common: dict[str, Any] = {"dtype": dtype, "weight": other, "bias": other, **place}
+        for verb, options in product(("layer_norm", "rms_norm"), stages):
+            yield StagedNormCase(verb, **common, **options)
+        for verb, options in product(("add_layer_norm", "add_rms_norm"), added):
+            yield StagedNormCase(verb, residual=other, **common, **options)
+
+
+def pointwise(quick: bool) -> Iterator[Case]:
+    """The chains: every verb and activation in every dtype; operands that are broadcast, permuted or interleaved."""
+    names: list[str | None] = [*ACTIVATIONS, None]
+    for dtype in DTYPES:
+        for activation in names:
+            yield PointwiseCase("add_act", (33, 127), dtype, activation=activation)
+            yield PointwiseCase("gated_act", (33, 127), dtype, activation=activation, layout="half")
+        yield PointwiseCase("mul_act", (33, 127), dtype, activation="tanh")
+        yield PointwiseCase("bias_act", (64, 255), dtype, activation="gelu", other=(255,), dropout_p=0.25)
+        yield PointwiseCase("act_dropout", (64, 255), dtype, activation="gelu", dropout_p=0.5)
+        yield PointwiseCase("add_act", (0, 8), dtype)
+        if quick:
+            continue
+        yield PointwiseCase("bias_act", (7, 4099), dtype, activation="silu", other=(4099,))
+        yield PointwiseCase("mul_act", (8, 3, 1, 17), dtype, other=(5, 1))
+        yield PointwiseCase("add_act", (4, 6, 8, 10), dtype, layout="channels-last", other=(6, 1, 1))
+        yield PointwiseCase("gated_act", (33, 127), dtype, activation="silu", other_dtype=_FP32)
+        yield PointwiseCase("add_act", (30, 100), dtype, layout="transposed", other_layout="strided")
+
+
+def reductions(quick: bool) -> Iterator[Case]:
+    """The reductions over the last, the first, a middle, several and all dimensions."""
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (64, 255), "dim": -1},
+        {"shape": (64, 255), "dim": 0, "keepdim": True},
+        {"shape": (5, 33, 64), "dim": 1},
+        {"shape": (7, 4099)},
+        {"shape": (0, 8), "dim": -1},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (4, 5, 6, 7), "dim": (0, 2)},
+        {"shape": (4, 5, 6, 7), "dim": (1, 2, 3), "layout": "channels-last"},
+        {"shape": (3, 70001), "dim": -1},
+        {"shape": (16, 100), "dim": -1, "layout": "padded"},
+    )
+    for verb, dtype in product(("sum_squared", "mean_abs"), DTYPES):
+        for options in places if quick else places + more:
+            yield ReduceCase(verb, dtype=dtype, **options)
+        if dtype in (_HALF, _BF16):
+            yield ReduceCase(verb, (64, 255), dtype, dim=-1, out_dtype=_FP32)
+
+
+def softmaxes(quick: bool) -> Iterator[Case]:
+    """Softmax with each kind of mask, causal, and over a dimension that is not the last."""
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (64, 255)},
+        {"shape": (5, 4099), "scale": 0.125},
+        {"shape": (3, 17, 40), "mask": "dead"},
+        {"shape": (3, 17, 40), "mask": "additive", "mask_shape": (17, 40)},
+        {"shape": (3, 33, 33), "causal": True, "scale": 0.5},
+        {"shape": (0, 8)},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (4, 64, 3), "dim": 1},
+        {"shape": (2, 3, 9, 40), "mask": "boolean", "mask_shape": (2, 1, 1, 40), "causal": True},
+        {"shape": (16, 100), "layout": "padded"},
+        {"shape": (2, 70001)},
+    )
+    for dtype in DTYPES:
+        for options in places if quick else places + more:
+            yield SoftmaxCase("softmax", dtype=dtype, **options)
+
+
+def scores(quick: bool) -> Iterator[Case]:
+    """The scores of attention, plain, masked and normalised."""
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 3, 9, 16)},
+        {"shape": (2, 3, 9, 16), "key_shape": (2, 1, 12, 16), "normalize": True, "causal": True},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 9, 16), "mask": "additive", "mask_shape": (9, 9), "normalize": True, "scale": 0.5},
+        {"shape": (2, 9, 16), "mask": "dead", "normalize": True},
+        {"shape": (2, 9, 16), "mask": "boolean"},
+    )
+    for dtype in DTYPES:
+        for options in places if quick else places + more:
+            yield ScoresCase("attention_scores", dtype=dtype, **options)

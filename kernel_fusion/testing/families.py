@@ -1,0 +1,198 @@
+"""Cases of the pointwise chains and of the reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import kernel_fusion as kf
+from kernel_fusion.backends import eager
+from kernel_fusion.core.activations import IDENTITY, formula
+from kernel_fusion.testing import long_double
+from kernel_fusion.testing.budget import Array, Reference
+from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
+from kernel_fusion.testing.long_double import sum_to
+
+# ---- Pointwise -------------------------------------------------------------------------------------------------------
+
+# What each verb combines, by the operator's name for it.
+_COMBINES = {"add_act": "add", "bias_act": "add", "mul_act": "mul", "gated_act": "gate", "act_dropout": "first"}
+
+
+@dataclass
+class Operands(Tensors):
+    """The operands of a chain; `b` is None for a chain of one."""
+
+    a: Tensor
+    b: Tensor | None
+    dy: Tensor
+    seed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PointwiseCase(Case):
+    """One call of a pointwise verb.
+
+    Attributes:
+        verb: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
+        shape, dtype: of the first operand.
+        other: shape of the second operand, None for that of the first.
+        other_dtype: its dtype, None for that of the first.
+        activation, dropout_p: as in the verb.
+        layout, other_layout: of the operands, as in `lay_out`.
+        mean, std: of the operands' values.
+    """
+
+    activation: str | None = "relu"
+    other: tuple[int, ...] | None = None
+    other_dtype: torch.dtype | None = None
+    dropout_p: float = 0.0
+    layout: str = "contiguous"
+    other_layout: str = "contiguous"
+    mean: float = 0.0
+    std: float = 2.0
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
+        """The operands and dy, whose shape and dtype are those of PyTorch's sum."""
+        draw = Draw(device, seed)
+        a = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout)
+        b = None
+        if self.verb != "act_dropout":
+            shape, dtype = self.shape if self.other is None else self.other, self.other_dtype or self.dtype
+            b = draw.normal(shape, dtype, self.mean, self.std, self.other_layout)
+        y = a if b is None else a + b
+        dy = draw.normal(tuple(y.shape), y.dtype)
+        seed_tensor = dropout_seed(device) if self.dropout_p else None
+        return Operands(a.requires_grad_(), None if b is None else b.requires_grad_(), dy, seed_tensor)
+
+    def ours(self, inputs: Operands, backend: str | None) -> Results:
+        """y, by the verb."""
+        verb = getattr(kf, self.verb)
+        with seeded(inputs.a.device):
+            if self.verb == "act_dropout":
+                return {"y": verb(inputs.a, self.activation, self.dropout_p, backend=backend)}
+            options = {"dropout_p": self.dropout_p} if self.verb == "bias_act" else {}
+            return {"y": verb(inputs.a, inputs.b, self.activation, backend=backend, **options)}
+
+    def definition(self, inputs: Operands) -> Results:
+        """y by the operator's definition."""
+        chain = _COMBINES[self.verb], self.activation or IDENTITY, 1.0, self.dropout_p, inputs.seed
+        return {"y": eager.pointwise(inputs.a, inputs.b, *chain)}
+
+    def pytorch(self, inputs: Operands) -> Results:
+        """The operations one by one."""
+        act, a, b = formula(self.activation or IDENTITY), inputs.a, inputs.b
+        if b is None:
+            y = act(a)
+        elif self.verb == "gated_act":
+            y = act(a) * b
+        else:
+            y = act(a * b if self.verb == "mul_act" else a + b)
+        return {"y": y * dropout_factors(y.detach(), self.dropout_p, inputs.seed) if self.dropout_p else y * 1}
+
+    def long_double(self, inputs: Operands) -> Reference:
+        """Value and gradients from those of the activation."""
+        act = long_double.ACTIVATIONS[self.activation or IDENTITY]
+        a, b = wide(inputs.a), wide(torch.zeros(()) if inputs.b is None else inputs.b)
+        laid_out = inputs.a.detach() if inputs.b is None else (inputs.a + inputs.b).detach()
+        keep = wide(dropout_factors(laid_out, self.dropout_p, inputs.seed))
+        dy = keep * wide(inputs.dy)
+        y: Array
+        da: Array
+        db: Array
+        if self.verb == "gated_act":
+            y, da, db = act.value(a) * b, act.slope(a) * b * dy, act.value(a) * dy
+        elif self.verb == "mul_act":
+            slope = act.slope(a * b) * dy
+            y, da, db = act.value(a * b), slope * b, slope * a
+        else:
+            y, da = act.value(a + b), act.slope(a + b) * dy
+            db = da
+        results = {"y": keep * y, "da": sum_to(da, inputs.a.shape)}
+        return results if inputs.b is None else results | {"db": sum_to(db, inputs.b.shape)}
+
+
+# ---- Reductions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reduced(Tensors):
+    """Input and cotangent of a reduction."""
+
+    x: Tensor
+    dy: Tensor
+
+
+_UNFUSED: dict[str, Callable[..., Tensor]] = {
+    "sum_squared": lambda x, *args: x.square().sum(*args),
+    "mean_abs": lambda x, *args: x.abs().mean(*args),
+}
+
+
+@dataclass(frozen=True)
+class ReduceCase(Case):
+    """One call of a reduction.
+
+    Attributes:
+        verb: "sum_squared" or "mean_abs".
+        shape, dtype: of the input.
+        dim, keepdim, out_dtype: `dim`, `keepdim` and `dtype` of the verb.
+        layout: of the input, as in `lay_out`.
+        mean, std: of the input's values.
+    """
+
+    dim: int | tuple[int, ...] | None = None
+    keepdim: bool = False
+    out_dtype: torch.dtype | None = None
+    layout: str = "contiguous"
+    mean: float = 0.0
+    std: float = 0.25  # the sum of 10^6 squares is a number in float16
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions that are reduced, all of them for None."""
+        given = range(len(self.shape)) if self.dim is None else (self.dim,) if isinstance(self.dim, int) else self.dim
+        return tuple(d % max(1, len(self.shape)) for d in given)
+
+    @property
+    def result_size(self) -> int:
+        """The product of the sizes that are kept."""
+        return math.prod(size for d, size in enumerate(self.shape) if d not in self.dims)
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Reduced:
+        """x and dy."""
+        draw = Draw(device, seed)
+        x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout)
+        y = x.sum(self.dim, self.keepdim)
+        return Reduced(x.requires_grad_(), draw.normal(tuple(y.shape), self.out_dtype or self.dtype))
+
+    def ours(self, inputs: Reduced, backend: str | None) -> Results:
+        """y, by the verb."""
+        verb = getattr(kf, self.verb)
+        return {"y": verb(inputs.x, self.dim, self.keepdim, dtype=self.out_dtype, backend=backend)}
+
+    def definition(self, inputs: Reduced) -> Results:
+        """y by the operator's definition."""
+        dims = [] if self.dim is None else list(self.dims)
+        return {"y": eager.reduce(inputs.x, dims, self.keepdim, self.verb, None)}
+
+    def pytorch(self, inputs: Reduced) -> Results:
+        """The pointwise function and the reduction, both in the dtype of the result."""
+        x = inputs.x.to(self.out_dtype or self.dtype)
+        return {"y": _UNFUSED[self.verb](x, self.dim, self.keepdim)}
+
+    def long_double(self, inputs: Reduced) -> Reference:
+        """Sums by NumPy, and their gradients."""
+        x, dims = wide(inputs.x), self.dims
+        dy = wide(inputs.dy)
+        dy = dy if self.keepdim or not self.shape else np.expand_dims(dy, dims)
+        if self.verb == "sum_squared":
+            return {"y": np.asarray((x * x).sum(dims, keepdims=self.keepdim)), "dx": 2 * x * dy}
+        count = math.prod(self.shape[d] for d in dims) if self.shape else 1
+        total = np.asarray(np.abs(x).sum(dims, keepdims=self.keepdim))
+        return {"y": np.asarray(total / count if count else total * np.nan), "dx": np.sign(x) * dy / max(1, count)}

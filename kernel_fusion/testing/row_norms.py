@@ -1,0 +1,224 @@
+"""Cases of the row norms, and of the norms with stages around them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import kernel_fusion as kf
+from kernel_fusion.backends import eager
+from kernel_fusion.core.activations import IDENTITY, formula
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.testing import long_double
+from kernel_fusion.testing.budget import Array, Reference
+from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
+from kernel_fusion.testing.long_double import Activation
+
+
+@dataclass
+class Inputs(Tensors):
+    """The tensors of a norm: leaves of the autograd graph, and the cotangents of y and h."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    dy: Tensor
+    residual: Tensor | None = None
+    dh: Tensor | None = None
+    seed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowNormCase(Case):
+    """One call of a norm.
+
+    Attributes:
+        verb: "layer_norm" or "rms_norm".
+        shape, dtype: of the input.
+        num_dims: how many last dimensions are normalised.
+        weight, bias: their dtypes, or None.
+        out_dtype, weight_offset: as in the verb.
+        layout: of input and cotangents, as in `lay_out`.
+        mean, std: of the input's values.
+    """
+
+    num_dims: int = 1
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    weight_offset: float = 0.0
+    layout: str = "contiguous"
+    mean: float = 0.5
+    std: float = 2.0
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:
+        """The sizes of the normalised dimensions."""
+        return self.shape[len(self.shape) - self.num_dims :]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of y."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def rms(self) -> bool:
+        """Whether this is RMSNorm."""
+        return self.verb.endswith("rms_norm")
+
+    @property
+    def draws(self) -> int:
+        """Short rows, whose few values may all happen to round well, need more."""
+        cols = max(1, math.prod(self.normalized_shape))
+        return max(super().draws, min(64, 64 // cols))
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+        """x, weight, bias and dy."""
+        draw = Draw(device, seed)
+
+        def parameter(dtype: torch.dtype | None, mean: float) -> Tensor | None:
+            return None if dtype is None else draw.normal(self.normalized_shape, dtype, mean).requires_grad_()
+
+        x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
+        dy = draw.normal(self.shape, self.result_dtype, layout=self.layout)
+        weight, bias = parameter(self.weight, 1.0 - self.weight_offset), parameter(self.bias, 0.5)
+        return Inputs(x, weight, bias, dy)
+
+    def ours(self, inputs: Inputs, backend: str | None) -> Results:
+        """y, by the verb."""
+        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
+        return {"y": self._verb(inputs, **options)}
+
+    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
+        verb = getattr(kf, self.verb)
+        return verb(inputs.x, *residual, self.normalized_shape, inputs.weight, bias=inputs.bias, **options)
+
+    def definition(self, inputs: Inputs) -> Results:
+        """y in the input's dtype."""
+        affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
+        return {"y": eager.row_norm(inputs.x, self.num_dims, *affine, self.rms)}
+
+    def pytorch(self, inputs: Inputs) -> Results:
+        """`F.layer_norm`, or `F.rms_norm` and an addition."""
+        return {"y": self._pytorch_norm(inputs.x, inputs).to(self.result_dtype)}
+
+    def _pytorch_norm(self, x: Tensor, inputs: Inputs) -> Tensor:
+        dtypes = {t.dtype for t in (x, inputs.weight, inputs.bias) if t is not None}
+        compute = x.dtype if len(dtypes) == 1 else torch.float32
+        weight = None if inputs.weight is None else inputs.weight.to(compute)
+        if weight is not None and self.weight_offset:
+            weight = weight + self.weight_offset
+        bias = None if inputs.bias is None else inputs.bias.to(compute)
+        x = x.to(compute)
+        if not self.rms:
+            return F.layer_norm(x, self.normalized_shape, weight, bias, default_eps(self))
+        y = F.rms_norm(x, self.normalized_shape, weight, default_eps(self))
+        return y if bias is None else y + bias
+
+    def long_double(self, inputs: Inputs) -> Reference:
+        """The formulas of forward and backward."""
+        return self._by_hand(inputs, long_double.ACTIVATIONS[IDENTITY], long_double.ACTIVATIONS[IDENTITY], np.ones(()))
+
+    def _by_hand(self, inputs: Inputs, pre: Activation, post: Activation, keep: Array) -> Reference:
+        """Forward and backward with stages; `keep` is what dropout multiplies by."""
+        x = wide(inputs.x)
+        h = keep * pre.value(x)
+        if inputs.residual is not None:
+            h = h + wide(inputs.residual)
+        y, dh, dweight, dbias = self._norm_by_hand(h, inputs, post)
+        results = {"y": y, "dweight": dweight, "dbias": dbias}
+        if inputs.dh is not None:
+            dh = dh + wide(inputs.dh)
+            results |= {"h": h, "dresidual": dh}
+        results["dx"] = dh * keep * pre.slope(x)
+        absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
+        return {name: value for name, value in results.items() if name not in absent}
+
+    def _norm_by_hand(self, h: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Array, Array]:
+        """activation(norm(h)), and the gradients of h, weight and bias."""
+        axes, rows = tuple(range(-self.num_dims, 0)), tuple(range(len(self.shape) - self.num_dims))
+        none = np.zeros(self.normalized_shape, np.longdouble)
+        weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
+        bias = none if inputs.bias is None else wide(inputs.bias)
+        if h.size == 0:
+            return h, h, none, none
+        centered = h if self.rms else h - h.mean(axes, keepdims=True)
+        rstd = 1 / np.sqrt((centered * centered).mean(axes, keepdims=True) + np.longdouble(default_eps(self)))
+        xhat = centered * rstd
+        n = xhat * weight + bias
+        dn = wide(inputs.dy) * post.slope(n)
+        g = dn * weight
+        dh = g - xhat * (g * xhat).mean(axes, keepdims=True)
+        if not self.rms:
+            dh = dh - g.mean(axes, keepdims=True)
+        return post.value(n), dh * rstd, (dn * xhat).sum(rows), dn.sum(rows)
+
+
+@dataclass(frozen=True)
+class StagedNormCase(RowNormCase):
+    """One call of a norm with what stands around it.
+
+    Attributes:
+        verb: also "add_layer_norm" or "add_rms_norm", which return h, the sum that is normalised, beside y.
+        pre_activation, activation, dropout_p: as in the verb.
+        residual: its dtype in the `add_*` verbs, None in the others.
+    """
+
+    pre_activation: str | None = None
+    activation: str | None = None
+    residual: torch.dtype | None = None
+    dropout_p: float = 0.0
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+        """x, weight, bias and dy; residual, dh and the seed of the dropout where the case has them."""
+        inputs = super().make_inputs(device, seed)
+        draw = Draw(device, seed + 1)
+        if self.residual is not None:
+            inputs.residual = draw.normal(self.shape, self.residual, 0.2, 1.5, self.layout).requires_grad_()
+            inputs.dh = draw.normal(self.shape, self.residual)
+        if self.dropout_p:
+            inputs.seed = dropout_seed(device)
+        return inputs
+
+    def ours(self, inputs: Inputs, backend: str | None) -> Results:
+        """y, and h where there is a residual."""
+        options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
+        options |= {"pre_activation": self.pre_activation, "activation": self.activation}
+        if self.residual is None:
+            return {"y": self._verb(inputs, **options)}
+        with seeded(inputs.x.device):
+            y, h = self._verb(inputs, inputs.residual, dropout_p=self.dropout_p, **options)
+        return {"y": y, "h": h}
+
+    def definition(self, inputs: Inputs) -> Results:
+        """y and h in float64; h is not rounded, so that every rounding of a kernel counts as its error."""
+        affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
+        stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
+        y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
+        return {"y": y} if inputs.residual is None else {"y": y, "h": h}
+
+    def pytorch(self, inputs: Inputs) -> Results:
+        """Activation, dropout, addition, norm and activation, each by PyTorch."""
+        u = formula(self.pre_activation or IDENTITY)(inputs.x)
+        if self.dropout_p:
+            u = u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed)
+        h = u if inputs.residual is None else (inputs.residual + u).to(inputs.residual.dtype)
+        y = formula(self.activation or IDENTITY)(self._pytorch_norm(h, inputs).to(self.result_dtype))
+        return {"y": y} if inputs.residual is None else {"y": y, "h": h}
+
+    def long_double(self, inputs: Inputs) -> Reference:
+        """The formulas of forward and backward, stages included."""
+        pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
+        keep = wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
+        return self._by_hand(inputs, pre, post, keep)
+
+
+def default_eps(case: RowNormCase) -> float:
+    """PyTorch's default: 1e-5 for LayerNorm, the machine epsilon of the compute type for RMSNorm."""
+    return torch.finfo(compute_dtype(case.dtype)).eps if case.rms else 1e-5

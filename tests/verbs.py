@@ -1,0 +1,225 @@
+"""Every verb in one table: what it is called with, what PyTorch's call is, and which arguments have gradients.
+
+Tests of what every operation guarantees run over the table by the fixture `operation`, so a new verb is one row. A verb
+may stand here in several forms, where stages, masks or broadcasting take ways of their own. Activations are smooth, so
+that finite differences mean something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support import Target
+from torch import Tensor
+
+import kernel_fusion as kf
+
+Function = Callable[..., Any]
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One way to call a verb.
+
+    Attributes:
+        name: what the test is called.
+        arguments: the differentiable arguments by name, each as a function of rows and columns that gives its shape.
+        ours: called with these arguments and `backend`.
+        pytorch: PyTorch's calls, with these arguments.
+        kernels: how many kernels one call and one backward run; None for at least one.
+        batches: whether a batched first argument is one call with more rows.
+        row_wise: whether row i of every result comes from row i of the first argument alone.
+    """
+
+    name: str
+    arguments: dict[str, Callable[[int, int], tuple[int, ...]]]
+    ours: Function
+    pytorch: Function
+    kernels: int | None = 1
+    batches: bool = False
+    row_wise: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def leaves(self, target: Target, rows: int = 7, cols: int = 17, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Random arguments, all of them requiring gradients."""
+        shapes = (shape(rows, cols) for shape in self.arguments.values())
+        return [torch.randn(s, device=target.device, dtype=dtype, requires_grad=True) for s in shapes]
+
+    def on(self, target: Target) -> Callable[..., Any]:
+        """The call on the target's backend."""
+        return lambda *tensors: self.ours(*tensors, backend=target.backend)
+
+    def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
+        """`Target.ran` for so many calls and backward passes of this verb."""
+        return target.ran(self._count(forward), self._count(backward))
+
+    def _count(self, calls: int | None) -> int | None:
+        return calls if calls == 0 or self.kernels == 1 else 0 if self.kernels == 0 else None
+
+
+def results(outputs: Any) -> list[Tensor]:
+    """What a verb returns, as a list."""
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def cotangents(outputs: Any) -> list[Tensor]:
+    """A random cotangent for each result."""
+    return [torch.randn_like(y) for y in results(outputs)]
+
+
+def gradients(outputs: Any, tensors: list[Tensor], dys: list[Tensor], **options: Any) -> list[Tensor]:
+    """The gradients of the tensors among the arguments that require them, by the results that depend on these."""
+    wanted = [t for t in tensors if t.requires_grad]
+    used = [(y, dy.to(y)) for y, dy in zip(results(outputs), dys, strict=True) if y.requires_grad]
+    return list(torch.autograd.grad([y for y, _ in used], wanted, [dy for _, dy in used], **options))
+
+
+def _matrix(rows: int, cols: int) -> tuple[int, ...]:
+    return rows, cols
+
+
+def _row(rows: int, cols: int) -> tuple[int, ...]:
+    return (cols,)
+
+
+def _column(rows: int, cols: int) -> tuple[int, ...]:
+    return rows, 1
+
+
+def _keys(rows: int, cols: int) -> tuple[int, ...]:
+    return 6, cols
+
+
+_AFFINE = {"x": _matrix, "weight": _row, "bias": _row}
+_ADDED = {"x": _matrix, "residual": _matrix, "weight": _row, "bias": _row}
+_PAIR = {"a": _matrix, "b": _matrix}
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS) + bias
+
+
+def _our_norm(verb: Function, **options: Any) -> Function:
+    """A norm over the last dimension; the tensors are x, perhaps a residual, weight and bias."""
+
+    def norm(x: Tensor, *rest: Tensor, backend: str | None = None) -> Any:
+        *residual, weight, bias = rest
+        return verb(x, *residual, x.shape[-1:], weight, bias=bias, eps=EPS, backend=backend, **options)
+
+    return norm
+
+
+def _staged(norm: Function) -> Function:
+    return lambda x, weight, bias: F.silu(norm(F.gelu(x), weight, bias))
+
+
+def _added(norm: Function) -> Function:
+    def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        h = residual + torch.tanh(x)
+        return norm(h, weight, bias), h
+
+    return added
+
+
+def _causal(scores: Tensor) -> Tensor:
+    left_out = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return torch.softmax(scores.masked_fill(left_out, float("-inf")), -1)
+
+
+_STAGES = {"pre_activation": "gelu", "activation": "silu"}
+_VERBS = (
+    Verb("layer_norm", _AFFINE, _our_norm(kf.layer_norm), _layer_norm, batches=True),
+    Verb("rms_norm", _AFFINE, _our_norm(kf.rms_norm), _rms_norm, batches=True),
+    Verb("layer_norm-staged", _AFFINE, _our_norm(kf.layer_norm, **_STAGES), _staged(_layer_norm)),
+    Verb("rms_norm-staged", _AFFINE, _our_norm(kf.rms_norm, **_STAGES), _staged(_rms_norm)),
+    Verb("add_layer_norm", _ADDED, _our_norm(kf.add_layer_norm, pre_activation="tanh"), _added(_layer_norm)),
+    Verb("add_rms_norm", _ADDED, _our_norm(kf.add_rms_norm, pre_activation="tanh"), _added(_rms_norm)),
+    Verb("add_act", _PAIR, lambda a, b, **o: kf.add_act(a, b, "gelu", **o), lambda a, b: F.gelu(a + b)),
+    Verb(
+        "add_act-column",
+        {"a": _matrix, "b": _column},
+        lambda a, b, **o: kf.add_act(a, b, "silu", **o),
+        lambda a, b: F.silu(a + b),
+    ),
+    Verb("mul_act", _PAIR, lambda a, b, **o: kf.mul_act(a, b, "tanh", **o), lambda a, b: torch.tanh(a * b)),
+    Verb(
+        "bias_act",
+        {"x": _matrix, "bias": _row},
+        lambda x, b, **o: kf.bias_act(x, b, "gelu", **o),
+        lambda x, b: F.gelu(x + b),
+    ),
+    Verb(
+        "act_dropout",
+        {"x": _matrix},
+        lambda x, **o: kf.act_dropout(x, "mish", 0.5, training=False, **o),
+        lambda x: F.mish(x),
+        batches=True,
+    ),
+    Verb("gated_act", _PAIR, lambda a, b, **o: kf.gated_act(a, b, "silu", **o), lambda a, b: F.silu(a) * b),
+    Verb(
+        "gated_act-row",
+        {"gate": _row, "value": _matrix},
+        lambda a, b, **o: kf.gated_act(a, b, "gelu_tanh", **o),
+        lambda a, b: F.gelu(a, approximate="tanh") * b,
+        row_wise=False,
+    ),
+    Verb(
+        "sum_squared",
+        {"x": _matrix},
+        lambda x, **o: kf.sum_squared(x, -1, **o),
+        lambda x: x.square().sum(-1),
+        kernels=None,
+        batches=True,
+    ),
+    Verb(
+        "mean_abs",
+        {"x": _matrix},
+        lambda x, **o: kf.mean_abs(x, **o),
+        lambda x: x.abs().mean((-1, -2)),
+        kernels=None,
+        batches=True,
+        row_wise=False,
+    ),
+    Verb(
+        "softmax",
+        {"x": _matrix},
+        lambda x, **o: kf.softmax(x, scale=0.5, **o),
+        lambda x: torch.softmax(x * 0.5, -1),
+        batches=True,
+    ),
+    Verb(
+        "softmax-masked",
+        {"x": _matrix, "mask": _row},
+        lambda x, mask, **o: kf.softmax(x, mask=mask, causal=True, **o),
+        lambda x, mask: _causal(x + mask),
+        row_wise=False,
+    ),
+    Verb(
+        "attention_scores",
+        {"query": _matrix, "key": _keys},
+        lambda q, k, **o: kf.attention_scores(q, k, 0.25, **o),
+        lambda q, k: q @ k.mT * 0.25,
+        kernels=0,
+        row_wise=False,
+    ),
+    Verb(
+        "attention_weights",
+        {"query": _matrix, "key": _keys},
+        lambda q, k, **o: kf.attention_scores(q, k, 0.25, causal=True, normalize=True, **o),
+        lambda q, k: _causal(q @ k.mT * 0.25),
+        row_wise=False,
+    ),
+)
+VERBS = {verb.name: verb for verb in _VERBS}
