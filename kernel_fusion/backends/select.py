@@ -244,7 +244,7 @@ class Explanation:
     Attributes:
         backend: the one it takes.
         reasons: for every other backend, why not.
-        plan: how the kernel runs on CUDA, one line each for forward and backward; empty elsewhere.
+        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere.
     """
 
     backend: str
@@ -289,6 +289,8 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         reason = None if candidate == "eager" else _why_not(candidate, arguments.get("mask"), tensors)
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
+        if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
+            reason = "its interpreter serves CPU tensors on request alone"
         if reason is None and chosen is not None:
             reason = f"{chosen!r} comes first"
         if reason is None:
@@ -322,8 +324,12 @@ def _why_not(backend: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> st
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
-    if chosen != "cuda":
-        return ()
-    from kernel_fusion.backends.cuda import explain as cuda_explain
+    if chosen == "cuda":
+        from kernel_fusion.backends.cuda import explain as cuda_explain
 
-    return cuda_explain.plan_lines(verb, arguments)
+        return cuda_explain.plan_lines(verb, arguments)
+    if chosen == "triton":
+        from kernel_fusion.backends.triton import explain as triton_explain
+
+        return triton_explain.plan_lines(verb, arguments)
+    return ()

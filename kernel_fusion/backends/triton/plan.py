@@ -15,6 +15,9 @@ import torch
 # Columns of a row that is read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
+# Elements of a section of a reduction: of a row, and down a block of columns.
+ROW_SECTION = 32768
+COLUMN_SECTION = 1024
 # Elements of a thread, counting one value per element; and the most warps of 32 that a program may have.
 _PER_THREAD = 16
 _MAX_WARPS = 32
@@ -76,6 +79,11 @@ def norm_forward(cols: int, wide: bool, warp_size: int) -> Plan:
 def norm_backward(cols: int, wide: bool, sums: bool, warp_size: int) -> Plan:
     """Backward keeps n, g and, if it `sums` columns, dweight and dbias: five values an element, so shorter rows."""
     return row_plan(cols, wide, warp_size, 8192 if sums else 16384, _PER_THREAD)
+
+
+def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
+    """Backward of softmax keeps y and dy."""
+    return row_plan(cols, wide, warp_size, 16384)
 
 
 def columns(cols: int, warp_size: int) -> Plan:

@@ -224,10 +224,3 @@ def _broadcast(a: Tensor, b: Tensor | None) -> bool:
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
     return all(m == n or m == 1 or n == 1 for m, n in pairs)
 
-
-def explain(a: Tensor, b: Tensor | None) -> tuple[str, ...]:
-    """The plan, in words."""
-    walk = _walk(a, b)
-    return (f"forward, backward: {_plan_and_grid(walk, a.device)[0]}",)
-
-

@@ -19,9 +19,6 @@ from kernel_fusion.backends.triton.layout import product
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
 
-# Elements of a section: of a row, and down a block of columns.
-_ROW_SECTION = 32768
-_COLUMN_SECTION = 1024
 _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
 
 
@@ -77,15 +74,14 @@ def _reduce_run(
 
 def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
     rows, length = x.shape
-    sections = -(-length // _ROW_SECTION)
+    sections = -(-length // plan.ROW_SECTION)
     final = sections == 1
     out = torch.empty((rows, sections), dtype=dtype if final else wide, device=x.device)
-    layout = plan.row_plan(length, wide == torch.float64, plan.device_of(x.device).warp_size, longest=_ROW_SECTION)
-    if layout.block > plan.CHUNK:
-        layout = plan.row_plan(plan.CHUNK, wide == torch.float64, plan.device_of(x.device).warp_size)
+    # A row is added up chunk by chunk, so that no plan but the shortest rows' depends on their length.
+    layout = plan.row_plan(min(length, plan.CHUNK), wide == torch.float64, plan.device_of(x.device).warp_size)
     launch(
         reduce_rows, (-(-rows // layout.rows), sections),
-        x, out, rows, length, _ROW_SECTION, x.stride(0), 1 if count is None else count,
+        x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count,
         MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
     )  # fmt: skip
     return out if final else _reduce_rows(out, "none", wide, dtype, count)
@@ -93,13 +89,13 @@ def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, cou
 
 def _reduce_columns(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
     outer, length, cols = x.shape
-    sections = -(-length // _COLUMN_SECTION)
+    sections = -(-length // plan.COLUMN_SECTION)
     final = sections == 1
     out = torch.empty((outer, sections, cols), dtype=dtype if final else wide, device=x.device)
     layout = plan.columns(cols, plan.device_of(x.device).warp_size)
     launch(
         reduce_columns, (-(-cols // layout.block) * outer, sections),
-        x, out, length, _COLUMN_SECTION, cols, x.stride(0), x.stride(1), 1 if count is None else count,
+        x, out, length, plan.COLUMN_SECTION, cols, x.stride(0), x.stride(1), 1 if count is None else count,
         MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
     )  # fmt: skip
     return out if final else _reduce_columns(out, "none", wide, dtype, count)

@@ -283,13 +283,3 @@ def staged_row_norm(
     y, h, _ = _forward(*args, wants_stats=False)
     return y, h
 
-
-def explain(cols: int, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
-    """The plans of both directions, in words."""
-    of, wide = plan.device_of(device), dtype == torch.float64
-    forward_plan = plan.norm_forward(cols, wide, of.warp_size)
-    backward_plan = plan.norm_backward(cols, wide, True, of.warp_size)
-    lines = [f"forward: {forward_plan}", f"backward: {backward_plan}, {of.programs(backward_plan.warps)} programs"]
-    if backward_plan.looped:
-        lines.append(f"dweight, dbias: {plan.columns(cols, of.warp_size)}")
-    return tuple(lines)

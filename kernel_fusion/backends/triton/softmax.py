@@ -52,7 +52,7 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     dy, cols = dy.contiguous(), y.shape[-1]
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     wide = compute_dtype(y.dtype) == torch.float64
-    layout = plan.row_plan(cols, wide, plan.device_of(y.device).warp_size, longest=16384)
+    layout = plan.softmax_backward(cols, wide, plan.device_of(y.device).warp_size)
     size, num_rows = unit(cols), y.numel() // cols
     launch(
         kernels.softmax_bwd, (-(-num_rows // layout.rows),),
