@@ -6,8 +6,8 @@ for GPUs is the subject of test_triton_offline.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -54,29 +54,34 @@ def _first(result: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-# Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail; the
-# rest are ways of this backend alone: rows that are looped over in either direction, in each family; up to three strides
-# of rows, and more; columns of bias summed in tiles; sections of reductions.
+# Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail;
+# the rest are ways of this backend alone: rows that are looped over in either direction, in each family; up to three
+# strides of rows, and more; columns of bias summed in tiles; sections of reductions.
 def _own_cases() -> Iterator[Case]:
     stages = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
-    for dtype in (F32, BF16):
-        for verb, cols in product(("layer_norm", "rms_norm"), (8193, 40000)):
-            yield RowNormCase(verb, (3, cols), dtype, weight=dtype, bias=dtype)
-        yield StagedNormCase("add_layer_norm", (2, 33000), dtype, weight=dtype, residual=dtype, **stages)
-        yield SoftmaxCase("softmax", (2, 40000), dtype)
-        yield ReduceCase("mean_abs", (2100, 5), dtype, dim=0)
+    yield RowNormCase("layer_norm", (2, 8193), F32, weight=F32, bias=F32)
+    yield RowNormCase("rms_norm", (2, 8200), F32, weight=F32)
+    yield StagedNormCase("add_layer_norm", (1, 33000), F32, weight=F32, residual=F32, **stages)
+    yield SoftmaxCase("softmax", (1, 33000), F32)
+    yield SoftmaxCase("softmax", (2, 33000), F32, causal=True)
+    yield ReduceCase("mean_abs", (2100, 5), F32, dim=0)
     yield RowNormCase("layer_norm", (4, 3, 96), F32, weight=F32, layout="transposed")
     yield StagedNormCase("add_rms_norm", (3, 2, 4, 40), BF16, weight=F32, residual=F32, layout="transposed")
     yield PointwiseCase("mul_act", (8, 3, 1, 17), F32, other=(5, 1))
     yield PointwiseCase("add_act", (4, 6, 8, 10), F32, layout="channels-last", other=(6, 1, 1))
-    yield PointwiseCase("bias_act", (70, 1030), BF16, activation="gelu", other=(1030,))
+    yield PointwiseCase("bias_act", (70, 1030), F32, activation="gelu", other=(1030,))
     yield PointwiseCase("add_act", (30, 100), F16, layout="transposed", other_layout="strided")
     yield ReduceCase("sum_squared", (4, 5, 6, 7), F32, dim=(0, 2))
     yield SoftmaxCase("softmax", (2, 3, 9, 40), F32, mask="boolean", mask_shape=(2, 1, 1, 40), causal=True)
     yield SoftmaxCase("softmax", (2, 3, 9, 40), BF16, mask="additive", mask_shape=(3, 1, 40))
 
 
-@pytest.mark.parametrize("case", [*cases.cases(quick=True), *_own_cases()], ids=str)
+def _affordable(case: Case) -> bool:
+    """On a GPU all; in the interpreter those that take about a second, which leaves every verb, dtype and stage."""
+    return DEVICE == "cuda" or (case.draws <= 4 and math.prod(case.shape) <= 17000)
+
+
+@pytest.mark.parametrize("case", [*filter(_affordable, cases.cases(quick=True)), *_own_cases()], ids=str)
 def test_within_budget(case: Case) -> None:
     """Every verb, stage, activation, dtype and direction is within the oracle's budget."""
     check(case, TRITON)
@@ -199,7 +204,9 @@ def test_errors_are_those_of_every_backend() -> None:
 
 def test_integers_are_refused() -> None:
     """An explicit request never falls back."""
-    with pytest.raises(BackendUnavailableError, match=r"`sum_squared`: backend 'triton' was requested, but its kernels"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"`sum_squared`: backend 'triton' was requested, but its kernels"
+    ):
         kf.sum_squared(torch.ones(3, dtype=torch.int64, device=DEVICE), backend="triton")
 
 
@@ -239,7 +246,7 @@ def test_explain(name: str) -> None:
 @pytest.mark.parametrize("warp_size", [32, 64])
 @pytest.mark.parametrize("wide", [False, True])
 def test_plans_fit(cols: int, warp_size: int, wide: bool) -> None:
-    """A block is a power of two that holds the row, unless the row is looped over; a program has 1024 threads at most."""
+    """A block is a power of two that holds the row, or the row is looped over; a program has 1024 threads at most."""
     plans = [
         plan.norm_forward(cols, wide, warp_size),
         plan.norm_backward(cols, wide, True, warp_size),

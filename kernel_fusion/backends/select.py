@@ -23,7 +23,7 @@ from kernel_fusion.backends import eager, interop, triton
 from kernel_fusion.config import BACKENDS, check_backend_name, state, triton_is_interpreted
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.native import loader, schemas, vmap  # noqa: F401  (vmap registers its rules)
+from kernel_fusion.native import loader, schemas, vmap
 
 Operator = Callable[..., Any]
 

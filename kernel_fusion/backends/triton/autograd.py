@@ -7,7 +7,6 @@ backward passes take the eager definition, through the operators `*_reference`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,10 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def differentiable(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor | None], wants: Sequence[bool]
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """The wanted gradients of outputs that the definition has computed, themselves differentiable."""
     pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]

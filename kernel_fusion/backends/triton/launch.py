@@ -17,7 +17,7 @@ launches: dict[str, int] = {}
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, **constants: Any) -> None:
-    """Launch `kernel` on the device of its first tensor; None stands for a pointer that the constants say is not read."""
+    """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed."""
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
     first = next(arg for arg in args if isinstance(arg, Tensor))

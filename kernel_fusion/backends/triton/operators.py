@@ -1,4 +1,4 @@
-"""The Triton backend's verbs: operators `kernel_fusion::triton_*` with the schemas of the verbs, chosen by name or device.
+"""The Triton backend's verbs: operators `kernel_fusion::triton_*` with the schemas of the verbs.
 
 Each sits on the `Autograd` key, so that a tracer keeps it as one node and autograd's tracer finds the operators on the
 kernels below it (`torch.library.triton_op`), which Inductor sees through. Where no autograd key is consulted, as in

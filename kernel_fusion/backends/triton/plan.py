@@ -1,8 +1,8 @@
 """How a kernel runs: the block of columns, the rows beside each other, the warps, and whether a row is looped over.
 
-One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what it
-keeps of it; short rows share a program. No plan depends on the number of rows, so a new batch size compiles nothing and
-cannot change a row's bits. Nothing is tuned at a first call.
+One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what
+it keeps of it; short rows share a program. No plan depends on the number of rows, so a new batch size compiles nothing
+and cannot change a row's bits. Nothing is tuned at a first call.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def _walk(a: Tensor, b: Tensor | None) -> _Walk:
     order = memory_order(shape, [t.stride() for t in (operands[:1] if b is None else operands)])
     strides = dense_strides(shape, order)
     for _ in range(2):
-        sizes, steps = merge(
-            [shape[dim] for dim in order], [[of.stride()[dim] for dim in order] for of in operands]
-        )
+        sizes, steps = merge([shape[dim] for dim in order], [[of.stride()[dim] for dim in order] for of in operands])
         rows = outer_rows(sizes[:-1], [of[:-1] for of in steps])
         if rows is not None:
             break
@@ -213,7 +211,7 @@ def pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
     if autograd.needs_definition([a, b], [rest[-1]]) or not _broadcast(a, b):
         return torch.ops.kernel_fusion.pointwise_reference(*args)  # type: ignore[no-any-return]
     if autograd.requires_grad(a, b):
-        return Chain.apply(*args)  # type: ignore[no-any-return]
+        return Chain.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     return torch.ops.kernel_fusion.triton_pointwise_fwd(*args)  # type: ignore[no-any-return]
 
 
@@ -223,4 +221,3 @@ def _broadcast(a: Tensor, b: Tensor | None) -> bool:
         return True
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
     return all(m == n or m == 1 or n == 1 for m, n in pairs)
-

@@ -1,7 +1,7 @@
 """Reductions: the operator on the kernels, and its autograd.
 
-Dimensions that are reduced and neighbours in memory are one; each such run is one reduction, the first with the function
-of the elements, the others plain sums of sums. Long runs are cut into sections, whose sums are reduced in turn.
+Dimensions that are reduced and neighbours in memory are one; each such run is one reduction, the first with the
+function of the elements, the others sums of sums. Long runs are cut into sections, whose sums are reduced in turn.
 """
 
 from __future__ import annotations
@@ -141,5 +141,5 @@ def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: t
     if autograd.needs_definition([input]) or input.dim() == 0 or not (valid and floating):
         return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
     if autograd.requires_grad(input):
-        return Reduce.apply(*args)  # type: ignore[no-any-return]
+        return Reduce.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     return torch.ops.kernel_fusion.triton_reduce_fwd(input, list(dim), keepdim, kind, dtype or input.dtype)  # type: ignore[no-any-return]

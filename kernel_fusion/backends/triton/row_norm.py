@@ -256,7 +256,7 @@ def _through_stages(
         assert x is not None
         u = chain(x.to(du.dtype).contiguous(), None, "first", pre, 1.0, p, seed)
         return autograd.differentiable([u], [du], [x], [True])[0]
-    return (du if seed is None else chain(du.contiguous(), None, "first", IDENTITY, 1.0, p, seed)).to(dtype)  # type: ignore[no-any-return]
+    return (du if seed is None else chain(du.contiguous(), None, "first", IDENTITY, 1.0, p, seed)).to(dtype)
 
 
 def staged_row_norm(
@@ -274,12 +274,13 @@ def staged_row_norm(
     """`kernel_fusion::staged_row_norm` on the Triton kernels."""
     args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages)
     shape = input.shape[input.dim() - num_dims :]
-    if autograd.needs_definition([input, residual, weight, bias], [stages[-1]]) or not checks.parameters_fit(shape, weight, bias):
+    if autograd.needs_definition([input, residual, weight, bias], [stages[-1]]) or not checks.parameters_fit(
+        shape, weight, bias
+    ):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
     checks.row_norm("rms_norm" if rms else "layer_norm", input, weight, bias, weight_offset, out_dtype)
     checks.residual(input, residual)
     if autograd.requires_grad(input, residual, weight, bias):
-        return StagedRowNorm.apply(*args)  # type: ignore[no-any-return]
+        return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     y, h, _ = _forward(*args, wants_stats=False)
     return y, h
-

@@ -21,9 +21,9 @@ def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, 
         return tensors[0], None, Rows(rows.count, rows.middle, rows.inner, (*rows.strides, (0, 0, 0)))
     x = input if input.stride(-1) == 1 or input.shape[-1] == 1 else input.contiguous()
     for given, by in ((x, mask), (x.contiguous(), mask), (x.contiguous(), mask.contiguous())):
-        rows = outer_rows(*merge(given.shape[:-1], [given.stride()[:-1], by.stride()[:-1]]))
-        if rows is not None:
-            return given, by, rows
+        found = outer_rows(*merge(given.shape[:-1], [given.stride()[:-1], by.stride()[:-1]]))
+        if found is not None:
+            return given, by, found
     raise AssertionError("contiguous tensors are rows of one stride")
 
 
@@ -100,7 +100,7 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     if autograd.needs_definition([input], [mask]) or (mask is not None and not _is_mask(mask, input)):
         return torch.ops.kernel_fusion.softmax_reference(*args)  # type: ignore[no-any-return]
     if autograd.requires_grad(input, mask):
-        return Softmax.apply(*args)  # type: ignore[no-any-return]
+        return Softmax.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     return torch.ops.kernel_fusion.triton_softmax_fwd(*args)  # type: ignore[no-any-return]
 
 

@@ -292,7 +292,7 @@ def pointwise_bwd_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """da, and partial sums of db over rows, where b is one row: a program has a block of columns and some of the rows."""
+    """da, and partial sums of db over rows, where b is one row: a program has a block of columns and some rows."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     num_cols = col_units * UNIT
     start = tl.program_id(0) * BLOCK

@@ -6,8 +6,8 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
 h is recomputed from x, or, where there is a residual, read as forward wrote it. The programs are persistent: as many as
-the device holds, each walking through its rows, with sums for dweight and dbias in registers, written as one partial row
-per program; sum_partials adds those in order. Rows that do not fit in registers beside their sums are read twice by
+the device holds, each walking through its rows, with sums for dweight and dbias in registers, written as one partial
+row per program; sum_partials adds those in order. Rows that do not fit in registers beside their sums are read twice by
 `row_norm_bwd` (LOOPED), and their columns are summed by `row_norm_bwd_columns`. Bytes per element: x and dy in, dx out.
 """
 
@@ -21,7 +21,6 @@ from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
-
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "x0", "x1", "x2"]
@@ -293,7 +292,7 @@ def row_norm_bwd_columns(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The partial sums of dweight and dbias alone: a program has a block of columns, and every so many-th tile of rows."""
+    """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT

@@ -3,8 +3,8 @@
     u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
 
 A program has ROWS whole rows, each in one block of columns: x is read once, and the variance is that of the deviations
-from the mean, in registers. Rows longer than the block (LOOPED) are read twice: chunks of a row give a mean and a sum of
-squared deviations each, which are joined in order (Chan, Golub, LeVeque 1979), and the second reading normalises. h is
+from the mean, in registers. Rows longer than the block (LOOPED) are read twice: chunks of a row give a mean and a sum
+of squared deviations each, which are joined in order (Chan, Golub, LeVeque 1979); the second reading normalises. h is
 rounded to the residual's type before the statistics, y once. Bytes per element: x and the residual in, y and h out.
 """
 
@@ -17,7 +17,6 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
-
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "r0", "r1", "r2"]
@@ -124,7 +123,7 @@ def row_norm_fwd(
     BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
-    """`col_units` and the strides count units of UNIT elements, so that the compiler knows what they are divisible by."""
+    """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     num_cols = col_units * UNIT
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -176,9 +175,7 @@ def row_norm_fwd(
             store(h_ptr, y_row + col, h, mask)
         mean, squares = _mean_and_squares(h, mask, num_cols.to(h.dtype), RMS)
         rstd = reciprocal_sqrt(divide(squares, num_cols.to(h.dtype)) + EPS)
-        y = _affine(
-            h, mean, rstd, weight_ptr, bias_ptr, col, col_mask, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION, WIDE
-        )
+        y = _affine(h, mean, rstd, weight_ptr, bias_ptr, col, col_mask, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION, WIDE)
         store(y_ptr, y_row + col, y, mask)
     if STATS:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.

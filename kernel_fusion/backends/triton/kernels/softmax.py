@@ -122,9 +122,7 @@ def softmax_fwd(
             store(y_ptr, row * num_cols + at, _quotients(logits, largest, total, MASKED), inside)
     else:
         inside = row_mask & (col < num_cols)
-        logits = _logits(
-            x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, col, inside, SCALE, MASK, CAUSAL, WIDE
-        )
+        logits = _logits(x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, col, inside, SCALE, MASK, CAUSAL, WIDE)
         largest = _maximum(logits)
         total = tl.sum(tl.where(inside, exp(logits - largest), 0.0), axis=1)[:, None]
         store(y_ptr, row * num_cols + col, _quotients(logits, largest, total, MASKED), inside)
