@@ -96,11 +96,19 @@ def _result_dtype(a: Tensor, b: Tensor | None) -> torch.dtype:
 
 @torch.library.triton_op("kernel_fusion::triton_pointwise_fwd", mutates_args={})
 def forward(
-    a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
+    a: Tensor,
+    b: Tensor | None,
+    combine: str,
+    activation: str,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y, with the strides that PyTorch's pointwise operations give it."""
+    """y, with the strides that PyTorch's pointwise operations give it, and their dtype unless `out_dtype` is given."""
     dtype, walk = _result_dtype(a, b), _walk(a, b)
-    y = _like(walk, a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape), dtype, a.device)
+    shape = a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape)
+    y = _like(walk, shape, out_dtype or dtype, a.device)
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
     launch(

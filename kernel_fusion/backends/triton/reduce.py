@@ -125,12 +125,14 @@ class Reduce(torch.autograd.Function):
         if not keepdim:
             for d in dims:
                 dy = dy.unsqueeze(d)
+        # Scaled here, where dy is small: a scale is compiled in, and the count may be that of rows.
         if kind == "sum_squared":
             chain = "mul", IDENTITY, 2.0
         else:
-            chain = "gate", "sign", 1 / product([x.shape[d] for d in dims])
-        dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None)
-        return dx.to(x.dtype), *(None,) * 4
+            chain = "gate", "sign", 1.0
+            dy = dy.to(compute_dtype(dy.dtype)) / product([x.shape[d] for d in dims])
+        dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
+        return dx, *(None,) * 4
 
 
 def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
