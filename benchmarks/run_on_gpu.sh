@@ -32,6 +32,7 @@ for part in $parts; do
       run bench python3 -m kernel_fusion bench models host memory --device cuda --output-dir "$out"
       run bench-shapes python3 -m kernel_fusion bench large odd few-rows --device cuda --directions forward,backward \
         --output-dir "$out"
+      run bench-operations python3 -m kernel_fusion bench relu-layernorm fused-ops --device cuda --output-dir "$out"
       run bench-f32-weights python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --weights fp32 \
         --verbs layer_norm --directions forward,backward --output-dir "$out/fp32-weights"
       ;;

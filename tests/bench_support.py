@@ -7,30 +7,39 @@ from typing import Any
 import torch
 
 from kernel_fusion.bench import providers
-from kernel_fusion.bench.providers import Norm, Provider
+from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import Effort, Setup
+from kernel_fusion.bench.workloads import DIRECTIONS, Function, Workload
 from kernel_fusion.testing.oracle import RowNormCase
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 CASE = RowNormCase("layer_norm", (48, 96), FP32, weight=FP32, bias=FP32)
+NORM = RowNorm("a", CASE)
 EFFORT = Effort(min_rounds=2, max_rounds=2, max_seconds=0.0, replays=2, host_rounds=2, max_checked=1 << 20)
 
 
 def scaled(name: str, factor: float, backend: str | None = None) -> Provider:
-    """PyTorch's numbers under another name, one column of y multiplied by `factor`."""
+    """PyTorch's numbers under another name, one column of the first result multiplied by `factor`."""
 
-    def norm(case: RowNormCase) -> Norm:
-        right = providers.pytorch().norm(case)
-        scale = torch.ones(case.shape[-1])
-        scale[3] = factor
-        return lambda x, weight, bias: right(x, weight, bias) * scale
+    def function(workload: Workload) -> Function:
+        right = workload.unfused()
 
-    return Provider(name, "0", norm, backend)
+        def wrong(*arguments: Any) -> Any:
+            results = right(*arguments)
+            y, *others = results if isinstance(results, tuple) else (results,)
+            scale = torch.ones(y.shape, dtype=y.dtype)
+            scale[..., min(3, scale.shape[-1] - 1) if scale.dim() else ...] = factor
+            return (y * scale, *others) if others else y * scale
+
+        return wrong
+
+    return Provider(name, "0", function, backend)
 
 
-def setup(*contenders: Provider, directions: Any = providers.DIRECTIONS) -> Setup:
+def setup(*contenders: Provider, directions: Any = DIRECTIONS) -> Setup:
     """PyTorch and `contenders`, measured on the CPU with next to no effort."""
     return Setup([providers.pytorch(), *contenders], CPU, directions, EFFORT)
 

@@ -3,7 +3,7 @@
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of erf absolute), "name.value error" and "name.slope error" (in halves of an ulp of fp16).
+// prints lines "name error" (relative; of erf absolute), "name.value error" and "name.slope error" (halves of an ulp of fp16).
 #include <math.h>
 
 #include <cstdio>
@@ -49,7 +49,8 @@ std::vector<float> read(const char* path) {
 template <class V> using Function = V (*)(V);
 
 // What the same formula gives in fp32, exactly computed, says where a result is no number or infinite.
-double largest(const std::vector<float>& xs, Function<float> rough, Function<float> single, Function<double> exact, auto&& scale) {
+double largest(const std::vector<float>& xs, Function<float> rough, Function<float> single, Function<double> exact,
+               auto&& scale) {
   double most = 0;
   for (const float x : xs) {
     const float got = rough(x), kind = single(x);

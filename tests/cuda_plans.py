@@ -75,10 +75,11 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
     table = plan.per_block * spec.cols * acc * (2 if plan.stages else 1) if sums else 0
     if plan.stages:
         members = plan.threads // plan.per_block
-        tensors = [(spec.x, access.x), (spec.y, access.y)][: 2 if spec.direction == "backward" else 1]
+        tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
-        weight = per_thread * members * ITEMSIZE[spec.weight] if plan.weight == "shared" and spec.weight else 0
+        kept = [(spec.weight, plan.weight), (spec.bias, plan.bias)]
+        weight = sum(per_thread * members * ITEMSIZE[t] for t, where in kept if where == "shared" and t)
         ring = plan.stages * plan.per_block * slot
         barriers = (2 * plan.stages + 4) * 8
         return max(ring, table) + weight, plan.per_block * (barriers + 4 * plan.warps * 2 * acc)
@@ -87,6 +88,17 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         assert plan.warps > 1  # the rows of a block are added up where the sums would be
         table = plan.threads * per_thread * 2 * acc
     return table, 2 * 2 * plan.warps * acc
+
+
+def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
+    """Types and alignments of the rows that come through shared memory."""
+    if spec.direction == "forward" or spec.direction == "inference":
+        tensors = [(spec.x, access.x), (spec.residual, access.residual)]
+    else:
+        dh = spec.residual if spec.dh else None
+        normalised = spec.residual or spec.x
+        tensors = [(normalised, access.x), (spec.y, access.y), (dh, access.residual), (spec.pre_x, access.pre_x)]
+    return [(t, align) for t, align in tensors if t]
 
 
 def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
@@ -107,6 +119,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         played=1,
         ahead=False,
         weight="memory",
+        bias="memory",
         storage="registers" if backward else "none",
         prefetch=False,
         min_blocks=1,

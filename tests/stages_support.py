@@ -1,4 +1,4 @@
-"""Norms with stages, for their tests: one call for the four verbs, its inputs, PyTorch's unfused composition, the budget."""
+"""Norms with stages, for their tests: one call for all verbs, its inputs, PyTorch's unfused composition, the budget."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def run(verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any) -
     return with_gradients(call(verb, *leaves, **options), leaves, grads)
 
 
-def assert_within_budget(ours: list[Tensor], verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any) -> None:
+def assert_within_budget(
+    ours: list[Tensor], verb: str, tensors: list[Tensor], grads: list[Tensor], **options: Any
+) -> None:
     """Judge outputs and gradients against the definition in float64, beside PyTorch's composition."""
     wide, wide_grads = widened(tensors), [g.double() for g in grads]
     expected = run(verb, wide, wide_grads, backend="eager", **options)

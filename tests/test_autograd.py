@@ -222,6 +222,17 @@ def test_create_graph_gives_the_same_gradients(operation: Verb, any_target: Targ
     assert_as_accurate([g.detach() for g in got], pytorch, dys, *tensors)
 
 
+def test_create_graph_where_the_input_depends_on_the_weight(verb: str, target: Target) -> None:
+    """Two norms in a row with one weight and bias: with `create_graph` each contributes once, as without."""
+    x, weight, bias = leaves(target, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    with target.ran(forward=2, backward=2):
+        y = call(verb, call(verb, x, weight, bias, backend=target.backend), weight, bias, backend=target.backend)
+        differentiable = torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
+        plain = torch.autograd.grad(y, (x, weight, bias), dy)
+    torch.testing.assert_close(differentiable, plain)
+
+
 def test_backward_twice(operation: Verb, any_target: Target) -> None:
     """With `retain_graph` a second backward gives the same bits; without, PyTorch's error."""
     tensors = operation.leaves(any_target)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kernel_fusion.bench import peers, providers, runner
 from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.workloads import DIRECTIONS
 from kernel_fusion.cli import app
 from kernel_fusion.native import loader
 
@@ -21,7 +22,7 @@ from kernel_fusion.native import loader
 KEYS = {
     *("configuration", "verb", "rows", "cols", "dtype", "weight_dtype", "bias_dtype", "layout", "direction"),
     *("provider", "provider_version", "median_ms", "q1_ms", "q3_ms", "iterations", "calls_per_iteration"),
-    *("speedup_over_pytorch", "percent_of_floor", "training_memory_bytes"),
+    *("speedup_over_pytorch", "percent_of_floor", "gigabytes_per_second", "bytes_moved", "training_memory_bytes"),
     *(f"max_abs_error_{name}" for name in ("y", "dx", "dweight", "dbias")),
     *(f"error_over_budget_{name}" for name in ("y", "dx", "dweight", "dbias")),
 }
@@ -61,7 +62,7 @@ def test_bench_writes_all_its_files(tmp_path: Path) -> None:
     markdown = (tmp_path / "models-quick.md").read_text()
     assert "| 64×96 | " in markdown
     assert data["command"] in markdown
-    plots = {f"models-quick-layer_norm-{direction}.png" for direction in providers.DIRECTIONS}
+    plots = {f"models-quick-layer_norm-{direction}.png" for direction in DIRECTIONS}
     assert {path.name for path in tmp_path.glob("*.png")} == plots
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import BF16, CASE, CPU, EFFORT, FP32, empty, scaled, setup
+from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
 from torch import Tensor
 
 from kernel_fusion.bench import check, host, memory, peers, providers, runner, timing
-from kernel_fusion.bench.providers import Norm, Provider
-from kernel_fusion.bench.suites import SUITES, Workload
+from kernel_fusion.bench.floor import Floor
+from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import Effort, Timing
+from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
 from kernel_fusion.native import loader
-from kernel_fusion.testing.oracle import Inputs, RowNormCase
+from kernel_fusion.testing.oracle import RowNormCase
 
 
 class Clock:
@@ -50,8 +53,9 @@ def effort(**changes: Any) -> Effort:
 
 def checked(provider: Provider, case: RowNormCase = CASE, max_elements: int = 1 << 20) -> Any:
     """The verdict on one provider."""
-    (inputs,) = providers.input_sets(case, CPU, 1)
-    return check.check(case, [provider], inputs, max_elements)[provider]
+    workload = RowNorm("a", case)
+    (inputs,) = workload.input_sets(CPU, 1)
+    return check.check(workload, [provider], inputs, max_elements)[provider]
 
 
 def test_median_and_quartiles_of_known_samples() -> None:
@@ -138,20 +142,20 @@ def test_odd_suite_has_tensors_of_128_megabytes(dtype: torch.dtype) -> None:
     assert [case.shape[1] for case in cases] == [255, 1000, 1023, 3000, 5000, 7168, 14336, 50257, 4096]
     for case in cases:
         assert case.shape[0] * case.shape[1] * dtype.itemsize == pytest.approx(128e6, rel=1e-3)
-    (inputs,) = providers.input_sets(replace(cases[-1], shape=(5, 4096)), CPU, 1)
-    assert inputs.x.stride() == (4097, 1)
-    assert inputs.dy.is_contiguous()
+    (inputs,) = RowNorm("a", replace(cases[-1], shape=(5, 4096))).input_sets(CPU, 1)
+    assert inputs.arguments["x"].stride() == (4097, 1)
+    assert inputs.cotangents[0].is_contiguous()
 
 
 def test_prepared_calls_do_what_their_direction_says() -> None:
     """Forward builds no graph; backward and forward+backward return the same gradients, time after time."""
-    (inputs,) = providers.input_sets(CASE, CPU, 1)
+    (inputs,) = NORM.input_sets(CPU, 1)
     provider = providers.pytorch()
-    y = provider.prepare("forward", CASE, inputs)()
+    y = provider.prepare("forward", NORM, inputs)()
     assert isinstance(y, Tensor)
     assert not y.requires_grad
-    backward, both = (provider.prepare(direction, CASE, inputs) for direction in ("backward", "forward+backward"))
-    expected = provider.results(CASE, inputs)
+    backward, both = (provider.prepare(direction, NORM, inputs) for direction in ("backward", "forward+backward"))
+    expected = provider.results(NORM, inputs)
     for _ in range(2):
         torch.testing.assert_close(backward(), tuple(expected[name] for name in ("dx", "dweight", "dbias")))
         torch.testing.assert_close(both(), tuple(expected.values()))
@@ -159,35 +163,35 @@ def test_prepared_calls_do_what_their_direction_says() -> None:
 
 def test_floor_moves_the_unavoidable_bytes() -> None:
     """One read and one write forward, two reads and one write backward, on contiguous tensors."""
-    (inputs,) = providers.input_sets(CASE, CPU, 1)
-    x = inputs.x.detach()
-    torch.testing.assert_close(providers.Floor().prepare("forward", CASE, inputs)(), -x)
-    torch.testing.assert_close(providers.Floor().prepare("backward", CASE, inputs)(), x + inputs.dy)
-    torch.testing.assert_close(providers.Floor().prepare("forward+backward", CASE, inputs)(), (-x, x + inputs.dy))
+    (inputs,) = NORM.input_sets(CPU, 1)
+    x, (dy,) = inputs.arguments["x"].detach(), inputs.cotangents
+    torch.testing.assert_close(Floor().prepare("forward", NORM, inputs)(), -x)
+    torch.testing.assert_close(Floor().prepare("backward", NORM, inputs)(), x + dy)
+    torch.testing.assert_close(Floor().prepare("forward+backward", NORM, inputs)(), (-x, x + dy))
 
 
 def test_input_sets_do_not_share_memory() -> None:
     """Rotation is over different x and dy; the parameters are one pair, as in a model."""
-    sets = providers.input_sets(CASE, CPU, 3)
-    assert len({t.data_ptr() for s in sets for t in (s.x, s.dy)}) == 6
-    assert len({id(s.weight) for s in sets}) == 1
+    sets = NORM.input_sets(CPU, 3)
+    assert len({t.data_ptr() for s in sets for t in (s.arguments["x"], *s.cotangents)}) == 6
+    assert len({id(s.arguments["weight"]) for s in sets}) == 1
 
 
 def test_cpu_memory_of_pytorch() -> None:
     """Saved: mean and rstd, the saved input not counted. Training: with y, dx and the two sums."""
-    (inputs,) = providers.input_sets(CASE, CPU, 1)
+    (inputs,) = NORM.input_sets(CPU, 1)
     rows, cols = CASE.shape
     saved, training = 4 * 2 * rows, 4 * (2 * rows * cols + 2 * cols + 2 * rows)
     provider = providers.pytorch()
-    assert memory.saved_bytes(provider, CASE, inputs) == saved
-    assert memory.training_bytes(provider, CASE, inputs) == training
-    assert memory.training_bytes(providers.ours("eager"), CASE, inputs) > training
+    assert memory.saved_bytes(provider, NORM, inputs) == saved
+    assert memory.training_bytes(provider, NORM, inputs) == training
+    assert memory.training_bytes(providers.ours("eager"), NORM, inputs) > training
 
 
 def test_memory_suite_measures_bytes_alone() -> None:
     """Saved and training bytes of each provider, and no times."""
     results = empty()
-    assert list(memory.measure(results, Workload("a", CASE), setup(providers.ours("eager")))) == ["bytes"]
+    assert list(memory.measure(results, NORM, setup(providers.ours("eager")))) == ["bytes"]
     assert [m.provider for m in results.measurements] == ["pytorch", "kf-eager"]
     for m in results.measurements:
         assert m.timing is None
@@ -200,7 +204,7 @@ def test_host_suite_times_functions_and_modules() -> None:
     results = empty()
     case = RowNormCase("rms_norm", (1, 64), FP32, weight=FP32)
     before = loader.launches("cpu_forward")
-    list(host.measure(results, Workload("1x64", case), setup(providers.ours("cpu"), scaled("peer", 1.0))))
+    list(host.measure(results, RowNorm("1x64", case), setup(providers.ours("cpu"), scaled("peer", 1.0))))
     assert not results.failures
     for form, names in {"function": {"pytorch", "peer", "kf-cpu"}, "module": {"pytorch", "kf-cpu"}}.items():
         for mode in host.MODES:
@@ -228,9 +232,9 @@ def test_check_refuses_results_without_a_kernel(monkeypatch: pytest.MonkeyPatch)
 
 def test_check_compares_rows_spread_over_the_tensor() -> None:
     """As many as fit, never fewer than one; the first and the last of the tensor among them."""
-    assert check.spread_rows(CASE, 96 * 4).tolist() == [0, 16, 31, 47]
-    assert check.spread_rows(CASE, 5).tolist() == [0]
-    assert check.spread_rows(CASE, 48 * 96).tolist() == list(range(48))
+    assert check.spread_rows(48, 96, 96 * 4).tolist() == [0, 16, 31, 47]
+    assert check.spread_rows(48, 96, 5).tolist() == [0]
+    assert check.spread_rows(48, 96, 48 * 96).tolist() == list(range(48))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 48])
@@ -238,11 +242,11 @@ def test_check_of_some_rows_finds_a_wrong_sum(rows: int) -> None:
     """Rows that are not compared add nothing to dweight and dbias: right sums pass, and wrong ones are named."""
     assert not isinstance(checked(providers.pytorch(), max_elements=96 * rows), str)
 
-    def norm(case: RowNormCase) -> Norm:
-        right = providers.pytorch().norm(case)
+    def function(workload: Workload) -> Function:
+        right = workload.unfused()
         return lambda x, weight, bias: right(x, weight, bias.detach() + 0 * bias)
 
-    wrong = checked(Provider("wrong", "0", norm), max_elements=96 * rows)
+    wrong = checked(Provider("wrong", "0", function), max_elements=96 * rows)
     assert isinstance(wrong, str)
     assert "dbias is off by" in wrong
     assert "dweight" not in wrong
@@ -259,8 +263,8 @@ def test_a_peer_may_be_inaccurate_but_ours_may_not() -> None:
 def test_a_wrong_provider_is_not_timed() -> None:
     """It becomes a failure that says what is wrong; PyTorch and the floor are still measured."""
     results = empty()
-    steps = list(runner.run(results, "kernels", Workload("a", CASE), setup(scaled("kf-cpu", 1.001, "cpu"))))
-    assert steps == ["a: checked", *(f"a: {direction}" for direction in providers.DIRECTIONS)]
+    steps = list(runner.run(results, "kernels", NORM, setup(scaled("kf-cpu", 1.001, "cpu"))))
+    assert steps == ["a: checked", *(f"a: {direction}" for direction in DIRECTIONS)]
     (failure,) = results.failures
     assert failure.provider == "kf-cpu"
     assert {m.provider for m in results.measurements} == {"floor", "pytorch"}
@@ -269,16 +273,16 @@ def test_a_wrong_provider_is_not_timed() -> None:
 def test_a_provider_that_fails_in_one_direction_is_timed_in_the_others() -> None:
     """Its reason names the direction."""
 
-    def norm(case: RowNormCase) -> Norm:
+    def function(workload: Workload) -> Function:
         def training_only(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             if not x.requires_grad:
                 raise RuntimeError("no inference here")
-            return providers.pytorch().norm(case)(x, weight, bias)
+            return workload.unfused()(x, weight, bias)
 
         return training_only
 
     results = empty()
-    list(runner.run(results, "kernels", Workload("a", CASE), setup(Provider("peer", "0", norm))))
+    list(runner.run(results, "kernels", NORM, setup(Provider("peer", "0", function))))
     assert [str(failure) for failure in results.failures] == [
         f"peer, a ({CASE}): forward: RuntimeError: no inference here"
     ]
@@ -292,9 +296,9 @@ def test_a_workload_that_fails_altogether_does_not_end_the_run(monkeypatch: pyte
     def out_of_memory(*_: Any) -> list[Inputs]:
         raise torch.OutOfMemoryError("tried to allocate 3 TB")
 
-    monkeypatch.setattr(runner, "input_sets", out_of_memory)
+    monkeypatch.setattr(RowNorm, "input_sets", out_of_memory)
     results = empty()
-    assert list(runner.run(results, "kernels", Workload("a", CASE), setup())) == []
+    assert list(runner.run(results, "kernels", NORM, setup())) == []
     assert results.failures[0].reason == "OutOfMemoryError: tried to allocate 3 TB"
 
 
@@ -325,10 +329,11 @@ def test_torch_compile_runs_in_every_direction() -> None:
     for rows in range(2, 12):
         case = replace(CASE, shape=(rows, 32))
         assert not isinstance(checked(provider, case), str)
-    (inputs,) = providers.input_sets(case, CPU, 1)
-    backward = provider.prepare("backward", case, inputs)
+    workload = RowNorm("a", case)
+    (inputs,) = workload.input_sets(CPU, 1)
+    backward = provider.prepare("backward", workload, inputs)
     torch.testing.assert_close(backward(), backward())
-    assert not provider.prepare("forward", case, inputs)().requires_grad
+    assert not provider.prepare("forward", workload, inputs)().requires_grad
 
 
 def test_quack_takes_fp32_parameters_whatever_the_case() -> None:
@@ -336,8 +341,9 @@ def test_quack_takes_fp32_parameters_whatever_the_case() -> None:
     provider = replace(scaled("quack", 1.0), f32_weights=("layer_norm",))
     for verb, dtype in (("layer_norm", FP32), ("rms_norm", BF16)):
         case = RowNormCase(verb, (4, 8), BF16, weight=BF16)
-        (inputs,) = providers.input_sets(case, CPU, 1)
-        gradients = provider.prepare("backward", case, inputs)()
+        workload = RowNorm("a", case)
+        (inputs,) = workload.input_sets(CPU, 1)
+        gradients = provider.prepare("backward", workload, inputs)()
         assert gradients[1].dtype == dtype
 
 
@@ -363,4 +369,4 @@ def test_a_failed_capture_harms_nobody_else() -> None:
         assert isinstance(outcomes["waits"], str)
         assert isinstance(outcomes["right"], Timing)
         torch.cuda.empty_cache()
-        providers.input_sets(CASE, x.device, 1)
+        NORM.input_sets(x.device, 1)

@@ -53,9 +53,7 @@ def test_results_read_back_are_those_written(tmp_path: Path) -> None:
     """Everything but digits that are noise: times, bytes, errors, failures, and where they came from."""
     written = run(
         measured("floor", 0.0123456789),
-        measured(
-            "kf-cuda", 0.015, spread=0.0, max_abs_error_y=1e-3, error_over_budget_y=0.5, training_memory_bytes=123
-        ),
+        measured("kf-cuda", 0.015, spread=0.0, errors={"y": 1e-3}, excesses={"y": 0.5}, training_memory_bytes=123),
         measured("quack", None, saved_bytes=7, training_memory_bytes=123),
     )
     written.failures.append(Failure("apex", "32x64", "it raised"))
@@ -74,7 +72,7 @@ def test_time_table_compares_with_floor_pytorch_and_the_best_peer() -> None:
             measured("floor", 0.010),
             measured("pytorch", 0.030),
             measured("kf-cuda", 0.012),
-            measured("quack", 0.015, error_over_budget_dx=1.5),
+            measured("quack", 0.015, excesses={"dx": 1.5}),
             measured("floor", 0.100, rows=64),
             measured("pytorch", 0.200, rows=64),
             measured("kf-cuda", 0.400, rows=64),
@@ -107,19 +105,20 @@ def test_long_times_are_in_milliseconds() -> None:
 def test_errors_and_memory_have_tables_of_their_own() -> None:
     """Each provider's errors; bytes with ours over PyTorch's; configurations that are no sizes keep their name."""
     named = {"configuration": "BERT", "saved_bytes": 1_000_000}
-    pytorch = measured("pytorch", None, max_abs_error_y=2e-3, training_memory_bytes=4_000_000, **named)
-    ours = measured("kf-cuda", None, max_abs_error_y=1e-3, training_memory_bytes=3_000_000, **named)
+    pytorch = measured("pytorch", None, errors={"y": 2e-3}, training_memory_bytes=4_000_000, **named)
+    ours = measured("kf-cuda", None, errors={"y": 1e-3}, training_memory_bytes=3_000_000, **named)
     errors, memory = tables.tables(run(pytorch, ours))
     assert errors.columns == ("configuration", "rows × N", "kf-cuda y", "PyTorch y")
     assert errors.rows == (("BERT", "32×64", "1.0e-03", "2.0e-03"),)
     saved, training = ("kf-cuda saved MB", "PyTorch saved MB"), ("kf-cuda training MB", "PyTorch training MB")
-    assert memory.columns[2:] == (*saved, *training, "kf-cuda ÷ PyTorch, training")
-    assert memory.rows == (("BERT", "32×64", "1.00", "1.00", "3.00", "4.00", "0.75"),)
+    ratios = ("kf-cuda ÷ PyTorch, saved", "kf-cuda ÷ PyTorch, training")
+    assert memory.columns[2:] == (*saved, *training, *ratios)
+    assert memory.rows == (("BERT", "32×64", "1.00", "1.00", "3.00", "4.00", "1.00", "0.75"),)
 
 
 def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -> None:
     """Command, absent peers, failures, and what the mark of an inaccurate peer means."""
-    result = run(measured("pytorch", 0.03), measured("liger", 0.02, error_over_budget_y=7.0))
+    result = run(measured("pytorch", 0.03), measured("liger", 0.02, excesses={"y": 7.0}))
     result.failures.append(Failure("apex", "32x64", "it raised"))
     text = tables.write_markdown(result, tmp_path).read_text()
     assert "`kernel-fusion bench large`" in text

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_plans import assert_sound, executors, tree
+from cuda_spills import assert_no_local_memory, local_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
@@ -28,7 +28,6 @@ from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 from kernel_fusion.errors import CompileError
 
-_LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _CONTROL = """
 extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
   float v[128];
@@ -56,7 +55,18 @@ def planned(spec: RowNormSpec, device: Device) -> Plan:
 def anywhere(spec: RowNormSpec) -> Access:
     """How rows of a spec lie that begin at any element, with several strides."""
     own = planner.contiguous_access(spec)
-    return replace(own, x=ITEMSIZE[spec.x], y=ITEMSIZE[spec.y], strided_x=True, strided_y=True)
+    residual = ITEMSIZE[spec.residual] if spec.residual else 16
+    return replace(
+        own,
+        x=ITEMSIZE[spec.row] if spec.direction.startswith("backward") else ITEMSIZE[spec.x],
+        y=ITEMSIZE[spec.y],
+        strided_x=True,
+        strided_y=True,
+        residual=residual,
+        pre_x=ITEMSIZE[spec.x],
+        strided_residual=True,
+        strided_pre_x=True,
+    )
 
 
 def _kernels(arch: int) -> dict[str, str]:
@@ -80,17 +90,44 @@ def _kernels(arch: int) -> dict[str, str]:
     return kernels
 
 
-def _local_memory(source: str, name: str, arch: int) -> str | None:
-    """The compiler's words about local memory if the kernel uses any."""
-    try:
-        _, log = compile_source(source, arch, verbose=True)
-    except CompileError as error:
-        return f"{name}: {error}"
-    counts = _LOG.findall(log)
-    if not counts:
-        return f"{name}: no count of spills in the log: {log}"
-    used = [match for match in counts if any(map(int, match))]
-    return f"{name}: stack frame, spill stores, spill loads = {used} bytes" if used else None
+# Grid rationale. What stages take registers for: an activation after the norm, cheap or not, whose argument backward
+# computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
+# dropout's random bits. Of the lengths those where a plan changes; of the architectures one of each kind: direct alone,
+# staged with much shared memory and with little.
+_STAGED_LENGTHS = (64, 255, 1024, 4096, 5120, 12288, 32768, 131072)
+_STAGES: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu"},
+    "relu": {"activation": "relu"},
+    "pre-relu": {"pre_activation": "relu"},
+    "add": {"residual": "bf16"},
+    "add-f32": {"residual": "f32"},
+    "add-dropout": {"residual": "bf16", "dropout": True, "rms": True},
+    "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},
+}
+
+
+def _staged_kernels(stages: dict[str, Any], arch: int) -> dict[str, str]:
+    """Forward and backward of the grid with some stages, by source."""
+    device, kernels = KNOWN_DEVICES[arch], {}
+    stages = dict(stages)
+    rms = stages.pop("rms", False)
+    for cols in _STAGED_LENGTHS:
+        for spec in planner.family(cols, "bf16", "bf16", rms=rms, **stages)[1:]:
+            access = planner.contiguous_access(spec)
+            for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
+                source = planner.source_of(each, access, planner.plan_for(each, access, device)).text()
+                kernels[source] = str(each)
+    return kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("stages", _STAGES.values(), ids=_STAGES)
+def test_no_kernel_with_stages_spills(stages: dict[str, Any], arch: int) -> None:
+    """Every kernel of the grid of stages compiles for the architecture and keeps everything in registers."""
+    kernels = _staged_kernels(stages, arch)
+    assert len(kernels) >= 2 * len(_STAGED_LENGTHS)
+    assert_no_local_memory(kernels, arch)
 
 
 @pytest.mark.slow
@@ -99,15 +136,12 @@ def test_no_kernel_spills(arch: int) -> None:
     """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
     kernels = _kernels(arch)
     assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 2
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        lines = pool.map(_local_memory, kernels, kernels.values(), [arch] * len(kernels), chunksize=8)
-        bad = [line for line in lines if line]
-    assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory on sm_{arch}:\n" + "\n".join(bad)
+    assert_no_local_memory(kernels, arch)
 
 
 def test_a_spill_is_found() -> None:
     """A kernel that needs more registers than its launch bounds allow is reported."""
-    assert "spill" in (_local_memory(_CONTROL, "control", 90) or "")
+    assert "spill" in (local_memory(_CONTROL, "control", 90) or "")
 
 
 # Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
@@ -121,6 +155,36 @@ def test_every_access_compiles(direction: str, access: Access) -> None:
         spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
         source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
         assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "backward_weight"])
+@pytest.mark.parametrize(
+    "access", [Access(2, 2, 2, 2, True, True, 4, 2, True, True), Access(4, 8, 16, 2, residual=8)], ids=str
+)
+def test_every_access_compiles_with_stages(direction: str, access: Access) -> None:
+    """Residuals, arriving gradients and x beside h may be unaligned and strided too."""
+    for cols, dh in product((255, 4096, 32768), (False, True)):
+        spec = RowNormSpec(
+            direction,
+            False,
+            cols,
+            *("bf16", "f32", "f32", "bf16", True),
+            residual="f32",
+            pre_activation="silu",
+            activation="tanh",
+            dropout=True,
+            dh=dh,
+            dresidual=not dh,
+        )
+        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
+        assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+
+
+def test_flags_are_those_of_the_launcher() -> None:
+    """The flags of a request have the same names and bits on both sides."""
+    text = (PACKAGE / "native" / "extension" / "cuda" / "requests.h").read_text()
+    ours = {name.replace("_", ""): value for name, value in vars(requests.RowNormFlag).items() if name.isupper()}
+    assert {name.upper(): int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)\b", text)} == ours
 
 
 def test_compile_error_holds_the_log() -> None:
@@ -175,6 +239,10 @@ def _members(header: Path, struct: str) -> list[str]:
         ("extension/cuda/launcher.h", "KernelRequest", requests.Request),
         ("extension/cuda/requests.h", "RowNormFields", requests.RowNormFields),
         ("extension/cuda/requests.h", "SumPartialsFields", requests.SumPartialsFields),
+        ("extension/cuda/requests.h", "PointwiseFields", requests.PointwiseFields),
+        ("extension/cuda/requests.h", "ReduceFields", requests.ReduceFields),
+        ("extension/cuda/requests.h", "SoftmaxFields", requests.SoftmaxFields),
+        ("extension/cuda/requests.h", "SoftmaxBwdFields", requests.SoftmaxBwdFields),
     ],
 )
 def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -187,22 +255,32 @@ def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[cty
 
 # Lengths of every natural alignment, which decides the vectors: integers alone would seldom be multiples of 64.
 _any_length = st.integers(0, 12).flatmap(lambda shift: st.integers(1, 300_000 >> shift).map(lambda n: n << shift))
-_specs_of_any_length = st.builds(
+_fields = {
+    "direction": st.sampled_from(["inference", "forward", "backward", "backward_weight"]),
+    "rms": st.booleans(),
+    "cols": _any_length,
+    "x": st.sampled_from(list(ITEMSIZE)),
+    "y": st.sampled_from(list(ITEMSIZE)),
+    "weight": st.sampled_from([None, *ITEMSIZE]),
+    "bias": st.sampled_from([None, *ITEMSIZE]),
+    "grads": st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
+}
+_specs_of_any_length = st.builds(RowNormSpec, **_fields)
+_specs_with_stages = st.builds(
     RowNormSpec,
-    direction=st.sampled_from(["inference", "forward", "backward", "backward_weight"]),
-    rms=st.booleans(),
-    cols=_any_length,
-    x=st.sampled_from(list(ITEMSIZE)),
-    y=st.sampled_from(list(ITEMSIZE)),
-    weight=st.sampled_from([None, *ITEMSIZE]),
-    bias=st.sampled_from([None, *ITEMSIZE]),
-    grads=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
-)
+    **_fields,
+    residual=st.sampled_from([None, *ITEMSIZE]),
+    pre_activation=st.sampled_from(["identity", "gelu"]),
+    activation=st.sampled_from(["identity", "relu"]),
+    dropout=st.booleans(),
+    dh=st.booleans(),
+    dresidual=st.booleans(),
+).map(lambda spec: spec if spec.residual else replace(spec, dh=False, dresidual=False))
 _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
 # The example: a row that the warps of its cluster do not divide.
-@given(spec=_specs_of_any_length, device=_devices)
+@given(spec=st.one_of(_specs_of_any_length, _specs_with_stages), device=_devices)
 @example(spec=RowNormSpec("forward", False, 33344, "bf16", "bf16"), device=KNOWN_DEVICES[90])
 @settings(max_examples=2000, deadline=None)
 def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:

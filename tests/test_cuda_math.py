@@ -52,6 +52,6 @@ def test_elementary_functions_keep_their_contract(name: str, measured: dict[str,
 
 @pytest.mark.parametrize("name", CODES)
 def test_activations_err_less_than_their_rounding(name: str, measured: dict[str, float]) -> None:
-    """Value and slope of every activation are a fraction of half an ulp of fp16 off, and NaN and infinities are right."""
+    """Value and slope of every activation err by a fraction of half an ulp of fp16; NaN and infinities are right."""
     assert measured[f"{name}.value"] < _SHARE
     assert measured[f"{name}.slope"] < _SHARE

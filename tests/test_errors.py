@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support import EAGER, Target, call
 from torch import Tensor
+from verbs import Verb
 
 import kernel_fusion as kf
 from kernel_fusion.errors import BackendUnavailableError
@@ -199,3 +200,105 @@ def test_a_bad_call_changes_nothing(verb: str, target: Target) -> None:
     assert torch.equal(x, before[0])
     assert torch.equal(weight, before[1])
     assert y.isfinite().all()
+
+
+# What does not fit, and the PyTorch call that says so.
+_IN_PYTORCH_WORDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "add_act": (lambda x, o: kf.add_act(x, x[:, :3], "relu", **o), lambda x: x + x[:, :3]),
+    "mul_act": (lambda x, o: kf.mul_act(x, x[:, :3], "relu", **o), lambda x: x * x[:, :3]),
+    "bias_act": (lambda x, o: kf.bias_act(x, x[0, :3], "relu", **o), lambda x: x + x[0, :3]),
+    "gated_act": (lambda x, o: kf.gated_act(x, x[:, :3], "relu", **o), lambda x: x * x[:, :3]),
+    "sum_squared": (lambda x, o: kf.sum_squared(x, 2, **o), lambda x: x.sum(2)),
+    "sum_squared-twice": (lambda x, o: kf.sum_squared(x, (1, -1), **o), lambda x: x.sum((1, -1))),
+    "mean_abs": (lambda x, o: kf.mean_abs(x, (0, -3), **o), lambda x: x.mean((0, -3))),
+    "softmax": (lambda x, o: kf.softmax(x, -3, **o), lambda x: torch.softmax(x, -3)),
+    "softmax-mask": (lambda x, o: kf.softmax(x, mask=x[:, :3], **o), lambda x: x[:, :3].expand(x.shape)),
+    "attention_scores": (lambda x, o: kf.attention_scores(x, x[:, :3], **o), lambda x: x @ x[:, :3].mT),
+    "add_layer_norm": (lambda x, o: kf.add_layer_norm(x, x, 7, **o), lambda x: F.layer_norm(x, (7,))),
+    "add_rms_norm": (lambda x, o: kf.add_rms_norm(x, x, 7, **o), lambda x: F.rms_norm(x, (7,))),
+}
+
+
+@pytest.mark.parametrize("name", _IN_PYTORCH_WORDS)
+def test_shapes_and_dimensions_in_pytorch_words(name: str, any_target: Target) -> None:
+    """What does not fit in the other verbs raises PyTorch's error, word by word."""
+    ours, theirs = _IN_PYTORCH_WORDS[name]
+    x = _ONES(4, 8, device=any_target.device)
+    expected = outcome(lambda: theirs(x))
+    assert isinstance(expected, tuple)
+    with any_target.ran(forward=0):
+        assert outcome(lambda: ours(x, {"backend": any_target.backend})) == expected
+
+
+_ACTIVATED: dict[str, Callable[..., Any]] = {
+    "add_act": lambda x, act, **o: kf.add_act(x, x, act, **o),
+    "mul_act": lambda x, act, **o: kf.mul_act(x, x, act, **o),
+    "bias_act": lambda x, act, **o: kf.bias_act(x, x, act, **o),
+    "act_dropout": lambda x, act, **o: kf.act_dropout(x, act, **o),
+    "gated_act": lambda x, act, **o: kf.gated_act(x, x, act, **o),
+    "layer_norm": lambda x, act, **o: kf.layer_norm(x, 8, activation=act, **o),
+    "rms_norm": lambda x, act, **o: kf.rms_norm(x, 8, activation=act, **o),
+    "add_layer_norm": lambda x, act, **o: kf.add_layer_norm(x, x, 8, activation=act, **o),
+    "add_rms_norm": lambda x, act, **o: kf.add_rms_norm(x, x, 8, activation=act, **o),
+}
+
+
+@pytest.mark.parametrize("name", _ACTIVATED)
+def test_unknown_activation(name: str, any_target: Target) -> None:
+    """A name that is no activation is given back beside those that are; internal names count as unknown."""
+    x = _ONES(4, 8, device=any_target.device)
+    choices = ", ".join(map(repr, kf.ACTIVATIONS))
+    for wrong in ("swish", "sign", ""):
+        with any_target.ran(forward=0):
+            error = outcome(lambda wrong=wrong: _ACTIVATED[name](x, wrong, backend=any_target.backend))
+        assert error == ("ValueError", f"`{name}`: `activation` must be one of {choices}, got {wrong!r}")
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_unknown_pre_activation(norm: str, any_target: Target) -> None:
+    """So is one before the norm."""
+    x = _ONES(4, 8, device=any_target.device)
+    tensors = (x, x) if norm.startswith("add_") else (x,)
+    with (
+        any_target.ran(forward=0),
+        pytest.raises(ValueError, match=rf"^`{norm}`: `pre_activation` must be one of .*'x'$"),
+    ):
+        getattr(kf, norm)(*tensors, 8, pre_activation="x", backend=any_target.backend)
+
+
+@pytest.mark.parametrize("norm", ["add_layer_norm", "add_rms_norm"])
+def test_residual_that_does_not_fit(norm: str, any_target: Target) -> None:
+    """A residual of another shape, dtype or device is named, with what was expected and what came."""
+    x = _ONES(4, 8, device=any_target.device)
+    elsewhere = "expected all tensors to be on the same device, but `residual` is on meta and `input` is on"
+    expected = {
+        "`residual` must have the shape of `input`, [4, 8], got [8]": x[0],
+        "`residual` must be float16 or bfloat16 or float32 or None for float32 input, got float64": x.double(),
+        f"{elsewhere} {x.device}": x.to("meta"),
+    }
+    for text, residual in expected.items():
+        with any_target.ran(forward=0):
+            error = outcome(lambda r=residual: getattr(kf, norm)(x, r, 8, backend=any_target.backend))
+        assert error == ("RuntimeError", f"`{norm}`: {text}")
+
+
+def test_causal_needs_rows_and_columns(any_target: Target) -> None:
+    """`causal` over a dimension that has no rows is a ValueError."""
+    x = _ONES(4, 8, device=any_target.device)
+    for dim, wrong in ((0, x), (-1, x[0])):
+        with any_target.ran(forward=0), pytest.raises(ValueError, match=r"^`softmax`: `causal` needs rows and columns"):
+            kf.softmax(wrong, dim, causal=True, backend=any_target.backend)
+
+
+@pytest.mark.parametrize(("backend", "reason"), [("cuda", "the input is on cpu"), ("triton", "no Triton kernels")])
+def test_unavailable_backend_of_every_verb(operation: Verb, backend: str, reason: str) -> None:
+    """An explicit request that cannot be met raises with the verb's name and the reason, whatever the verb."""
+    if operation.kernels == 0:
+        pytest.skip("no kernel of ours is asked for")
+    tensors = [t.detach() for t in operation.leaves(EAGER)]
+    with (
+        EAGER.ran(),
+        pytest.raises(BackendUnavailableError, match=rf"^`\w+`: backend '{backend}' was .*{reason}") as error,
+    ):
+        operation.ours(*tensors, backend=backend)
+    assert operation.name.startswith((str(error.value).split("`")[1], "attention_weights"))

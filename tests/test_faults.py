@@ -190,7 +190,7 @@ def test_build_leaves_no_temporary_files(compiler: StandIn) -> None:
     assert list((compiler.folder / "tmp").iterdir()) == []
 
 
-# Forward and backward of both verbs, several calls and threads, without the extension; prints why, and the warnings.
+# Forward and backward of the verbs, several calls and threads, without the extension; prints why, and the warnings.
 _FALLBACK = """
     import json, threading, warnings
     import torch, kernel_fusion as kf
@@ -207,6 +207,19 @@ _FALLBACK = """
                 results.append((y, *torch.autograd.grad(y, (x, w), dy)))
             torch.testing.assert_close(*results)
             assert torch.equal(ours(x, (8,), w), ours(x, (8,), w, backend="eager"))
+        for verb in (
+            lambda **o: kf.layer_norm(x, (8,), w, activation="relu", **o),
+            lambda **o: kf.add_rms_norm(x, dy, (8,), w, **o).output,
+            lambda **o: kf.bias_act(x, w, "gelu", **o),
+            lambda **o: kf.gated_act(x, w, "silu", **o),
+            lambda **o: kf.sum_squared(x, -1, **o),
+            lambda **o: kf.mean_abs(x, **o),
+            lambda **o: kf.softmax(x, mask=w, **o),
+        ):
+            both = [verb(), verb(backend="eager")]
+            assert torch.equal(*both)
+            assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in both))
+        kf.act_dropout(x, "gelu", 0.5).sum().backward()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import EAGER, call
+from support import EAGER, Target, call
 from test_errors import outcome
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from verbs import Verb, results
 
 import kernel_fusion as kf
 
@@ -126,6 +127,64 @@ def test_meta_tensors_have_shape_and_dtype(verb: str) -> None:
         y = call(verb, x, torch.empty(8, device="meta"), out_dtype=torch.float32)
     assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, torch.float32)
     assert y.is_contiguous()
+
+
+# Ours, and PyTorch's calls.
+_OTHERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
+    "add_act": (lambda t: kf.add_act(t, t, "relu"), lambda t: F.relu(t + t)),
+    "mul_act": (lambda t: kf.mul_act(t, t, "tanh"), lambda t: torch.tanh(t * t)),
+    "bias_act": (lambda t: kf.bias_act(t, t[0], "leaky_relu"), lambda t: F.leaky_relu(t + t[0])),
+    "act_dropout": (lambda t: kf.act_dropout(t, "relu", training=False), F.relu),
+    "gated_act": (lambda t: kf.gated_act(t, t, "silu"), lambda t: F.silu(t) * t),
+    "sum_squared": (lambda t: kf.sum_squared(t, -1), lambda t: t.square().sum(-1)),
+    "mean_abs": (lambda t: kf.mean_abs(t, -1), lambda t: t.abs().mean(-1)),
+    "softmax": (kf.softmax, lambda t: torch.softmax(t, -1)),
+}
+
+
+@pytest.mark.parametrize("kind", ["int64", "complex64"])
+@pytest.mark.parametrize("name", _OTHERS)
+def test_other_dtypes_of_other_verbs_as_in_pytorch(name: str, kind: str) -> None:
+    """Integers and complex numbers behave as in PyTorch's calls."""
+    x = _PLAIN[kind]()
+    ours, theirs = _OTHERS[name]
+    with EAGER.ran():
+        assert_same(outcome(lambda: ours(x)), outcome(lambda: theirs(x)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("name", ["add_act", "gated_act", "act_dropout"])
+def test_nested_chains_as_in_pytorch(name: str) -> None:
+    """Chains of nested tensors take PyTorch's own rules."""
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(1, 8)], layout=torch.jagged)
+    ours, theirs = _OTHERS[name]
+    with EAGER.ran():
+        result = ours(x)
+    for one, other in zip(result.unbind(), theirs(x).unbind(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_dispatch_subclass_in_every_verb(operation: Verb) -> None:
+    """A wrapper subclass meets no operator that it cannot know, in any verb."""
+    tensors = [t.detach() for t in operation.leaves(EAGER)]
+    with EAGER.ran():
+        y = operation.ours(*(_DispatchSubclass(t) for t in tensors))
+    for one, other in zip(results(y), results(operation.pytorch(*tensors)), strict=True):
+        assert isinstance(one, _DispatchSubclass)
+        torch.testing.assert_close(one.inner, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_meta_tensors_of_every_verb(operation: Verb, dtype: torch.dtype, target: Target) -> None:
+    """On the meta device results have the shapes, dtypes and strides of the real ones."""
+    tensors = [t.detach() for t in operation.leaves(target, dtype=dtype)]
+    tensors[0] = tensors[0].T.contiguous().T
+    with operation.ran(target, 1):
+        real = results(operation.ours(*tensors))
+        meta = results(operation.ours(*(t.to("meta") for t in tensors)))
+    for one, other in zip(meta, real, strict=True):
+        assert one.is_meta
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
 @pytest.mark.parametrize("function", ["conj", "neg"])

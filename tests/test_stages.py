@@ -35,8 +35,8 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.backends.eager.dropout import random_bits, scale, threshold
 
-# Grid rationale. Each stage alone and all together: each is a branch of its own in both directions, and a residual without
-# anything else is the case in which dx and dresidual are one tensor.
+# Grid rationale. Each stage alone and all together: each is a branch of its own in both directions, and a residual
+# without anything else is the case in which dx and dresidual are one tensor.
 STAGES: dict[str, dict[str, Any]] = {
     "add": {},
     "pre": {"pre_activation": "gelu"},
@@ -123,7 +123,7 @@ def _kind(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
 @pytest.mark.parametrize("name", kf.ACTIVATIONS)
 def test_special_values_after_the_norm(name: str, dtype: torch.dtype, here: Target) -> None:
-    """An activation makes of NaN, infinities and large numbers, and of their gradients, what PyTorch's call makes of them.
+    """An activation makes of NaN, infinities and large numbers, and of their gradients, what PyTorch's makes of them.
 
     The bias puts them behind the norm. bf16 values are PyTorch's of float32, as our kernels compute in it.
     """
@@ -205,7 +205,11 @@ def test_layouts(verb: str, cols: int, place: str) -> None:
     with CPU.ran(forward=2, backward=2):
         strided = run(verb, placed, placed_grads, backend="cpu", **STAGES["all"])
         plain = run(
-            verb, [t.contiguous() for t in placed], [g.contiguous() for g in placed_grads], backend="cpu", **STAGES["all"]
+            verb,
+            [t.contiguous() for t in placed],
+            [g.contiguous() for g in placed_grads],
+            backend="cpu",
+            **STAGES["all"],
         )
     assert_equal(strided, plain)
 
@@ -294,11 +298,13 @@ def test_residuals_that_do_not_fit(verb: str, backend: str) -> None:
     verb_of: Any = getattr(kf, verb)
     with pytest.raises(RuntimeError, match=r"`residual` must have the shape of `input`, \[4, 17\], got \[17\]"):
         verb_of(x, torch.randn(17), 17, backend=backend)
-    with pytest.raises(RuntimeError, match="`residual` must be float16 or bfloat16 or float32 or None for float32 input"):
+    with pytest.raises(
+        RuntimeError, match="`residual` must be float16 or bfloat16 or float32 or None for float32 input"
+    ):
         verb_of(x, torch.randn(4, 17, dtype=F64), 17, backend=backend)
-    with pytest.raises(ValueError, match="`dropout_p` must be a probability between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"`dropout_p` must be a probability between 0 and 1, got 1\.5"):
         verb_of(x, x, 17, dropout_p=1.5, backend=backend)
-    with pytest.raises(ValueError, match="`activation` must be one of .*, got 'step'"):
+    with pytest.raises(ValueError, match=r"`activation` must be one of .*, got 'step'"):
         verb_of(x, x, 17, activation="step", backend=backend)
 
 

@@ -1,14 +1,15 @@
 """Correctness before speed: results at the shape that will be timed are compared with float64.
 
 Comparing all elements of a large tensor would take longer than timing it. So rows spread evenly over the tensor are
-compared, the first and the last among them, and dy is zero in the others: they add nothing to dweight and dbias.
+compared, the first and the last among them, and cotangents are zero in the others: they add nothing to gradients of
+parameters. A reduction over rows is computed in float64 as a whole, and only rows of its gradient are picked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Results
-from kernel_fusion.bench.suites import Workload
 from kernel_fusion.bench.timing import Setup, reason
+from kernel_fusion.bench.workloads import Inputs, Workload
 from kernel_fusion.testing import oracle
-from kernel_fusion.testing.oracle import Comparison, Inputs, RowNormCase
+from kernel_fusion.testing.oracle import Comparison, Reference
 
 # What is merely inaccurate, such as statistics kept in 16 bits, stays well below this share of the largest value.
 _WRONG = 0.02
+# A right dropout keeps a share this many standard deviations from what is expected once in 500 million checks.
+_DEVIATIONS = 6
 
 
 def describe(max_elements: int) -> str:
@@ -30,14 +33,16 @@ def describe(max_elements: int) -> str:
     return (
         "largest absolute error against float64; ours must stay within twice (PyTorch's error + one rounding); others "
         f"are timed while it is below {_WRONG:.0%} of the largest value, and marked where it is over our budget; "
-        f"compared at the timed shape on evenly spread rows of at most {max_elements} elements, dy being 0 in the rest"
+        f"compared at the timed shape on evenly spread rows of at most {max_elements} elements, dy being 0 in the "
+        "rest; with dropout, everybody by the masks of its own results, and without it where they do not show them"
     )
 
 
 def passing(results: Results, workload: Workload, setup: Setup, inputs: Inputs) -> dict[Provider, list[Comparison]]:
     """The providers whose results are right, with their errors; the others become failures in `results`."""
     passed = {}
-    for provider, verdict in check(workload.case, setup.providers, inputs, setup.effort.max_checked).items():
+    providers = [provider for provider in setup.providers if provider.measures(workload)]
+    for provider, verdict in check(workload, providers, inputs, setup.effort.max_checked).items():
         if isinstance(verdict, str):
             results.fail(provider.name, workload, verdict)
         else:
@@ -46,43 +51,105 @@ def passing(results: Results, workload: Workload, setup: Setup, inputs: Inputs) 
 
 
 def check(
-    case: RowNormCase, providers: Sequence[Provider], inputs: Inputs, max_elements: int
+    workload: Workload, providers: Sequence[Provider], inputs: Inputs, max_elements: int
 ) -> dict[Provider, list[Comparison] | str]:
     """For each provider its comparisons with float64, or why it must not be timed."""
-    rows = spread_rows(case, max_elements).to(inputs.x.device)
-
-    def picked(t: Tensor) -> Tensor:
-        return t.detach().reshape(-1, *case.normalized_shape)[rows]
-
-    part = replace(case, shape=(len(rows), *case.normalized_shape), layout="contiguous")
-    few = replace(inputs, x=picked(inputs.x).requires_grad_(), dy=picked(inputs.dy))
-    expected, theirs = oracle.reference(part, few), oracle.pytorch(part, few)
-    dy = torch.zeros_like(inputs.dy)
-    dy.view(-1, *case.normalized_shape)[rows] = few.dy
-    masked = replace(inputs, dy=dy)
+    judge = _Judge.of(workload.without_dropout(), inputs, max_elements)
 
     def verdict(provider: Provider) -> list[Comparison] | str:
         try:
-            got = provider.results(case, masked)
-            got |= {name: picked(got[name]) for name in ("y", "dx")}
-            if provider.backend is None:
-                got = {name: tensor.to(theirs[name].dtype) for name, tensor in got.items()}
-            comparisons = [oracle.judge(name, [(got[name], expected[name], theirs[name])]) for name in expected]
+            return judge.verdict(provider)
         except Exception as error:  # whatever it is, it speaks against this provider alone
             return reason(error)
-        return _problem(provider, comparisons, expected) or comparisons
 
     return {provider: verdict(provider) for provider in providers}
 
 
-def spread_rows(case: RowNormCase, max_elements: int) -> Tensor:
+def spread_rows(num_rows: int, elements_per_row: int, max_elements: int) -> Tensor:
     """Indices of evenly spread rows that have at most `max_elements` elements; one row at least, all if they fit."""
-    rows = math.prod(case.shape) // math.prod(case.normalized_shape)
-    count = min(rows, max(1, max_elements // math.prod(case.normalized_shape)))
-    return torch.linspace(0, rows - 1, count, dtype=torch.float64).round().long()
+    count = min(num_rows, max(1, max_elements // elements_per_row))
+    return torch.linspace(0, num_rows - 1, count, dtype=torch.float64).round().long()
 
 
-def _problem(provider: Provider, comparisons: list[Comparison], expected: oracle.Reference) -> str | None:
+@dataclass(frozen=True)
+class _Judge:
+    """What providers of one workload are compared with.
+
+    Attributes:
+        rows: those that are compared.
+        masked: the inputs, with cotangents that are zero in all other rows.
+        few: the rows alone, or everything where the results have no rows.
+        reference, pytorch: results and gradients in float64, and PyTorch's; those that all providers are judged by.
+    """
+
+    workload: Workload
+    rows: Tensor
+    masked: Inputs
+    few: Inputs
+    reference: Reference
+    pytorch: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, workload: Workload, inputs: Inputs, max_elements: int) -> _Judge:
+        """The judge of `workload`; without dropout in what it compares with."""
+        per_row = max(t.numel() for t in inputs.tensors) // workload.num_rows
+        rows = spread_rows(workload.num_rows, max(1, per_row), max_elements).to(inputs.cotangents[0].device)
+
+        def picked(t: Tensor) -> Tensor:
+            return t.flatten(0, workload.lead - 1)[rows]
+
+        def masked(cotangent: Tensor) -> Tensor:
+            zero = torch.zeros_like(cotangent)
+            zero.flatten(0, workload.lead - 1)[rows] = picked(cotangent)
+            return zero
+
+        if workload.reduces_rows:
+            few = inputs
+        else:
+            few = inputs.map(lambda name, t: t if name in workload.shared else picked(t))
+            few = replace(few, cotangents=tuple(map(picked, inputs.cotangents)))
+            inputs = replace(inputs, cotangents=tuple(map(masked, inputs.cotangents)))
+        return cls(workload, rows, inputs, few, *workload.references(few, None))
+
+    def verdict(self, provider: Provider) -> list[Comparison] | str:
+        """The comparisons with float64, or what is wrong."""
+        got = provider.results(self.workload, self.masked)
+        got = {name: self._rows_of(name, t) for name, t in got.items()}
+        expected, theirs = self.reference, self.pytorch
+        kept = self.workload.kept(got, self.few)
+        if kept is not None:
+            if problem := self._wrong_rate(kept):
+                return problem
+            expected, theirs = self.workload.references(self.few, kept)
+        if self.workload.reduces_rows:
+            index = self.rows.cpu().numpy()
+            expected = {name: values if self._whole(name) else values[index] for name, values in expected.items()}
+            theirs = {name: self._rows_of(name, t) for name, t in theirs.items()}
+        if provider.backend is None:
+            got = {name: tensor.to(theirs[name].dtype) for name, tensor in got.items()}
+        names = [name for name in expected if name in got or provider.differentiable]
+        comparisons = [oracle.judge(name, [(got[name], expected[name], theirs[name])]) for name in names]
+        return _problem(provider, comparisons, expected) or comparisons
+
+    def _whole(self, name: str) -> bool:
+        """Whether a result or gradient is compared as a whole, having no rows."""
+        return name[1:] in self.workload.shared or (self.workload.reduces_rows and name in self.workload.result_names)
+
+    def _rows_of(self, name: str, t: Tensor) -> Tensor:
+        return t.detach() if self._whole(name) else t.detach().flatten(0, self.workload.lead - 1)[self.rows]
+
+    def _wrong_rate(self, kept: Tensor) -> str | None:
+        """What is wrong with how many elements dropout kept, of those where that would show."""
+        visible = self.workload.kept(self.pytorch, self.few)
+        assert visible is not None
+        count, expected = int(visible.sum()), 1 - self.workload.dropout_p
+        share = float((kept & visible).sum()) / count
+        if abs(share - expected) <= _DEVIATIONS * math.sqrt(expected * (1 - expected) / count):
+            return None
+        return f"dropout kept {share:.4f} of {count} elements, not {expected:.4f}"
+
+
+def _problem(provider: Provider, comparisons: list[Comparison], expected: Mapping[str, oracle.Array]) -> str | None:
     if provider.backend is not None:
         wrong = [f"{c.name} is {c.excess:.3g} times its error budget off" for c in comparisons if not c.ok]
     else:

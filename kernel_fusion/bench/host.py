@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.bench import check, timing
-from kernel_fusion.bench.providers import Call, Provider, arguments, gradient_leaves, input_sets, ours
+from kernel_fusion.bench.providers import Provider, ours
 from kernel_fusion.bench.results import OURS, REFERENCE, Results
-from kernel_fusion.bench.suites import Workload
+from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import Setup
-from kernel_fusion.testing.oracle import Inputs, RowNormCase
+from kernel_fusion.bench.workloads import Call, Inputs, Workload
 
 MODES = ("inference", "training forward", "forward+backward")
 _PYTORCH = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}
@@ -29,7 +30,8 @@ Form = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is called, and wh
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
     """Time functions, then the modules of PyTorch and ours, in each of `MODES`; yields each time."""
-    (inputs,) = input_sets(workload.case, setup.device, 1)
+    assert isinstance(workload, RowNorm)
+    (inputs,) = workload.input_sets(setup.device, 1)
     others = [provider for provider in setup.providers if provider.backend is None]
     setup = replace(setup, providers=[*others, ours(setup.device.type, explicit=False)])
     errors = check.passing(results, workload, setup, inputs)
@@ -38,24 +40,28 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
         named = replace(workload, name=f"{workload.name} {name}")
         for mode in MODES:
             with torch.set_grad_enabled(mode != "inference"):
-                calls = {p.name: partial(_call, mode, form(p, workload.case, inputs), inputs.dy) for p in providers}
+                calls = {
+                    p.name: partial(_timed, mode, form(p, workload, inputs), inputs.cotangents[0]) for p in providers
+                }
                 outcomes = timing.time_host(calls, setup.effort, setup.device)
             results.add_times(named, mode, providers, outcomes, errors)
             yield f"{name}, {mode}"
 
 
-def _function(provider: Provider, case: RowNormCase, inputs: Inputs) -> Form:
-    inputs = provider.accepted(case, inputs)
-    return partial(provider.norm(case), *arguments(inputs)), tuple(gradient_leaves(inputs).values())
+def _function(provider: Provider, workload: RowNorm, inputs: Inputs) -> Form:
+    inputs = provider.accepted(workload, inputs)
+    return partial(provider.function(workload), *inputs.arguments.values()), tuple(inputs.leaves.values())
 
 
-def _module(provider: Provider, case: RowNormCase, inputs: Inputs) -> Form:
-    modules = _PYTORCH if provider.backend is None else _OURS
-    module = modules[case.verb](case.normalized_shape, device=inputs.x.device, dtype=case.weight)
-    return partial(module, inputs.x), (inputs.x, *module.parameters())
+def _module(provider: Provider, workload: RowNorm, inputs: Inputs) -> Form:
+    modules: dict[str, Any] = _PYTORCH if provider.backend is None else _OURS
+    case, x = workload.case, inputs.arguments["x"]
+    assert x is not None
+    module = modules[case.verb](case.normalized_shape, device=x.device, dtype=case.weight)
+    return partial(module, x), (x, *module.parameters())
 
 
-def _call(mode: str, form: Form, dy: Tensor) -> Call:
+def _timed(mode: str, form: Form, dy: Tensor) -> Call:
     forward, leaves = form
     if mode == "forward+backward":
         return lambda: torch.autograd.grad(forward(), leaves, dy)

@@ -9,13 +9,15 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench.providers import Norm, Provider, pytorch
+from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import reason
+from kernel_fusion.bench.workloads import Function, Workload
 from kernel_fusion.testing.oracle import RowNormCase, default_eps
 
 
@@ -44,40 +46,65 @@ def _torch_compile() -> Provider:
     config.donated_buffer = False
 
     @lru_cache(maxsize=1)
-    def norm(case: RowNormCase) -> Norm:
+    def compiled(workload: Any) -> Any:
         # The limit on recompilations counts over all shapes of a function; a program would have a few.
         torch.compiler.reset()
-        compiled: Norm = torch.compile(pytorch().norm(case), fullgraph=True, dynamic=False)
-        return compiled
+        return torch.compile(workload.unfused(), fullgraph=True, dynamic=False)
 
-    return Provider("torch.compile", torch.__version__, norm)
+    return Provider("torch.compile", torch.__version__, cast("Callable[[Workload], Function]", compiled))
+
+
+def _cupy() -> Provider:
+    """CuPy's operations, unfused, on PyTorch's current stream."""
+    cupy = importlib.import_module("cupy")
+
+    def function(workload: Workload) -> Function:
+        make = workload.cupy()
+        assert make is not None
+        call = make(cupy)
+
+        def on_stream(*arrays: Any) -> Any:
+            with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                return call(*arrays)
+
+        return on_stream
+
+    return Provider(
+        "cupy",
+        cupy.__version__,
+        function,
+        measures=lambda workload: workload.cupy() is not None,
+        convert=cupy.from_dlpack,
+        differentiable=False,
+        in_graphs=False,
+    )
 
 
 def _liger() -> Provider:
     layer_norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
     rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
 
-    def norm(case: RowNormCase) -> Norm:
+    def norm(case: RowNormCase) -> Function:
         eps = default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
         # No offset; everything in fp32, rounded once, as PyTorch does; and dy is not overwritten.
         return lambda x, weight, bias: rms_norm(x, weight, eps, 0.0, "gemma", False)
 
-    return Provider("liger", _version("liger-kernel"), norm)
+    return _of_norms("liger", _version("liger-kernel"), norm)
 
 
 def _quack() -> Provider:
     module = importlib.import_module("quack.rmsnorm")
     layer_norm = _quack_layer_norm(module)
 
-    def norm(case: RowNormCase) -> Norm:
+    def norm(case: RowNormCase) -> Function:
         eps = default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
         return lambda x, weight, bias: module.rmsnorm(x, weight, eps=eps)
 
-    return Provider("quack", _version("quack-kernels"), norm, f32_weights=("layer_norm",))
+    return _of_norms("quack", _version("quack-kernels"), norm, f32_weights=("layer_norm",))
 
 
 def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
@@ -110,22 +137,34 @@ def _apex() -> Provider:
     module = importlib.import_module("apex.normalization.fused_layer_norm")
     importlib.import_module("fused_layer_norm_cuda")  # an apex without its extension fails at the first call
 
-    def norm(case: RowNormCase) -> Norm:
+    def norm(case: RowNormCase) -> Function:
         shape, eps = case.normalized_shape, default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: module.fused_layer_norm_affine(x, weight, bias, shape, eps)
         return lambda x, weight, bias: module.fused_rms_norm_affine(x, weight, shape, eps)
 
-    return Provider("apex", _version("apex"), norm)
+    return _of_norms("apex", _version("apex"), norm)
 
 
 def _flash_attn() -> Provider:
     module = importlib.import_module("flash_attn.ops.triton.layer_norm")
 
-    def norm(case: RowNormCase) -> Norm:
+    def norm(case: RowNormCase) -> Function:
         return partial(module.layer_norm_fn if case.verb == "layer_norm" else module.rms_norm_fn, eps=default_eps(case))
 
-    return Provider("flash-attn", _version("flash-attn"), norm)
+    return _of_norms("flash-attn", _version("flash-attn"), norm)
+
+
+def _of_norms(
+    name: str, version: str, norm: Callable[[RowNormCase], Function], f32_weights: tuple[str, ...] = ()
+) -> Provider:
+    """A library that has the bare norms."""
+
+    def function(workload: Workload) -> Function:
+        assert isinstance(workload, RowNorm)
+        return norm(workload.case)
+
+    return Provider(name, version, function, None, f32_weights, lambda workload: isinstance(workload, RowNorm))
 
 
 def _version(distribution: str) -> str:
@@ -141,4 +180,5 @@ PEERS: dict[str, Callable[[], Provider]] = {
     "quack": _quack,
     "apex": _apex,
     "flash-attn": _flash_attn,
+    "cupy": _cupy,
 }

@@ -1,6 +1,6 @@
-"""Plots of results: how many times the floor each contender takes. Colours are those of Okabe and Ito.
+"""Plots of results: how many times the floor each contender takes; of a single operation, bars of times.
 
-Every kind of colour vision tells these apart.
+Colours are those of Okabe and Ito, which every kind of colour vision tells apart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Res
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Cells = dict[str, dict[str, Measurement]]  # by configuration, then provider
+Cells = dict[str, dict[str, Measurement]]  # by label, then provider
 
 _GREY, _ORANGE = "#999999", "#E69F00"
 _OURS = ("#0072B2", "#56B4E9", "#000000")
@@ -34,36 +34,47 @@ def missing() -> str | None:
 
 
 def plot(results: Results, folder: Path, suffix: str = "png") -> list[Path]:
-    """Write a plot per verb and direction into `folder`, with a panel per dtype; the paths.
+    """Write a plot per verb (of operations: per shape) and direction into `folder`, with a panel per dtype; the paths.
 
     Memory without times is not plotted.
     """
     timed = [m for m in results.measurements if m.timing]
-    figures = dict.fromkeys((m.verb, m.direction) for m in timed)
+    figures = dict.fromkeys((m.group, m.direction) for m in timed)
     folder.mkdir(parents=True, exist_ok=True)
-    return [_plot(results, verb, direction, folder, suffix) for verb, direction in figures]
+    return [_plot(results, group, direction, folder, suffix) for group, direction in figures]
 
 
-def _plot(results: Results, verb: str, direction: str, folder: Path, suffix: str) -> Path:
+def _plot(results: Results, group: str, direction: str, folder: Path, suffix: str) -> Path:
     # Not pyplot: a figure of one's own needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
-    panels = {t: results.cells(v, t, d) for v, t, d in results.groups if (v, d) == (verb, direction)}
-    count = max(map(len, panels.values()))
-    figure = Figure(figsize=(max(9, 3 + 0.7 * count), 1.6 + 2.6 * len(panels)), layout="constrained", dpi=110)
+    panels = {t: results.cells(g, t, d) for g, t, d in results.groups if (g, d) == (group, direction)}
+    figure = Figure(figsize=_size(panels), layout="constrained", dpi=110)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     styles = _styles(results.providers)
     for panel, (dtype, cells) in zip(axes, panels.items(), strict=True):
-        _plot_cells(panel, cells, styles)
+        if _is_of_operations(cells) and len(cells) == 1:
+            _plot_bars(panel, next(iter(cells.values())), styles)
+        else:
+            _plot_cells(panel, cells, styles)
+            _label_cells(panel, cells)
         panel.set_title(dtype, fontsize=10, loc="left")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    if handles := axes[0].get_legend_handles_labels()[0]:
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     machine = results.about["machine"]
-    title = f"{results.title}: {verb}, {direction}, {machine.get('gpu', machine['cpu'])}"
+    title = f"{results.title}: {group}, {direction}, {machine.get('gpu', machine['cpu'])}"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    path = folder / f"{results.stem}-{verb}-{direction.replace(' ', '-')}.{suffix}"
+    path = folder / f"{results.stem}-{group}-{direction.replace(' ', '-')}.{suffix}"
     figure.savefig(path)
     return path
+
+
+def _size(panels: dict[str, Cells]) -> tuple[float, float]:
+    """Width and height in inches; operations are many, and their names are long."""
+    count = max(map(len, panels.values()))
+    of_operations = any(map(_is_of_operations, panels.values()))
+    width, height = (0.4, 3.8) if of_operations and count > 1 else (0.7, 2.6)
+    return max(9, 3 + width * count), 1.6 + height * len(panels)
 
 
 def _styles(providers: list[str]) -> dict[str, dict[str, Any]]:
@@ -95,7 +106,9 @@ def _plot_cells(axes: Axes, cells: Cells, styles: dict[str, dict[str, Any]]) -> 
             positions, medians, q1, q3 = map(list, zip(*points, strict=True))
             below = [median - q for median, q in zip(medians, q1, strict=True)]
             above = [q - median for median, q in zip(medians, q3, strict=True)]
-            axes.errorbar(positions, medians, yerr=[below, above], linewidth=1, markersize=7, **style)
+            # Operations are no series, so no line joins them.
+            line = "none" if _is_of_operations(cells) else "solid"
+            axes.errorbar(positions, medians, yerr=[below, above], linestyle=line, linewidth=1, markersize=7, **style)
             shown += medians
     if over_floor:
         axes.axhline(1.0, color=_GREY, linewidth=2, label="floor")
@@ -106,7 +119,25 @@ def _plot_cells(axes: Axes, cells: Cells, styles: dict[str, dict[str, Any]]) -> 
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel("time ÷ floor" if over_floor else "time (µs)")
-    _label_cells(axes, cells)
+
+
+def _is_of_operations(cells: Cells) -> bool:
+    return any(m.operation for cell in cells.values() for m in cell.values())
+
+
+def _plot_bars(axes: Axes, cell: dict[str, Measurement], styles: dict[str, dict[str, Any]]) -> None:
+    """A bar of the median per contender, the floor among them, with its time and bandwidth."""
+    styles = {FLOOR: {"color": _GREY, "label": FLOOR}} | styles
+    shown = [(styles[p], m.timing.median_ms * 1e3, m) for p, m in cell.items() if m.timing]
+    names = [style["label"] for style, _, _ in shown]
+    bars = axes.bar(names, [time for _, time, _ in shown], color=[style["color"] for style, _, _ in shown], width=0.6)
+    texts = [
+        f"{time:.3g} µs" + (f"\n{m.gigabytes_per_second:.0f} GB/s" if m.bytes_moved else "") for _, time, m in shown
+    ]
+    axes.bar_label(bars, texts, padding=2, fontsize=9)
+    axes.margins(y=0.25)
+    axes.set_ylabel("time (µs)")
+    _tidy(axes)
 
 
 def _scale(cell: dict[str, Measurement], over_floor: bool) -> float | None:
@@ -120,10 +151,15 @@ def _scale(cell: dict[str, Measurement], over_floor: bool) -> float | None:
 def _label_cells(axes: Axes, cells: Cells) -> None:
     some = [next(iter(cell.values())) for cell in cells.values()]
     sizes = [f"{m.rows}×{m.cols}" for m in some]
-    # A shape given by the user is its own name.
+    # A shape given by the user is its own name, and that of an operation stands in the title.
     names = ["" if name == size.replace("×", "x") else f"{name}\n" for name, size in zip(cells, sizes, strict=True)]
+    sizes = ["" if m.operation else size for m, size in zip(some, sizes, strict=True)]
     labels = [name + size for name, size in zip(names, sizes, strict=True)]
     axes.set_xticks(range(len(cells)), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

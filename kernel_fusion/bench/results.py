@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import datetime
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,14 +19,14 @@ import torch
 
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
-from kernel_fusion.bench.suites import Suite, Workload
+from kernel_fusion.bench.suites import Suite
 from kernel_fusion.bench.timing import Outcomes, Timing
-from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.bench.workloads import DIRECTIONS, Workload
 from kernel_fusion.testing.oracle import Comparison
 
 Record = dict[str, str | int | float | None]
-Cell = tuple[str, str, str, str | None, str]
-REFERENCE, FLOOR, OURS = "pytorch", "floor", "kf-"
+Cell = tuple[str, str, str | None, str, str | None, str]
+REFERENCE, FLOOR, OURS, COMPILED = "pytorch", "floor", "kf-", "torch.compile"
 # Noise begins far before this many digits.
 _DIGITS = 6
 
@@ -36,8 +35,14 @@ _DIGITS = 6
 class Measurement:
     """One contender in one cell: a record of the files. What was not measured for it is None.
 
-    The floor, for example, has no results to check; `error_over_budget_*` above 1 is a peer whose accuracy is below
-    what is asked of ours.
+    The floor, for example, has no results to check.
+
+    Attributes:
+        configuration: the name of a shape, or a shape.
+        operation: what was computed, where a verb has variants.
+        bytes_moved: what must move, or what this contender moves where that is known.
+        errors: the largest absolute error of each result and gradient, by name.
+        excesses: the errors over the budget of ours; above 1 is a peer whose accuracy is below what is asked of ours.
     """
 
     configuration: str
@@ -51,28 +56,38 @@ class Measurement:
     direction: str
     provider: str
     provider_version: str
+    operation: str | None = None
     timing: Timing | None = None
+    bytes_moved: int | None = None
     saved_bytes: int | None = None
     training_memory_bytes: int | None = None
-    max_abs_error_y: float | None = None
-    max_abs_error_dx: float | None = None
-    max_abs_error_dweight: float | None = None
-    max_abs_error_dbias: float | None = None
-    error_over_budget_y: float | None = None
-    error_over_budget_dx: float | None = None
-    error_over_budget_dweight: float | None = None
-    error_over_budget_dbias: float | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    excesses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cell(self) -> Cell:
         """What contenders of the same cell share."""
-        return self.configuration, self.verb, self.dtype, self.weight_dtype, self.direction
+        return self.configuration, self.verb, self.operation, self.dtype, self.weight_dtype, self.direction
+
+    @property
+    def group(self) -> str:
+        """What stands in one table: the operations of a shape, or the configurations of a verb."""
+        return self.verb if self.operation is None else self.configuration
+
+    @property
+    def label(self) -> str:
+        """What tells the cells of a group apart."""
+        return self.configuration if self.operation is None else self.operation
 
     @property
     def inaccurate(self) -> bool:
         """Whether some result was beyond its error budget."""
-        budgets = (getattr(self, f"error_over_budget_{name}") for name in ("y", "dx", "dweight", "dbias"))
-        return any(excess is not None and excess > 1 for excess in budgets)
+        return any(excess > 1 for excess in self.excesses.values())
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        """The bandwidth, where bytes and time are known."""
+        return self.bytes_moved / self.timing.median_ms / 1e6 if self.bytes_moved and self.timing else None
 
 
 @dataclass(frozen=True)
@@ -118,15 +133,15 @@ class Results:
 
     @property
     def groups(self) -> list[tuple[str, str, str]]:
-        """The (verb, dtype, direction) measured, in order."""
-        return list(dict.fromkeys((m.verb, m.dtype, m.direction) for m in self.measurements))
+        """The (group, dtype, direction) measured, in order."""
+        return list(dict.fromkeys((m.group, m.dtype, m.direction) for m in self.measurements))
 
-    def cells(self, verb: str, dtype: str, direction: str | None = None) -> dict[str, dict[str, Measurement]]:
-        """Configuration to provider to measurement; without a direction, the last one measured."""
+    def cells(self, group: str, dtype: str, direction: str | None = None) -> dict[str, dict[str, Measurement]]:
+        """Label to provider to measurement; without a direction, the last one measured."""
         cells: dict[str, dict[str, Measurement]] = {}
         for m in self.measurements:
-            if (m.verb, m.dtype) == (verb, dtype) and direction in (None, m.direction):
-                cells.setdefault(m.configuration, {})[m.provider] = m
+            if (m.group, m.dtype) == (group, dtype) and direction in (None, m.direction):
+                cells.setdefault(m.label, {})[m.provider] = m
         return cells
 
     def add(
@@ -138,28 +153,21 @@ class Results:
         comparisons: Sequence[Comparison] = (),
         saved_bytes: int | None = None,
         training_bytes: int | None = None,
+        bytes_moved: int | None = None,
     ) -> None:
         """Add what was measured of a contender."""
-        case = workload.case
-        measured: dict[str, Any] = {f"max_abs_error_{c.name}": c.error for c in comparisons}
-        measured |= {f"error_over_budget_{c.name}": c.excess for c in comparisons}
         self.measurements.append(
             Measurement(
-                configuration=workload.name,
-                verb=case.verb,
-                rows=math.prod(case.shape[: -case.num_dims]),
-                cols=math.prod(case.normalized_shape),
-                dtype=dtype_name(case.dtype),
-                weight_dtype=dtype_name(case.weight) if case.weight else None,
-                bias_dtype=dtype_name(case.bias) if case.bias else None,
-                layout=case.layout,
                 direction=direction,
                 provider=contender.name,
                 provider_version=contender.version,
                 timing=timing,
+                bytes_moved=bytes_moved,
                 saved_bytes=saved_bytes,
                 training_memory_bytes=training_bytes,
-                **measured,
+                errors={c.name: c.error for c in comparisons},
+                excesses={c.name: c.excess for c in comparisons},
+                **workload.facts,
             )
         )
 
@@ -179,11 +187,13 @@ class Results:
                 self.fail(contender.name, workload, f"{direction}: {outcome}")
                 continue
             num_bytes = (training_bytes or {}).get(contender)
-            self.add(workload, direction, contender, outcome, errors.get(contender, ()), training_bytes=num_bytes)
+            moved = workload.bytes_moved(direction, contender.name) if direction in DIRECTIONS else None
+            judged = errors.get(contender, ())
+            self.add(workload, direction, contender, outcome, judged, None, num_bytes, moved)
 
     def fail(self, provider: str, workload: Workload, reason: str) -> None:
         """Note that `provider` was not measured on `workload`, or not completely."""
-        self.failures.append(Failure(provider, f"{workload.name} ({workload.case})", reason))
+        self.failures.append(Failure(provider, str(workload), reason))
 
     def records(self) -> list[Record]:
         """One flat record per measurement, without what is None, with what follows from its neighbours."""
@@ -194,7 +204,9 @@ class Results:
         """Write JSON and CSV into `folder`; the paths."""
         paths = [self.write_json(folder), folder / f"{self.stem}.csv"]
         records = self.records()
-        names = [key for key in (*_FACTS, *_TIMES, *_DERIVED) if any(key in record for record in records)]
+        found = dict.fromkeys(key for record in records for key in record)
+        last = [*_TIMES, *_DERIVED]
+        names = [*(key for key in found if key not in last), *(key for key in last if key in found)]
         with paths[1].open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=names)
             writer.writeheader()
@@ -243,22 +255,29 @@ def start(
 
 
 _TIMES = [f.name for f in fields(Timing)]
-_FACTS = [f.name for f in fields(Measurement) if f.name != "timing"]
-_DERIVED = ["speedup_over_pytorch", "percent_of_floor"]
+# What records hold by a name of their own for each result: the field, and what comes before the result's name.
+_BY_RESULT = {"errors": "max_abs_error_", "excesses": "error_over_budget_"}
+_FACTS = [f.name for f in fields(Measurement) if f.name not in ("timing", *_BY_RESULT)]
+_DERIVED = ["speedup_over_pytorch", "percent_of_floor", "gigabytes_per_second"]
 
 
 def _record(m: Measurement, reference: Timing | None, floor: Timing | None) -> Record:
     record: Record = {name: getattr(m, name) for name in _FACTS}
+    for name, prefix in _BY_RESULT.items():
+        record |= {prefix + result: value for result, value in getattr(m, name).items()}
     if m.timing:
         record |= asdict(m.timing)
         record["speedup_over_pytorch"] = reference.median_ms / m.timing.median_ms if reference else None
         record["percent_of_floor"] = 100 * floor.median_ms / m.timing.median_ms if floor else None
+        record["gigabytes_per_second"] = m.gigabytes_per_second
     return {key: _rounded(value) for key, value in record.items() if value is not None}
 
 
 def _measurement(record: dict[str, Any]) -> Measurement:
     timing = Timing(*(record[name] for name in _TIMES)) if "median_ms" in record else None
     facts: dict[str, Any] = {name: record.get(name) for name in _FACTS}
+    for name, prefix in _BY_RESULT.items():
+        facts[name] = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
     return Measurement(**facts, timing=timing)
 
 

@@ -1,23 +1,31 @@
 """The suites, as data: named shapes, and the dtypes they are measured in. A new suite is one more entry of `SUITES`.
 
-`kind` says what is measured: the time of kernels, the host's time per call, or memory (`runner.MEASURES`).
+`kind` says what is measured: the time of kernels, the host's time per call, or memory (`runner.MEASURES`). A suite is
+made of parts, each of which turns shapes into workloads: bare norms, or operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
+from kernel_fusion.bench import operations
+from kernel_fusion.bench.blocks import BLOCK, BLOCK_WITH_DROPOUT
+from kernel_fusion.bench.chains import Chain, Operation
+from kernel_fusion.bench.row_norms import VERBS as NORMS
+from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
-VERBS = ("layer_norm", "rms_norm")
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
+# Scores are (batch, rows, columns).
+_SCORES_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,75 @@ class Shape:
     layout: str = "contiguous"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One named call to measure."""
+Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dtype of the input
 
-    name: str
-    case: RowNormCase
+
+class Part(Protocol):
+    """What a suite is made of."""
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """The verbs it can measure."""
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Part:
+        """The same at other shapes, rows and columns, named after themselves."""
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """One verb in one dtype at every shape; weight and bias of bare norms in `weights`, by default the input's."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A `Part`: the bare norms."""
+
+    shapes: Shapes
+    verbs = NORMS
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Norms:
+        """See `Part`."""
+        return Norms(_always([_plain(*s) for s in sizes]))
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """See `Part`. RMSNorm has no bias here, since PyTorch's has none."""
+        weight = weights or dtype
+        bias = weight if verb == "layer_norm" else None
+        return [
+            RowNorm(shape.name, RowNormCase(verb, shape.sizes, dtype, weight=weight, bias=bias, layout=shape.layout))
+            for shape in self.shapes(device, dtype)
+        ]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """A `Part`: operations at the same shapes.
+
+    Attributes:
+        grouped: as in `Chain`.
+        batch: the first dimension of all shapes, where they have three.
+    """
+
+    operations: tuple[Operation, ...]
+    shapes: Shapes
+    grouped: bool = True
+    batch: tuple[int, ...] = ()
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """See `Part`."""
+        return tuple(dict.fromkeys(operation.verb for operation in self.operations))
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Operations:
+        """See `Part`."""
+        return replace(self, shapes=_always([_plain(*self.batch, *s) for s in sizes]))
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """See `Part`. Parameters are in the dtype of the input."""
+        wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
+        return [
+            Chain(shape.name, operation, shape.sizes, dtype, self.grouped)
+            for shape in self.shapes(device, dtype)
+            for operation in wanted
+        ]
 
 
 @dataclass(frozen=True)
@@ -44,47 +115,57 @@ class Suite:
     Attributes:
         name: what the command line calls it.
         title: what tables and plots call it.
-        kind: what is measured of each shape.
-        shapes: by device type and dtype of the input.
+        kind: what is measured of each workload.
+        parts: what is measured.
         dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
+        quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
+        directions: those measured by default.
+        peers: those measured by default, but not under `--quick`.
     """
 
     name: str
     title: str
     kind: Kind
-    shapes: Callable[[str, torch.dtype], Sequence[Shape]]
+    parts: tuple[Part, ...]
     dtypes: Mapping[str, Sequence[torch.dtype]]
     quick_dtypes: Mapping[str, Sequence[torch.dtype]]
+    quick_verbs: tuple[str, ...] | None = None
+    quick_parts: tuple[Part, ...] | None = None
+    directions: tuple[Direction, ...] = DIRECTIONS
+    peers: tuple[str, ...] = ()
 
-    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Suite:
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """The verbs that it can measure."""
+        return tuple(dict.fromkeys(verb for part in self.parts for verb in part.verbs))
+
+    def quick(self) -> Suite:
+        """What `--quick` measures; its verbs are a default, and the others can still be asked for."""
+        return replace(self, parts=self.quick_parts or self.parts, dtypes=self.quick_dtypes, peers=())
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Suite:
         """The same suite over other shapes, named after themselves."""
-        return replace(self, title="Chosen shapes", shapes=_always([_plain(*s) for s in shapes]))
+        return replace(self, title="Chosen shapes", parts=tuple(part.with_shapes(sizes) for part in self.parts))
 
     def workloads(
         self, device: str, dtypes: Sequence[torch.dtype], verbs: Sequence[str], weights: torch.dtype | None = None
     ) -> list[Workload]:
-        """Every shape in every dtype and verb; weight and bias in the dtype `weights`, by default the input's.
-
-        RMSNorm has no bias here, since PyTorch's has none.
-        """
+        """Every shape in every dtype and verb."""
         return [
-            Workload(shape.name, _case(verb, shape, dtype, weights or dtype))
+            workload
             for verb in verbs
             for dtype in dtypes
-            for shape in self.shapes(device, dtype)
+            for part in self.parts
+            if verb in part.verbs
+            for workload in part.workloads(device, dtype, verb, weights)
         ]
-
-
-def _case(verb: str, shape: Shape, dtype: torch.dtype, weights: torch.dtype) -> RowNormCase:
-    bias = weights if verb == "layer_norm" else None
-    return RowNormCase(verb, shape.sizes, dtype, weight=weights, bias=bias, layout=shape.layout)
 
 
 def _plain(*sizes: int) -> Shape:
     return Shape("x".join(map(str, sizes)), sizes)
 
 
-def _always(shapes: Sequence[Shape]) -> Callable[[str, torch.dtype], Sequence[Shape]]:
+def _always(shapes: Sequence[Shape]) -> Shapes:
     """The same shapes whatever the device and dtype."""
     return lambda device, dtype: shapes
 
@@ -126,34 +207,90 @@ _FEW_ROWS = (
     *((1_000_000, cols) for cols in (64, 128)),
 )
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
+_BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
+
+
+def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
+    """Sequences of 128 tokens, as the published figures have it; of one token on a CPU, where bytes are counted."""
+    tokens = 128 if device == "cuda" else 1
+    return [Shape(f"batch {batch}", (batch * tokens, _BLOCK_COLS)) for batch in _BLOCK_BATCHES]
+
+
+def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
+    """Of the published size; a fraction of it on a CPU, where a single product takes long."""
+    return [_plain(_SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
 _QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
 _HOST_DTYPES = {"cuda": (_BF16,), "cpu": (_FP32,)}
+_FUSED_DTYPES = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
+_FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
+
+
+def _fixed(*sizes: tuple[int, ...]) -> Shapes:
+    return _always([_plain(*s) for s in sizes])
+
+
+def _norms(name: str, title: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
+    """A suite of bare norms."""
+    host = kind == "host"
+    dtypes, quick_dtypes = (_HOST_DTYPES, _HOST_DTYPES) if host else (_DTYPES, _QUICK_DTYPES)
+    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1])
+
+
+def _fused_ops() -> Suite:
+    plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
+    batches = Operations(scores, _scores, batch=(_SCORES_BATCH,))
+    parts = Operations(plain, _fixed((2048, 2048), (8192, 8192))), batches
+    return Suite(
+        "fused-ops",
+        "Fused operations",
+        "kernels",
+        parts,
+        _FUSED_DTYPES,
+        _QUICK_DTYPES,
+        quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
+        directions=("forward", "backward"),
+        peers=("torch.compile",),
+    )
+
+
+def _memory() -> Suite:
+    plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
+    parts = (
+        Norms(_fixed(*_MEMORY)),
+        Operations(plain, _fixed((4096, 4096))),
+        Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
+        Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
+    )
+    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES)
+
+
+_RELU_LAYER_NORM = Suite(
+    "relu-layernorm",
+    "ReLU and LayerNorm",
+    "kernels",
+    (Operations((operations.RELU_LAYER_NORM,), _fixed((4096, 1024))),),
+    _FP32_ONLY,
+    _FP32_ONLY,
+    directions=("forward",),
+    peers=("cupy",),
+)
 
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(
-            "models",
-            "Eleven transformer models",
-            "kernels",
-            _always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
-            _DTYPES,
-            _QUICK_DTYPES,
-        ),
-        Suite("large", "Large inputs", "kernels", _always([_plain(*s) for s in _LARGE]), _DTYPES, _QUICK_DTYPES),
-        Suite("odd", "Odd row lengths and strides", "kernels", _odd, _DTYPES, _QUICK_DTYPES),
-        Suite(
-            "few-rows",
-            "Few rows, and many short ones",
-            "kernels",
-            _always([_plain(*s) for s in _FEW_ROWS]),
-            _DTYPES,
-            _QUICK_DTYPES,
-        ),
-        Suite("host", "Host time per call", "host", _host, _HOST_DTYPES, _HOST_DTYPES),
-        Suite("memory", "Memory in training", "memory", _always([_plain(*s) for s in _MEMORY]), _DTYPES, _QUICK_DTYPES),
+        _norms("models", "Eleven transformer models", _always([Shape(name, sizes) for name, sizes in _MODELS.items()])),
+        _norms("large", "Large inputs", _fixed(*_LARGE)),
+        _norms("odd", "Odd row lengths and strides", _odd),
+        _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
+        _norms("host", "Host time per call", _host, "host"),
+        _fused_ops(),
+        _RELU_LAYER_NORM,
+        _memory(),
     )
 }
+# Of all suites.
+VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))

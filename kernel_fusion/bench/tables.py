@@ -1,4 +1,7 @@
-"""Tables made of results: times beside the floor, PyTorch and the peers; errors and memory; and all as Markdown."""
+"""Tables made of results: times beside the floor, PyTorch and the peers; errors and memory; and all as Markdown.
+
+A single operation makes a table of its contenders, several cells one of cells.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
+from kernel_fusion.bench.results import COMPILED, FLOOR, OURS, REFERENCE, Measurement, Results
 
 _MISSING = "–"
 _INACCURATE = "*"
@@ -29,16 +32,28 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Per verb and dtype a table of times for each direction, one of errors and one of memory."""
-    made = []
-    for verb, dtype in dict.fromkeys(group[:2] for group in results.groups):
-        for direction in [d for v, t, d in results.groups if (v, t) == (verb, dtype)]:
-            cells = results.cells(verb, dtype, direction)
-            made.append(_table(results, f"{verb}, {dtype}, {direction}", cells, _time_columns(results, cells)))
-        cells = results.cells(verb, dtype)
-        made.append(_table(results, f"{verb}, {dtype}, largest errors", cells, _error_columns(results, cells)))
-        made.append(_table(results, f"{verb}, {dtype}, memory", cells, _memory_columns(results, cells)))
+    """Per verb (of operations: per shape) and dtype a table of times for each direction, and of errors and memory."""
+    made: list[Table | None] = []
+    for group, dtype in dict.fromkeys(group[:2] for group in results.groups):
+        for direction in [d for g, t, d in results.groups if (g, t) == (group, dtype)]:
+            cells = results.cells(group, dtype, direction)
+            what = f"{group}, {dtype}, {direction}"
+            if len(cells) == 1 and _of_operations(cells) and any(m.timing for m in _measurements(cells)):
+                made.append(_contender_table(results, what, *cells.values()))
+            else:
+                made.append(_table(results, what, cells, _time_columns(results, cells)))
+        cells = results.cells(group, dtype)
+        made.append(_table(results, f"{group}, {dtype}, largest errors", cells, _error_columns(results, cells)))
+        made.append(_table(results, f"{group}, {dtype}, memory", cells, _memory_columns(results, cells)))
     return [table for table in made if table is not None]
+
+
+def _measurements(cells: dict[str, Cell]) -> list[Measurement]:
+    return [m for cell in cells.values() for m in cell.values()]
+
+
+def _of_operations(cells: dict[str, Cell]) -> bool:
+    return any(m.operation for m in _measurements(cells))
 
 
 def write_markdown(results: Results, folder: Path) -> Path:
@@ -66,10 +81,7 @@ def _table(results: Results, what: str, cells: dict[str, Cell], columns: dict[st
     if not columns:
         return None
     some = [next(iter(cell.values())) for cell in cells.values()]
-    sizes = [f"{m.rows}×{m.cols}" for m in some]
-    # A shape given by the user is its own name, and then needs no second column.
-    own_name = all(name == size.replace("×", "x") for name, size in zip(cells, sizes, strict=True))
-    heads = [(size,) if own_name else (name, size) for name, size in zip(cells, sizes, strict=True)]
+    titles, heads = _heads(list(cells), some)
     values = [[value(cell) for value in columns.values()] for cell in cells.values()]
     rows = [(*head, *map(_text, row)) for head, row in zip(heads, values, strict=True)]
     means = [_mean(column) for column in zip(*values, strict=True)]
@@ -77,12 +89,46 @@ def _table(results: Results, what: str, cells: dict[str, Cell], columns: dict[st
         rows.append(("geometric mean", *[""] * (len(heads[0]) - 1), *means))
     weights = some[0].weight_dtype
     title = f"{results.title}: {what}" + (f", weights {weights}" if weights not in (None, some[0].dtype) else "")
-    return Table(title, (*(("rows × N",) if own_name else ("configuration", "rows × N")), *columns), tuple(rows))
+    return Table(title, (*titles, *columns), tuple(rows))
+
+
+def _heads(labels: list[str], some: list[Measurement]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The titles of the columns that say what a row is about, and what they hold in each row."""
+    if some[0].operation:
+        return ("operation",), [(label,) for label in labels]  # of one shape, which stands in the table's title
+    sizes = [f"{m.rows}×{m.cols}" for m in some]
+    # A shape given by the user is its own name, and then needs no second column.
+    if all(label == size.replace("×", "x") for label, size in zip(labels, sizes, strict=True)):
+        return ("rows × N",), [(size,) for size in sizes]
+    return ("configuration", "rows × N"), list(zip(labels, sizes, strict=True))
+
+
+def _contender_table(results: Results, what: str, cell: Cell) -> Table:
+    """One row per contender of the only cell of its group: time, bytes, bandwidth, speedup and correctness."""
+    columns = ("contender", "µs", "MB moved", "GB/s", "speedup", "÷ floor", "largest error of y", "error ÷ budget")
+    rows = []
+    for provider in (p for p in results.providers if p in cell):
+        m = cell[provider]
+        bandwidth, error, excess = m.gigabytes_per_second, m.errors.get("y"), max(m.excesses.values(), default=None)
+        rows.append(
+            (
+                _label(provider),
+                _text(_time(m, 1e3)),
+                _text(None if m.bytes_moved is None else _megabytes(m.bytes_moved)),
+                _text(None if bandwidth is None else f"{bandwidth:.0f}"),
+                _text(_ratio(cell, [REFERENCE], [provider])),
+                _text(_ratio(cell, [provider], [FLOOR])),
+                _text(None if error is None else f"{error:.1e}"),
+                _text(excess),
+            )
+        )
+    operation = next(iter(cell.values())).operation
+    return Table(f"{results.title}: {operation}, {what}", columns, tuple(rows))
 
 
 def _time_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
     """Floor, ours, PyTorch and peers, as far as they were timed, and how they compare."""
-    timed = [m for cell in cells.values() for m in cell.values() if m.timing]
+    timed = [m for m in _measurements(cells) if m.timing]
     short = all(m.timing.median_ms < _MICROSECONDS_BELOW_MS for m in timed if m.timing)
     scale, unit = (1e3, "µs") if short else (1.0, "ms")
     providers = [p for p in results.providers if any(m.provider == p for m in timed)]
@@ -100,6 +146,8 @@ def _time_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
         add_time(FLOOR)
     for provider in mine:
         add_time(provider)
+        if _of_operations(cells):
+            columns |= _bandwidth_columns(provider)
         if FLOOR in providers:
             add_ratio(f"{provider} ÷ floor", [provider], [FLOOR])
     for peer in peers:
@@ -107,6 +155,9 @@ def _time_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
         if peer == REFERENCE:
             for provider in mine:
                 add_ratio("speedup" if len(mine) == 1 else f"{provider} speedup", [REFERENCE], [provider])
+        if peer == COMPILED and _of_operations(cells):
+            for provider in mine:
+                add_ratio(f"{provider} over {COMPILED}", [COMPILED], [provider])
     if len(peers) > 1 and mine:
         columns["best peer"] = lambda cell: _label(best) if (best := _best(cell, peers)) else None
         for provider in mine:
@@ -114,42 +165,76 @@ def _time_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
     return columns
 
 
+def _bandwidth_columns(provider: str) -> dict[str, Value]:
+    """What moves, how fast `provider` moves it, and which share of the floor's speed that is."""
+
+    def of(format: Callable[[Cell, Measurement], str | None]) -> Value:
+        return lambda cell: format(cell, cell[provider]) if provider in cell else None
+
+    def moved(cell: Cell, m: Measurement) -> str | None:
+        return None if m.bytes_moved is None else _megabytes(m.bytes_moved)
+
+    def bandwidth(cell: Cell, m: Measurement) -> str | None:
+        return None if m.gigabytes_per_second is None else f"{m.gigabytes_per_second:.0f}"
+
+    def share(cell: Cell, m: Measurement) -> str | None:
+        ratio = _ratio(cell, [FLOOR], [provider])
+        return None if ratio is None else f"{ratio:.0%}"
+
+    return {"MB moved": of(moved), f"{provider} GB/s": of(bandwidth), f"{provider} % of floor": of(share)}
+
+
 def _error_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
-    """The largest absolute errors of y and dx, against float64."""
-    return _fact_columns(results, cells, {"y": "max_abs_error_y", "dx": "max_abs_error_dx"}, "{:.1e}".format)
+    """The largest absolute errors against float64: of y and dx, or of operations the largest beside its budget."""
+
+    def error_of(name: str) -> Callable[[Measurement], str | None]:
+        return lambda m: f"{m.errors[name]:.1e}" if name in m.errors else None
+
+    def excess(m: Measurement) -> str | None:
+        return f"{max(m.excesses.values()):.2f}" if m.excesses else None
+
+    if _of_operations(cells):
+        return _fact_columns(results, cells, {"y": error_of("y"), "largest error ÷ budget": excess})
+    return _fact_columns(results, cells, {"y": error_of("y"), "dx": error_of("dx")})
 
 
 def _memory_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
-    """What autograd saves and what a training step takes, in MB, and how ours compares."""
-    facts = {"saved MB": "saved_bytes", "training MB": "training_memory_bytes"}
-    columns = _fact_columns(results, cells, facts, lambda num_bytes: f"{num_bytes / 1e6:.2f}")
+    """What autograd saves and what a training step takes, in MB, and how ours compares where both take something."""
 
-    def compared(provider: str) -> Value:
+    def megabytes(num_bytes: int | None) -> str | None:
+        return None if num_bytes is None else _megabytes(num_bytes)
+
+    facts: dict[str, Callable[[Measurement], str | None]] = {
+        "saved MB": lambda m: megabytes(m.saved_bytes),
+        "training MB": lambda m: megabytes(m.training_memory_bytes),
+    }
+    columns = _fact_columns(results, cells, facts)
+
+    def compared(provider: str, field: str) -> Value:
         def value(cell: Cell) -> float | None:
-            mine, theirs = (cell[p].training_memory_bytes if p in cell else None for p in (provider, REFERENCE))
+            mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, REFERENCE))
             return mine / theirs if mine and theirs else None
 
         return value
 
-    mine = [p for p in results.providers if p.startswith(OURS)]
-    return columns | ({f"{p} ÷ PyTorch, training": compared(p) for p in mine} if columns else {})
+    for name, field in (("saved", "saved_bytes"), ("training", "training_memory_bytes")):
+        if any(getattr(m, field) is not None for m in _measurements(cells)):
+            mine = [p for p in results.providers if p.startswith(OURS)]
+            columns |= {f"{p} ÷ PyTorch, {name}": compared(p, field) for p in mine}
+    return columns
 
 
 def _fact_columns(
-    results: Results, cells: dict[str, Cell], facts: dict[str, str], format: Callable[[float], str]
+    results: Results, cells: dict[str, Cell], facts: dict[str, Callable[[Measurement], str | None]]
 ) -> dict[str, Value]:
-    """Columns of fields of `Measurement`, by title, for every provider of which they are known."""
+    """Columns of what measurements say, by title, for every provider of which it is known."""
 
-    def value_of(provider: str, field: str) -> Value:
-        def value(cell: Cell) -> str | None:
-            found = getattr(cell[provider], field) if provider in cell else None
-            return None if found is None else format(found)
-
-        return value
+    def value_of(provider: str, fact: Callable[[Measurement], str | None]) -> Value:
+        return lambda cell: fact(cell[provider]) if provider in cell else None
 
     columns = {
-        f"{_label(provider)} {title}": value_of(provider, field)
-        for title, field in facts.items()
+        f"{_label(provider)} {title}": value_of(provider, fact)
+        for title, fact in facts.items()
         for provider in results.providers
     }
     return {title: value for title, value in columns.items() if any(value(cell) is not None for cell in cells.values())}
@@ -185,6 +270,10 @@ def _time(m: Measurement | None, scale: float) -> str | None:
     time = m.timing.median_ms * scale
     digits = 2 if time < 10 else 1 if time < 100 else 0
     return f"{time:.{digits}f}" + (_INACCURATE if m.inaccurate else "")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f}"
 
 
 def _label(provider: str) -> str:

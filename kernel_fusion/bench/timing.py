@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from kernel_fusion.bench.providers import Call, Direction, Provider
+from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.workloads import Call, Direction
 
 # The H200 has 60 MB of L2 cache: five times that in one graph leaves nothing of a call for the next replay.
 ROTATED_BYTES = 300_000_000
@@ -37,7 +39,7 @@ METHODS = {
     f"{ROTATED_BYTES // 10**6} MB touched per replay where {_MAX_CALLS} calls suffice for that (smaller calls wait for "
     "launches rather than for memory); all contenders write to the same memory, as where it lies among the inputs can "
     "change a time by a fifth; replays timed with events, contenders taking turns in rotating order; median "
-    "and quartiles of the time per call",
+    "and quartiles of the time per call; CuPy's calls are not captured but launched one by one on the same stream",
     "host": f"wall time of {HOST_CALLS} calls without a synchronisation between them, over their number; contenders "
     "taking turns in rotating order; median and quartiles",
 }
@@ -151,49 +153,73 @@ def time_host(
     return _take_turns(contenders, range(effort.host_rounds), sample, HOST_CALLS)
 
 
-def time_cuda(contenders: Mapping[str, Callable[[], list[Call]]], effort: Effort, device: torch.device) -> Outcomes:
+def time_cuda(
+    contenders: Mapping[str, Callable[[], list[Call]]],
+    effort: Effort,
+    device: torch.device,
+    not_captured: Collection[str] = (),
+) -> Outcomes:
     """Time contenders, each given as a function that makes its calls, one per set of inputs.
 
-    The function runs on the stream of the capture: autograd runs a backward on the stream of its forward.
+    The function runs on the stream of the capture: autograd runs a backward on the stream of its forward. The calls of
+    those in `not_captured` are launched one by one on that stream, so that their time has gaps where the host is slower
+    than the device.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            captured: dict[str, _Graph] = {}
+            captured: dict[str, _Repeated] = {}
             outcomes: Outcomes = {}
             # One pool, from which each takes what the one before gave back: the same bytes for all.
             pool = torch.cuda.graph_pool_handle()
             for name, make in contenders.items():
                 try:
-                    captured[name] = _capture(make(), stream, pool)
+                    prepare = _launched if name in not_captured else partial(_capture, stream=stream, pool=pool)
+                    captured[name] = prepare(make())
                 except Exception as error:  # whatever it is, the others can still be timed
                     outcomes[name] = reason(error)
                     pool = torch.cuda.graph_pool_handle()  # the allocator may believe that it still fills the old one
             events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in captured}
             # Nothing waits in these loops: the GPU is still busy with one sample while the next is queued.
             for warm_up in captured.values():
-                warm_up.graph.replay()
+                warm_up.replay()
             for round in range(effort.replays):
                 for name in _rotated(list(captured), round):
-                    events[name].append(_timed_replays(captured[name].graph, captured[name].replays))
+                    events[name].append(_timed_replays(captured[name].replay, captured[name].replays))
             stream.synchronize()
-        for name, graph in captured.items():
-            per_sample = graph.replays * len(graph.calls)
-            outcomes[name] = summarise([a.elapsed_time(b) / per_sample for a, b in events[name]], len(graph.calls))
+        for name, repeated in captured.items():
+            per_sample = repeated.replays * len(repeated.calls)
+            outcomes[name] = summarise([a.elapsed_time(b) / per_sample for a, b in events[name]], len(repeated.calls))
         return outcomes
 
 
 @dataclass(frozen=True)
-class _Graph:
-    """A captured graph, how often to replay it in a sample, and its calls, whose tensors it reads."""
+class _Repeated:
+    """What makes all calls once, how often to do that in a sample, and the calls, whose tensors it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Call
     replays: int
     calls: list[Call]
 
+    @classmethod
+    def of(cls, replay: Call, calls: list[Call]) -> _Repeated:
+        """As often as fills a sample."""
+        replay()
+        start, end = _timed_replays(replay, 1)
+        end.synchronize()
+        return cls(replay, max(1, round(_SAMPLE_MS / start.elapsed_time(end))), calls)
 
-def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Graph:
+
+def _launched(calls: list[Call]) -> _Repeated:
+    def replay() -> None:
+        for call in calls:
+            call()
+
+    return _Repeated.of(replay, calls)
+
+
+def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeated:
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()
@@ -201,10 +227,7 @@ def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Graph:
         results = [call() for call in calls]
     # Kept up to here, so that no call was given the memory of another's results.
     del results
-    graph.replay()
-    start, end = _timed_replays(graph, 1)
-    end.synchronize()
-    return _Graph(graph, max(1, round(_SAMPLE_MS / start.elapsed_time(end))), calls)
+    return _Repeated.of(graph.replay, calls)
 
 
 @contextmanager
@@ -245,11 +268,11 @@ def _take_turns(
     return outcomes | {name: summarise(times, calls_per_sample) for name, times in samples.items()}
 
 
-def _timed_replays(graph: torch.cuda.CUDAGraph, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):
-        graph.replay()
+        replay()
     end.record()
     return start, end
 

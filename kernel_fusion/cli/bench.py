@@ -17,10 +17,12 @@ from rich.table import Table
 
 from kernel_fusion.bench import machine, plot, providers, results, runner, tables
 from kernel_fusion.bench.peers import PEERS, find
-from kernel_fusion.bench.providers import DIRECTIONS
+from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Results
-from kernel_fusion.bench.suites import SUITES, VERBS, Suite, Workload
+from kernel_fusion.bench.row_norms import VERBS as NORMS
+from kernel_fusion.bench.suites import SUITES, VERBS, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.cli.common import (
     console,
     names,
@@ -39,16 +41,23 @@ _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 def bench(
     suites: Annotated[list[str], typer.Argument(metavar="SUITE...", help=f"One or more of: {', '.join(SUITES)}.")],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repetitions and dtypes, LayerNorm only: about a minute.")
+        bool,
+        typer.Option(
+            "--quick", help="Fewer repetitions, dtypes, verbs and shapes, no peers: about a minute for a suite."
+        ),
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="Such as bf16,fp32. Default: the suite's.")] = None,
-    verbs: Annotated[str | None, typer.Option(help=f"Default: {','.join(VERBS)}; layer_norm if quick.")] = None,
-    directions: Annotated[str, typer.Option(help="Of the suites of kernels.")] = ",".join(DIRECTIONS),
-    weights: Annotated[str | None, typer.Option(help="The dtype of weight and bias. Default: the input's.")] = None,
+    verbs: Annotated[str | None, typer.Option(help=f"Some of {', '.join(VERBS)}. Default: the suite's.")] = None,
+    directions: Annotated[
+        str | None, typer.Option(help=f"Some of {','.join(DIRECTIONS)}. Default: the suite's, where it times kernels.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="The dtype of weight and bias of bare norms. Default: the input's.")
+    ] = None,
     backends: Annotated[str | None, typer.Option(help="Such as cpu,eager. Default: the device's own.")] = None,
     peers: Annotated[
-        str | None, typer.Option(help=f"all, or some of {','.join(PEERS)}. Default: none but PyTorch.")
+        str | None, typer.Option(help=f"all, none, or some of {','.join(PEERS)}. Default: the suite's.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="RxN, repeatable: measured in place of the suite's.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/ and the device's name.")] = None,
@@ -61,30 +70,27 @@ def bench(
     selection = _Selection(
         quick=quick,
         dtypes=parse_dtypes(dtypes) if dtypes else None,
-        verbs=names(verbs or (VERBS[0] if quick else ",".join(VERBS)), VERBS, "verb"),
+        verbs=names(verbs, VERBS, "verb") if verbs else None,
+        directions=names(directions, DIRECTIONS, "direction") if directions else None,
         weights=parse_dtypes(weights)[0] if weights else None,
         shapes=[_parse_shape(text) for text in shape or []],
+        peers=_parse_peers(peers),
     )
-    chosen_directions = names(directions, DIRECTIONS, "direction")
-    chosen_peers = list(PEERS) if peers == "all" else names(peers or "", PEERS, "peer")
+    for suite in chosen:
+        _check_selection(suite, selection)
     # Resolving a backend builds the extension, so that no build falls into a measurement.
     ours = [resolve_backend(name, target) for name in (split(backends) if backends else [None])]
-    others, states = find(chosen_peers, target)
-    setup = Setup(
-        [providers.pytorch(), *map(providers.ours, ours), *others], target, chosen_directions, QUICK if quick else FULL
-    )
+    contenders = [providers.pytorch(), *map(providers.ours, ours)]
     folder = output_dir or Path("benchmarks", "results", machine.device_slug(target))
     out = console()
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
     if target.type == "cpu" and machine.load_average() > _BUSY_LOAD:
         out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
-    for name, state in states.items():
-        out.print(f"{name}: {state}")
     exit_code = 0
     for suite in chosen:
-        result = _measure(suite, selection, setup, states, folder, out)
-        failed = {failure.provider for failure in result.failures} - set(chosen_peers)
+        result = _measure(suite, selection, contenders, target, folder, out)
+        failed = {failure.provider for failure in result.failures} - set(PEERS)
         exit_code = _INTERRUPTED if result.interrupted else 1 if failed else exit_code
         if result.interrupted:
             break
@@ -93,25 +99,52 @@ def bench(
 
 @dataclass(frozen=True)
 class _Selection:
-    """Which workloads of a suite are measured."""
+    """What of a suite is measured; None, and no shapes, stand for the suite's own."""
 
     quick: bool
-    dtypes: Sequence[torch.dtype] | None  # None: the suite's own
-    verbs: Sequence[str]
+    dtypes: Sequence[torch.dtype] | None
+    verbs: Sequence[str] | None
+    directions: Sequence[Direction] | None
     weights: torch.dtype | None  # None: the input's
-    shapes: Sequence[tuple[int, int]]  # none: the suite's own
+    shapes: Sequence[tuple[int, int]]
+    peers: Sequence[str] | None
+
+    def verbs_of(self, suite: Suite) -> list[str]:
+        """Those measured of a suite."""
+        own = (suite.quick_verbs if self.quick else None) or suite.verbs
+        return [verb for verb in suite.verbs if verb in (own if self.verbs is None else self.verbs)]
+
+
+def _check_selection(suite: Suite, selection: _Selection) -> None:
+    """An error where a suite has nothing of what is wanted."""
+    if not selection.verbs_of(suite):
+        raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
+    if selection.weights and not set(suite.verbs) <= set(NORMS):
+        raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 
 
 def _measure(
-    suite: Suite, selection: _Selection, setup: Setup, peers: dict[str, str], folder: Path, out: Console
+    suite: Suite,
+    selection: _Selection,
+    contenders: Sequence[Provider],
+    device: torch.device,
+    folder: Path,
+    out: Console,
 ) -> Results:
     """Measure one suite, write its files and show its tables."""
+    suite = suite.quick() if selection.quick else suite
+    peers, states = find(suite.peers if selection.peers is None else selection.peers, device)
+    for name, state in states.items():
+        out.print(f"{name}: {state}")
+    directions = selection.directions or suite.directions
+    setup = Setup([*contenders, *peers], device, directions, QUICK if selection.quick else FULL)
     suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
-    dtypes = selection.dtypes or (suite.quick_dtypes if selection.quick else suite.dtypes)[setup.device.type]
-    workloads = suite.workloads(setup.device.type, dtypes, selection.verbs, selection.weights)
-    command = _command(suite, selection, setup, dtypes, list(peers))
+    dtypes = selection.dtypes or suite.dtypes[device.type]
+    verbs = selection.verbs_of(suite)
+    workloads = suite.workloads(device.type, dtypes, verbs, selection.weights)
+    command = _command(suite, selection, setup, dtypes, verbs, list(states))
     method = runner.describe_method(suite.kind, setup)
-    result = results.start(suite, setup.device, command, selection.quick, method, peers)
+    result = results.start(suite, device, command, selection.quick, method, states)
     try:
         _run(result, suite, workloads, setup, folder)
     finally:
@@ -120,17 +153,22 @@ def _measure(
 
 
 def _command(
-    suite: Suite, selection: _Selection, setup: Setup, dtypes: Sequence[torch.dtype], peers: Sequence[str]
+    suite: Suite,
+    selection: _Selection,
+    setup: Setup,
+    dtypes: Sequence[torch.dtype],
+    verbs: Sequence[str],
+    peers: Sequence[str],
 ) -> str:
-    """The command that measures the same again, every default written out."""
-    options = {
+    """The command that measures the same again, every default written out, but for all verbs."""
+    options: dict[str, Sequence[str]] = {
         "--device": [str(setup.device)],
         "--dtypes": [dtype_name(dtype) for dtype in dtypes],
-        "--verbs": selection.verbs,
+        "--verbs": [] if len(verbs) == len(suite.verbs) > len(NORMS) else verbs,
         "--directions": setup.directions if suite.kind == "kernels" else [],
         "--weights": [dtype_name(selection.weights)] if selection.weights else [],
         "--backends": [provider.backend for provider in setup.providers if provider.backend],
-        "--peers": peers,
+        "--peers": peers or (["none"] if suite.peers else []),
     }
     words = ["kernel-fusion", "bench", suite.name, *(["--quick"] if selection.quick else [])]
     words += [word for option, values in options.items() if values for word in (option, ",".join(values))]
@@ -145,7 +183,7 @@ def _run(result: Results, suite: Suite, workloads: Sequence[Workload], setup: Se
         task = progress.add_task(suite.name, total=len(workloads))
         try:
             for workload in workloads:
-                about = f"{workload.case.verb} {dtype_name(workload.case.dtype)}"
+                about = f"{workload.verb} {dtype_name(workload.dtype)}"
                 for done in runner.run(result, suite.kind, workload, setup):
                     progress.update(task, description=f"{about} {done}")
                 progress.advance(task)
@@ -172,6 +210,13 @@ def _write_and_show(result: Results, folder: Path, out: Console) -> None:
         out.print("Interrupted: this is what was measured until then.")
     for path in paths:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _parse_peers(text: str | None) -> list[str] | None:
+    """The peers that are named; None where the suite is to decide."""
+    if text is None:
+        return None
+    return list(PEERS) if text == "all" else [] if text == "none" else names(text, PEERS, "peer")
 
 
 def _parse_shape(text: str) -> tuple[int, int]:

@@ -45,20 +45,20 @@ def row_norm(
         raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
 
 
-def residual(input: Tensor, residual: Tensor | None) -> None:
+def residual(verb: str, input: Tensor, residual: Tensor | None) -> None:
     """Raise unless the residual stream has the input's shape and device, and a dtype that goes with the input's."""
     if residual is None:
         return
     if residual.shape != input.shape:
         raise RuntimeError(
-            f"`residual` must have the shape of `input`, {list(input.shape)}, got {list(residual.shape)}"
+            f"`{verb}`: `residual` must have the shape of `input`, {list(input.shape)}, got {list(residual.shape)}"
         )
     if residual.device != input.device:
         raise RuntimeError(
-            f"expected all tensors to be on the same device, but `residual` is on {residual.device} and `input` is on "
-            f"{input.device}"
+            f"`{verb}`: expected all tensors to be on the same device, but `residual` is on {residual.device} and "
+            f"`input` is on {input.device}"
         )
-    _check_mix("add_*_norm", "residual", residual.dtype, input.dtype)
+    _check_mix(verb, "residual", residual.dtype, input.dtype)
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:

@@ -27,7 +27,7 @@ from kernel_fusion.errors import BuildError
 
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
-_CPU_KERNELS = _SOURCES / "cpu" / "kernels.cpp"
+_CPU_KERNELS = _SOURCES / "cpu" / "kernels"
 _SUFFIXES = {".cpp", ".h", ".cuh"}
 
 # Nothing that changes NaN or Inf. No contraction, so that a * b - round(a * b) is 0 where a formula counts on it; the
@@ -109,20 +109,32 @@ def _build(compiler: str, key: str, say: Callable[[str], None]) -> Path:
     return stored
 
 
+def _units() -> list[tuple[list[Path], list[str]]]:
+    """What is compiled together, and with which flags; the longest first.
+
+    PyTorch's headers take most of the time, and several files that include the same ones share it.
+    """
+    autograd = sorted(_SOURCES.glob("*autograd.cpp"))
+    cuda = sorted([*_SOURCES.glob("*_cuda.cpp"), *(_SOURCES / "cuda").glob("*.cpp")])
+    operators = sorted({*_SOURCES.glob("*.cpp")} - {*autograd, *cuda})
+    units: list[tuple[list[Path], list[str]]] = [(operators, []), (autograd, [])]
+    for variant in reversed(cpu_variants()):
+        defines = [f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}"]
+        units.append((sorted(_CPU_KERNELS.glob("*.cpp")), [*defines, *_VARIANTS[variant]]))
+    return [*units, (cuda, [])]
+
+
 def _compile(compiler: str, folder: Path) -> Path:
     """Compile every unit in parallel and link them."""
     include = Path(torch.__file__).parent / "include"
     common = [compiler, *_FLAGS, f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
     common += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
-    units: list[tuple[Path, list[str]]] = [(p, []) for p in sorted(_SOURCES.rglob("*.cpp")) if p != _CPU_KERNELS]
-    for variant in cpu_variants():
-        defines = [f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}"]
-        units.append((_CPU_KERNELS, [*defines, *_VARIANTS[variant]]))
-    objects = [folder / f"{index}.o" for index in range(len(units))]
-    commands = [
-        [*common, *flags, "-c", str(source), "-o", str(out)]
-        for (source, flags), out in zip(units, objects, strict=True)
-    ]
+    objects, commands = [], []
+    for index, (files, flags) in enumerate(_units()):
+        unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
+        unit.write_text("".join(f'#include "{file}"\n' for file in files))
+        objects.append(out)
+        commands.append([*common, *flags, "-c", str(unit), "-o", str(out)])
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
         list(pool.map(_run, commands))
     lib = Path(torch.__file__).parent / "lib"

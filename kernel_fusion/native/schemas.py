@@ -38,8 +38,8 @@ VERBS = {
 }
 # What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
 # (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two. Results that nobody wants
-# have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x itself
-# where there are a residual and a pre-activation, and bias where there is an activation.
+# have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x
+# itself where there are a residual and a pre-activation, and bias where there is an activation.
 _PARTS = {
     "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
     f"ScalarType? out_dtype, bool rms, Tensor? residual=None, {_PART_STAGES}) -> (Tensor y, Tensor stats, Tensor h)",

@@ -1,7 +1,8 @@
 """What `torch.vmap` does with the operators.
 
-Rows batch trivially: a batched input is one call with more rows, and runs the kernel. Everything else (a batched weight
-or mask, dropout, whose elements have positions) is vmapped through the eager definition.
+Rows batch trivially: a batched input is one call with more rows. Everything else (a batched weight or mask, dropout,
+whose elements have positions) is one call per example: a rule cannot vmap PyTorch's operations, in whose dispatch it
+stands.
 """
 
 from __future__ import annotations
@@ -15,19 +16,15 @@ from torch import Tensor
 from kernel_fusion.native import schemas
 
 
-def _through_definition(name: str, info: Any, in_dims: tuple[Any, ...], args: list[Any]) -> tuple[Any, Any]:
-    dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
-    batched = [i for i, dim in enumerate(dims) if dim is not None]
+def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[Any]) -> tuple[Any, Any]:
+    def example(index: int) -> Any:
+        dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
+        return operator(*(arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, dims, strict=True)))
 
-    def definition(*tensors: Tensor) -> Any:
-        call = list(args)
-        for i, tensor in zip(batched, tensors, strict=True):
-            call[i] = tensor
-        return schemas.reference_call(name, *call)
-
-    mapped = torch.vmap(definition, in_dims=tuple(dims[i] for i in batched), randomness=info.randomness)
-    result = mapped(*(args[i] for i in batched))
-    return result, (0, 0) if isinstance(result, tuple) else 0
+    examples = [example(index) for index in range(info.batch_size)]
+    if isinstance(examples[0], Tensor):
+        return torch.stack(examples), 0
+    return tuple(torch.stack(parts) for parts in zip(*examples, strict=True)), (0,) * len(examples[0])
 
 
 def register(name: str, prefix: str = "") -> None:
@@ -41,7 +38,7 @@ def register(name: str, prefix: str = "") -> None:
             batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
             if batched is not None:
                 return operator(*batched), 0
-        return _through_definition(name, info, in_dims, args)
+        return _one_by_one(operator, info, in_dims, args)
 
     torch.library.register_vmap(f"kernel_fusion::{prefix}{name}", rule, lib=schemas.library)
 

@@ -57,6 +57,12 @@ class PointwiseCase(Case):
     mean: float = 0.0
     std: float = 2.0
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Not for a result without elements."""
+        other = self.shape if self.other is None else self.other
+        return 0 not in tuple(torch.broadcast_shapes(self.shape, other))
+
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
         """The operands and dy, whose shape and dtype are those of PyTorch's sum."""
         draw = Draw(device, seed)

@@ -56,8 +56,8 @@ def pytorch(case: Case, inputs: Any) -> Results:
 
 
 def reference(case: Case, inputs: Any) -> Reference:
-    """The results and the gradients in float64 by the eager definition, or in long double for float64 inputs."""
-    if case.dtype == torch.float64:
+    """The results and the gradients in float64 by the eager definition, or in long double where a tensor is float64."""
+    if any(t is not None and t.dtype == torch.float64 for t in vars(inputs).values()):
         return case.long_double(inputs)
     wide = inputs.widened()
     return {name: tensor.numpy() for name, tensor in with_gradients(case.definition(wide), wide).items()}

@@ -7,11 +7,12 @@ several 16-byte loads in flight; and a row should be spread over no more warps t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Forward: 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
@@ -25,19 +26,19 @@ _MAX_CLUSTER = 8  # the portable maximum
 _MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
 _SMALL_ROW_THREADS = 128
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
+# With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
+# direct backward, beside the sums or without any; and elements in the staged one. More spill.
+_MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one kernel runs. The first group decides the order of summation and depends on the spec and device alone.
+class Plan(Launch):
+    """How a row-norm kernel runs. The first group decides the order of summation: a function of spec and device.
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
-        cluster: blocks per row; played: virtual warps per physical warp.
-        per_block: rows per block, at a time if persistent; columns per block where a kernel works on columns.
-        persistent: no more blocks than run at once, each of which takes rows until there are no more.
-        threads: threads per block.
+        played: virtual warps per physical warp; the cluster is that of a row.
         resident: the row stays in registers, else it is read again.
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
@@ -45,29 +46,19 @@ class Plan:
         bias: the same of the bias, where backward needs it.
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
-        min_blocks: blocks per multiprocessor that registers must allow.
-        shared_bytes: dynamic shared memory.
-        splits_weight: dweight and dbias take a pass of their own.
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
     """
 
     vec: int
     lanes: int
     warps: int
-    cluster: int = 1
     played: int = 1
-    per_block: int = 1
-    persistent: bool = False
-    threads: int = 32
     resident: bool = True
     ahead: bool = False
     weight: str = "memory"
     bias: str = "memory"
     storage: str = "none"
     prefetch: bool = False
-    min_blocks: int = 1
-    shared_bytes: int = 0
-    splits_weight: bool = False
     stages: int = 0
 
     def __str__(self) -> str:
@@ -181,7 +172,7 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
     # Stages may hold the row in a wider type than x.
-    resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 4 * _FORWARD_BYTES
+    resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
     return _direct(tree, resident=resident, ahead=ahead, min_blocks=min_blocks)
 
 
@@ -191,7 +182,7 @@ def _direct(tree: _Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options:
         per_block, threads = small_row_threads // tree.lanes, small_row_threads
     else:
         per_block, threads = 1, tree.warps // tree.cluster * 32
-    return Plan(tree.vec, tree.lanes, tree.warps, tree.cluster, per_block=per_block, threads=threads, **options)
+    return Plan(tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, threads=threads, **options)
 
 
 def _staged(
@@ -218,7 +209,7 @@ def _staged(
         tree.vec,
         tree.lanes,
         tree.warps,
-        tree.cluster,
+        cluster=tree.cluster,
         per_block=groups,
         persistent=True,
         threads=groups * threads,
@@ -251,18 +242,25 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         bytes_per_thread + 16,
         # Groups of rows then fill the block, where rows are staged.
         prefer=lambda warps: device.arch == 90 and _MAX_BLOCK_WARPS % warps == 0,
-        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and spec.x == "f32" else _MAX_CLUSTER,
+        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else _MAX_CLUSTER,
     )
     staged = _plan_staged_backward(spec, tree, access, device)
     if staged is not None:
         return staged
     wants_sums = spec.grads[1] or spec.grads[2]
-    thread_bytes = tree.vectors * tree.vec * ITEMSIZE[spec.x]
+    per_thread = tree.vectors * tree.vec
+    thread_bytes = per_thread * ITEMSIZE[spec.x]
     # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums. One vector each
     # leaves room for twice as many, which do without the next row: 131072x256 bf16 on an H200 1.28 and 1.16.
+    # Stages get 168 registers, where a block leaves them.
     short = tree.warps == 1 and thread_bytes <= 16 and spec.acc == "f32" and not spec.has_stages
-    plan = partial(_direct, tree, persistent=True, min_blocks=max(1, (1024 if short else 512) // _direct(tree).threads))
-    if thread_bytes <= bytes_per_thread + 16:
+    threads = 1024 if short else 384 if spec.has_stages else 512
+    plan = partial(_direct, tree, persistent=True, min_blocks=max(1, threads // _direct(tree).threads))
+    held = _held_bytes(spec, tree)
+    fits = held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
+    # Rows that share a block keep their sums in registers, of which they have 168: shared memory is where the block
+    # adds them up.
+    if thread_bytes <= bytes_per_thread + 16 and (fits or not spec.has_stages or tree.warps == 1):
         rows = _direct(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"
@@ -270,17 +268,24 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         # element of 16 bits takes a register.
         longest = bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
         prefetch = not short and thread_bytes <= longest and tree.vec * ITEMSIZE[spec.x] > 2 and not spec.has_stages
-        weight = "wide" if tree.vectors * tree.vec <= 8 and spec.acc == "f32" else "memory"
+        weight = "wide" if per_thread <= 8 and spec.acc == "f32" else "memory"
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
-    resident = thread_bytes <= 2 * bytes_per_thread and tree.vectors * tree.vec <= most and tree.cluster <= _MAX_CLUSTER
-    shared = _direct(tree).threads * tree.vectors * tree.vec * 2 * ITEMSIZE[spec.acc]
+    resident = thread_bytes <= 2 * bytes_per_thread and per_thread <= most and tree.cluster <= _MAX_CLUSTER
+    resident = resident and (held <= _MAX_HELD or not spec.has_stages)
+    shared = _direct(tree).threads * per_thread * 2 * ITEMSIZE[spec.acc]
     if not wants_sums:
         return plan(resident=resident)
     if resident and shared <= device.shared_bytes - _STATIC_SHARED_BYTES:
         return plan(storage="shared", shared_bytes=shared)
     return plan(resident=resident, splits_weight=True)
+
+
+def _held_bytes(spec: RowNormSpec, tree: _Tree) -> int:
+    """What a thread of the direct backward holds of a resident row."""
+    itemsizes = ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y]
+    return tree.vectors * tree.vec * itemsizes
 
 
 def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device: Device) -> Plan | None:
@@ -292,11 +297,38 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
     if not (device.has_clusters and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
         return None
     short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
-    if tree.lanes < 32 or short or tree.vectors * tree.vec > device.max_elements:
+    if (
+        tree.lanes < 32
+        or short
+        or tree.vectors * tree.vec > (_MAX_STAGED_ELEMENTS if spec.has_stages else device.max_elements)
+    ):
         return None
     # Vectors of one element, and vectors put together from pieces, take more registers.
-    roomy = tree.vec > 1 and min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
-    threads, groups, elements = tree.warps // tree.cluster * 32, _groups(tree, roomy, device), tree.vectors * tree.vec
+    # ... and so do stages.
+    roomy = tree.vec > 1 and min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x] and not spec.has_stages
+    plan = _staged_groups(spec, tree, access, device, _groups(tree, roomy, device), roomy)
+    if plan is None and spec.has_stages:
+        # They may need larger slots: fewer rows at a time, then a share of the row for each of more blocks.
+        plan = _staged_groups(spec, tree, access, device, 1, roomy)
+        while plan is None and (larger := _larger_cluster(spec, tree)):
+            tree = larger
+            plan = _staged_groups(spec, tree, access, device, 1, roomy)
+    return plan
+
+
+def _larger_cluster(spec: RowNormSpec, tree: _Tree) -> _Tree | None:
+    """The same tree executed by twice as many blocks, none without columns; None where there is none."""
+    cluster = 2 * tree.cluster
+    if cluster > _MAX_CLUSTER or tree.lanes < 32 or tree.warps % cluster:
+        return None
+    columns = tree.warps // cluster * 32 * tree.vec * tree.vectors
+    return replace(tree, cluster=cluster) if (cluster - 1) * columns < spec.cols else None
+
+
+def _staged_groups(
+    spec: RowNormSpec, tree: _Tree, access: Access, device: Device, groups: int, roomy: bool
+) -> Plan | None:
+    threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
     staged = partial(_staged, spec, access, device, tree, groups)
     if spec.weight is None:
         return staged(max_stages=4)

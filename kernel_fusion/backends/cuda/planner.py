@@ -17,16 +17,27 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import sum_partials
+from kernel_fusion.backends.cuda import pointwise, reduce, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm
 from kernel_fusion.backends.cuda.requests import Request, decode
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.families import PointwiseSpec, ReduceSpec, SoftmaxBwdSpec, SoftmaxSpec
 from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
 
-Spec = RowNormSpec | SumPartialsSpec
-
+Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
+# For each kind of spec: (spec, access, device) -> plan, and (spec, access, plan) -> what its kernel is compiled from.
+_FAMILIES: dict[type, tuple[Callable[[Any, Any, Device], Any], Callable[[Any, Any, Any], Source]]] = {
+    RowNormSpec: (plan_row_norm, row_norm_source),
+    SumPartialsSpec: (lambda spec, access, device: sum_partials.plan(), lambda spec, *_: sum_partials.source(spec)),
+    PointwiseSpec: (pointwise.plan, pointwise.source),
+    ReduceSpec: (reduce.plan, reduce.source),
+    SoftmaxSpec: (softmax.plan, softmax.source),
+    SoftmaxBwdSpec: (softmax.plan, softmax.source_bwd),
+}
 
 _NUMBERS = ("threads", "shared_bytes", "cluster", "per_block", "splits_weight", "persistent", "chained")
 
@@ -77,7 +88,7 @@ def _set_pointer(answer: Answer, field: str, data: bytes) -> None:
     setattr(answer, field, data)
 
 
-def _launch_numbers(plan: Plan, device: Device) -> dict[str, int]:
+def _launch_numbers(plan: Launch, device: Device) -> dict[str, int]:
     return {
         "threads": plan.threads,
         "shared_bytes": plan.shared_bytes,
@@ -89,22 +100,18 @@ def _launch_numbers(plan: Plan, device: Device) -> dict[str, int]:
     }
 
 
-def plan_for(spec: Spec, access: Access, device: Device) -> Plan:
-    """The plan of a spec on a device."""
-    if isinstance(spec, SumPartialsSpec):
-        return sum_partials.plan()
-    plan = plan_row_norm(spec, access, device)
-    return plan if _override is None else _override(spec, plan)
+def plan_for(spec: Spec, access: Any, device: Device) -> Any:
+    """The plan of a spec on a device: a `Launch`, of the spec's family."""
+    plan = _FAMILIES[type(spec)][0](spec, access, device)
+    return _override(spec, plan) if _override is not None and isinstance(spec, RowNormSpec) else plan
 
 
-def source_of(spec: Spec, access: Access, plan: Plan) -> Source:
+def source_of(spec: Spec, access: Any, plan: Any) -> Source:
     """What the kernel of a spec is compiled from."""
-    if isinstance(spec, SumPartialsSpec):
-        return sum_partials.source(spec)
-    return row_norm_source(spec, access, plan)
+    return _FAMILIES[type(spec)][1](spec, access, plan)
 
 
-def compiled(spec: Spec, access: Access, device: Device) -> tuple[Plan, str, bytes]:
+def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
     """Plan, kernel name and machine code of a spec on a device, compiled or from the disk cache."""
     plan = plan_for(spec, access, device)
     source = source_of(spec, access, plan)
@@ -126,12 +133,16 @@ def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]
         loader.library().kf_forget_kernels()
 
 
-def family(cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None) -> list[RowNormSpec]:
-    """The specs of one norm: inference, forward and backward."""
+def family(
+    cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None, **stages: Any
+) -> list[RowNormSpec]:
+    """The specs of one norm: inference, forward and backward; `stages` are further fields of them."""
     bias = None if rms else weight
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
-    return [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads) for d in directions]
+    specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
+    added = specs[-1].residual is not None
+    return [*specs[:-1], dataclasses.replace(specs[-1], dh=added, dresidual=added)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
@@ -139,9 +150,9 @@ def weight_pass(spec: RowNormSpec) -> RowNormSpec:
     return dataclasses.replace(spec, direction="backward_weight")
 
 
-def with_helpers(spec: RowNormSpec, plan: Plan) -> list[Spec]:
+def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
     """The kernels that a call of `spec` launches: itself and, after a backward with sums, those that finish them."""
-    specs: list[Spec] = [spec]
+    specs: list[RowNormSpec | SumPartialsSpec] = [spec]
     if spec.direction == "backward" and any(spec.grads[1:]):
         if plan.splits_weight:
             specs.append(weight_pass(spec))
@@ -165,7 +176,7 @@ def compile_ahead(
         How many kernels there are.
     """
     device = KNOWN_DEVICES[arch] if shared_bytes is None else Device(arch, shared_bytes)
-    wanted: set[tuple[Spec, Access]] = set()
+    wanted: set[tuple[RowNormSpec | SumPartialsSpec, Access]] = set()
     for cols, dtype, rms in itertools.product(hidden_sizes, dtypes, (False, True)):
         for weight in sorted({dtype, "f64" if dtype == "f64" else "f32"}):
             for spec in family(cols, dtype, weight, rms=rms):
@@ -176,12 +187,16 @@ def compile_ahead(
     return len(wanted)
 
 
-def contiguous_access(spec: Spec) -> Access:
+def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
     """How contiguous tensors of a spec lie in memory."""
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))
-    return Access(x=x, y=y, weight=16, dx=x if spec.direction.startswith("backward") else 16)
+    h = _row_alignment(spec.cols, spec.residual) if spec.residual else 16
+    if not spec.direction.startswith("backward"):
+        return Access(x=x, y=y, residual=h)
+    normalised = h if spec.residual else x
+    return Access(x=normalised, y=y, dx=x, residual=h if spec.dh else 16, pre_x=x if spec.pre_x else 16)
 
 
 def _row_alignment(cols: int, dtype: str) -> int:
@@ -189,13 +204,21 @@ def _row_alignment(cols: int, dtype: str) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
-def explain(
-    verb: str, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, *args: Any, **kwargs: Any
-) -> tuple[str, ...]:
-    """One line per direction: the plan of `verb` on `input`."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    cols = int(torch.Size(shape).numel())
-    weight_type = None if weight is None else dtype_name(weight.dtype)
-    specs = family(cols, dtype_name(input.dtype), weight_type, rms=verb == "rms_norm")
+def explain(verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """One line per direction: the plan of `verb`, a norm, called with these arguments."""
+    names = ("residual",) if verb.startswith("add_") else ()
+    given = dict(zip((*names, "normalized_shape", "weight"), args, strict=False)) | kwargs
+    residual, shape, weight = given.get("residual"), given["normalized_shape"], given.get("weight")
+    cols = int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel())
+    specs = family(
+        cols,
+        dtype_name(input.dtype),
+        None if weight is None else dtype_name(weight.dtype),
+        rms=verb.endswith("rms_norm"),
+        residual=None if residual is None else dtype_name(residual.dtype),
+        pre_activation=given.get("pre_activation") or IDENTITY,
+        activation=given.get("activation") or IDENTITY,
+        dropout=bool(given.get("dropout_p")) and given.get("training", True),
+    )
     device = Device.of(input.device.index)
     return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs[1:])

@@ -39,6 +39,10 @@ class RowNormFwdArgs(ctypes.Structure):
         ("x_rows", RowLayout),
         ("eps", _f64),
         ("weight_offset", _f64),
+        *((name, _pointer) for name in ("residual", "h", "seed")),
+        ("residual_rows", RowLayout),
+        ("dropout_threshold", _i64),
+        ("dropout_scale", _f64),
     ]
 
 
@@ -55,6 +59,10 @@ class RowNormBwdArgs(ctypes.Structure):
         ("x_rows", RowLayout),
         ("dy_rows", RowLayout),
         ("weight_offset", _f64),
+        *((name, _pointer) for name in ("bias", "dh", "pre_x", "dresidual", "seed")),
+        ("pre_x_rows", RowLayout),
+        ("dropout_threshold", _i64),
+        ("dropout_scale", _f64),
     ]
 
 
@@ -99,10 +107,10 @@ class _Kernel:
 
     def grid(self, rows: int) -> int:
         """Blocks for so many rows."""
-        groups = -(-rows // self.plan.per_block)
+        groups: int = -(-rows // self.plan.per_block)
         if self.plan.persistent:
             groups = min(groups, self.max_blocks // self.plan.cluster)
-        return groups * self.plan.cluster
+        return groups * int(self.plan.cluster)
 
     def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:
         from cuda.bindings import driver

@@ -11,6 +11,21 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.families import (
+    COMBINES,
+    DROPOUTS,
+    MAPS,
+    MODES,
+    Operand,
+    PointwiseAccess,
+    PointwiseSpec,
+    ReduceAccess,
+    ReduceSpec,
+    RowAccess,
+    SoftmaxAccess,
+    SoftmaxBwdSpec,
+    SoftmaxSpec,
+)
 from kernel_fusion.core.spec import DTYPES, Access, Direction, RowNormSpec, SumPartialsSpec
 
 
@@ -46,6 +61,34 @@ class SumPartialsFields(ctypes.Structure):
     _fields_: ClassVar = _int32("cols acc first second")
 
 
+class PointwiseFields(ctypes.Structure):
+    """`PointwiseFields` of requests.h."""
+
+    _fields_: ClassVar = [
+        *_int32("combine activation dropout dims vec lanes"),
+        *((name, ctypes.c_int32 * 5) for name in ("type", "mode", "align")),
+    ]
+
+
+class ReduceFields(ctypes.Structure):
+    """`ReduceFields` of requests.h."""
+
+    _fields_: ClassVar = _int32("map in out acc lanes capacity vec contiguous align align_out")
+
+
+class SoftmaxFields(ctypes.Structure):
+    """`SoftmaxFields` of requests.h."""
+
+    _fields_: ClassVar = _int32("x mask causal vec capacity mask_repeats strided_x strided_mask align_x align_mask")
+
+
+class SoftmaxBwdFields(ctypes.Structure):
+    """`SoftmaxBwdFields` of requests.h."""
+
+    _fields_: ClassVar = _int32("dy y dx vec capacity strided_dy strided_y align_dy align_y")
+
+
+_BOOLEAN_MASK = len(DTYPES)  # SoftmaxFields::kBooleanMask
 _ACTIVATION_NAMES = list(CODES)
 
 
@@ -94,12 +137,47 @@ def _sum_partials(fields: Any) -> tuple[SumPartialsSpec, Access]:
     return SumPartialsSpec(f.cols, DTYPES[f.acc], _dtype(f.first), _dtype(f.second)), Access()
 
 
+def _pointwise(fields: Any) -> tuple[PointwiseSpec, PointwiseAccess]:
+    f = PointwiseFields.from_buffer_copy(fields)
+    y, db, dy, a, b = (_dtype(code) for code in f.type)
+    assert a is not None
+    chain = (COMBINES[f.combine], list(CODES)[f.activation], f.dropout > 0)
+    spec = PointwiseSpec(*chain, a, b, y=y) if dy is None else PointwiseSpec(*chain, a, b, dy=dy, da=y, db=db)
+    operands = tuple(Operand(MODES[mode], align) for mode, align in zip(f.mode, f.align, strict=True))
+    return spec, PointwiseAccess(f.dims, f.vec, operands, f.lanes, DROPOUTS[f.dropout] == "aligned")
+
+
+def _reduce(fields: Any) -> tuple[ReduceSpec, ReduceAccess]:
+    f = ReduceFields.from_buffer_copy(fields)
+    spec = ReduceSpec(MAPS[f.map], DTYPES[getattr(f, "in")], DTYPES[f.out], DTYPES[f.acc])
+    return spec, ReduceAccess(f.vec, f.lanes, f.capacity, bool(f.contiguous), f.align, f.align_out)
+
+
+def _softmax(fields: Any) -> tuple[SoftmaxSpec, SoftmaxAccess]:
+    f = SoftmaxFields.from_buffer_copy(fields)
+    mask = "b8" if f.mask == _BOOLEAN_MASK else _dtype(f.mask)
+    x, mask_rows = RowAccess(f.align_x, bool(f.strided_x)), RowAccess(f.align_mask, bool(f.strided_mask))
+    access = SoftmaxAccess(f.vec, f.capacity, x, mask_rows, bool(f.mask_repeats))
+    return SoftmaxSpec(DTYPES[f.x], mask, bool(f.causal)), access
+
+
+def _softmax_bwd(fields: Any) -> tuple[SoftmaxBwdSpec, SoftmaxAccess]:
+    f = SoftmaxBwdFields.from_buffer_copy(fields)
+    y, dy = RowAccess(f.align_y, bool(f.strided_y)), RowAccess(f.align_dy, bool(f.strided_dy))
+    return SoftmaxBwdSpec(DTYPES[f.dy], DTYPES[f.y], DTYPES[f.dx]), SoftmaxAccess(f.vec, f.capacity, y, dy)
+
+
 # By kernel number, the order of `Kernel` in launcher.h.
 DECODERS: dict[int, Callable[[Any], tuple[Any, Any]]] = {
     0: lambda fields: _row_norm(fields, "forward"),
     1: lambda fields: _row_norm(fields, "backward"),
     2: lambda fields: _row_norm(fields, "backward_weight"),
     3: _sum_partials,
+    4: _pointwise,
+    5: _pointwise,
+    6: _reduce,
+    7: _softmax,
+    8: _softmax_bwd,
 }
 
 

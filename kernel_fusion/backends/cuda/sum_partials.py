@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.spec import SumPartialsSpec
 
 _THREADS = 256
 
 
-def plan() -> Plan:
+def plan() -> Launch:
     """32 columns per block, the partial rows spread over its threads."""
-    return Plan(vec=4, lanes=8, warps=1, threads=_THREADS, per_block=32)
+    return Launch(threads=_THREADS, per_block=32)
 
 
 def source(spec: SumPartialsSpec) -> Source:

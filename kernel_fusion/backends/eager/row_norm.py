@@ -88,8 +88,9 @@ def staged_row_norm(
         h = formula(pre_activation)(input) if residual is None else formula(pre_activation)(input) + residual
         y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms)
         return formula(activation)(y), y.new_empty(0) if residual is None else h
-    checks.row_norm("rms_norm" if rms else "layer_norm", input, weight, bias, weight_offset, out_dtype)
-    checks.residual(input, residual)
+    verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    checks.residual(verb, input, residual)
     wide = compute_dtype(input.dtype)
     h = formula(pre_activation)(input.to(wide))
     if seed is not None:

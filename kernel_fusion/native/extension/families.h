@@ -6,21 +6,14 @@
 
 #include <ATen/TensorIterator.h>
 
+#include <string_view>
+
+#include "chain.h"
 #include "row_norm.h"
 
 namespace kf {
 
 // ---- Pointwise: y = dropout(scale * f(a, b)) -------------------------------------------------------------------------------
-
-enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
-
-struct Chain {
-  Combine combine;
-  int32_t activation;   // its position in KF_ACTIVATIONS
-  double scale;         // that of dropout included
-  uint32_t threshold;   // elements whose 16 bits are below it are dropped; 0: no dropout
-  const int64_t* seed;  // where the tensors are; null without dropout
-};
 
 // Operands of `iter`: y; a; b unless `combine` is kFirst. The position of an element, for dropout, is its offset in y.
 using PointwiseKernel = void(const Chain& chain, at::TensorIteratorBase& iter);
@@ -41,8 +34,6 @@ struct ColumnCall {
 using PointwiseBwdColumnsKernel = void(const ColumnCall& call, Tensor& da, Tensor& db);
 
 // ---- Reductions: out[o][i] = factor * sum over r of map(in[o][r][i]) -------------------------------------------------------
-
-enum class Map : int32_t { kSquare, kAbs, kNone };
 
 // `in` has three strides, in elements; out is contiguous, (outer, inner), of any dtype. Sums are kept in the accumulator type
 // of `in`, in an order that `reduced` alone decides (of reductions over the innermost dimension; of others, the shape).
@@ -81,5 +72,61 @@ PointwiseBwdColumnsKernel pointwise_bwd_columns_cpu, pointwise_bwd_columns_cuda;
 ReduceKernel reduce_cpu, reduce_cuda;
 SoftmaxKernel softmax_cpu, softmax_cuda;
 SoftmaxBwdKernel softmax_bwd_cpu, softmax_bwd_cuda;
+
+struct FamilyBackend {
+  PointwiseKernel* pointwise;
+  PointwiseBwdKernel* pointwise_bwd;
+  PointwiseBwdColumnsKernel* pointwise_bwd_columns;
+  ReduceKernel* reduce;
+  SoftmaxKernel* softmax;
+  SoftmaxBwdKernel* softmax_bwd;
+};
+inline constexpr FamilyBackend kCpuFamilies{pointwise_cpu, pointwise_bwd_cpu, pointwise_bwd_columns_cpu,
+                                            reduce_cpu,    softmax_cpu,       softmax_bwd_cpu};
+inline constexpr FamilyBackend kCudaFamilies{pointwise_cuda, pointwise_bwd_cuda, pointwise_bwd_columns_cuda,
+                                             reduce_cuda,    softmax_cuda,       softmax_bwd_cuda};
+
+// ---- Operators -------------------------------------------------------------------------------------------------------------
+
+// The arguments of the operators, as their schemas have them (native/schemas.py).
+struct PointwiseCall {
+  const Tensor& a;
+  const OptionalTensor& b;
+  std::string_view combine, activation;
+  double scale, dropout_p;
+  const OptionalTensor& seed;
+};
+using PointwiseVerb = Tensor(const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double, double,
+                             const OptionalTensor&);
+
+struct ReduceVerbCall {
+  const Tensor& input;
+  at::IntArrayRef dim;
+  bool keepdim;
+  std::string_view kind;
+  OptionalDtype dtype;
+};
+using ReduceVerb = Tensor(const Tensor&, at::IntArrayRef, bool, std::string_view, OptionalDtype);
+
+struct SoftmaxVerbCall {
+  const Tensor& input;
+  const OptionalTensor& mask;
+  double scale;
+  bool causal;
+};
+using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
+
+// Whether the kernels can serve a call. What they can't serve goes to the definition, which serves it or says what is wrong.
+bool accepts(const PointwiseCall& call);
+bool accepts(const ReduceVerbCall& call);
+bool accepts(const SoftmaxVerbCall& call);
+
+// The definitions in backends/eager.
+Tensor reference(const PointwiseCall& call);
+Tensor reference(const ReduceVerbCall& call);
+Tensor reference(const SoftmaxVerbCall& call);
+
+// A floating-point tensor that the kernels of its device can read.
+bool readable(const Tensor& t);
 
 }  // namespace kf

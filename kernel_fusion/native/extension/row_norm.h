@@ -36,6 +36,10 @@ using StagedVerb = StagedResult(const Tensor& input, const OptionalTensor& resid
                                 OptionalDtype out_dtype, bool rms, std::string_view pre_activation,
                                 std::string_view activation, double dropout_p, const OptionalTensor& seed);
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
 template <class Signature> auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }

@@ -8,12 +8,13 @@
 
 #include "counters.h"
 #include "cpu/kernels.h"
+#include "cpu/dtype_code.h"
 #include "row_norm.h"
 
 namespace kf {
 namespace cpu {
 
-// One table per variant, defined by kernels.cpp under different settings.
+// One table per variant, defined by kernels/table.cpp under different settings.
 #if defined(__x86_64__)
 namespace AVX512 { extern const Kernels kernels; }
 namespace AVX2 { extern const Kernels kernels; }
@@ -42,15 +43,6 @@ namespace {
 
 // Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.
 int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
-
-cpu::Dtype code(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf: return cpu::Dtype::kHalf;
-    case at::kBFloat16: return cpu::Dtype::kBFloat16;
-    case at::kFloat: return cpu::Dtype::kFloat;
-    default: return cpu::Dtype::kDouble;
-  }
-}
 
 // weight or bias in the accumulator type, with the offset added: N elements, once per call.
 Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
@@ -84,8 +76,6 @@ void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
   }
 }
 
-const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-
 // What both directions have of the stages.
 template <class S> cpu::Stages common(const S& s) {
   return {s.pre_activation, s.activation, s.threshold,
@@ -106,7 +96,7 @@ void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t r
   const Stages& s = *call.stages;
   const OptionalRows residual(s.residual, call.num_dims);
   const cpu::ForwardStages stages{common(s), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
-                                  code(dtype_of(s.residual).value_or(at::kFloat))};
+                                  dtype_code(dtype_of(s.residual).value_or(at::kFloat))};
   at::parallel_for(0, rows, grain(args.cols),
                    [&](int64_t begin, int64_t end) { cpu::kernels().forward_staged(args, stages, begin, end); });
 }
@@ -123,7 +113,7 @@ struct StagedBackward {
         bias(prepared(call.stages->bias, 0.0, acc_dtype(call.input))) {
     const BackwardStages& s = *call.stages;
     args = {common(s), s.has_residual, dh.data(), x.data(), data_or_null(bias), call.wants[3] ? dresidual.data_ptr() : nullptr,
-            dh.layout(), x.layout(), code(call.x_dtype)};
+            dh.layout(), x.layout(), dtype_code(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;
@@ -144,7 +134,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, code(call.input.scalar_type()), code(call.out_dtype)};
+                          x.layout, call.eps, call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype)};
   count(Counter::kCpuForward);
   if (call.stages) return forward_staged(args, call, x.rows, h);
   at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
@@ -158,7 +148,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           code(call.input.scalar_type()), code(call.dy.scalar_type())};
+                           dtype_code(call.input.scalar_type()), dtype_code(call.dy.scalar_type())};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);

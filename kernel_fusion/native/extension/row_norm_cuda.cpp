@@ -9,11 +9,8 @@
 namespace kf {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // weight or bias, contiguous; its bytes are N elements, so a copy is no cost.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
-const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 int alignment_or_full(const void* p) { return p ? alignment_of(p) : 16; }
 
 struct Stats {
@@ -24,21 +21,52 @@ struct Stats {
         rstd(static_cast<char*>(stats.data_ptr()) + (rms ? 0 : rows * stats.element_size())) {}
 };
 
+// What dropout multiplies the elements that it keeps by; 0 where it keeps none.
+double dropout_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536 - threshold) : 0.0; }
+
+// Those of a call that has none.
+const Stages kNoStages;
+const BackwardStages kNoBackwardStages;
+
+std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
+  return present(t) ? std::optional<Rows>(std::in_place, *t, num_dims) : std::nullopt;
+}
+
+int flag_if(bool condition, RowNormFields::Flag flag) { return condition ? flag : 0; }
+
+// The alignment of the rows of a contiguous tensor of our own making.
+int own_alignment(int64_t cols, at::ScalarType type) {
+  return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
+}
+
+void check_length(int64_t cols) {
+  if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
+}
+
+RowNormFields forward_fields(const ForwardCall& call, const Stages& stages, const Rows& x, const std::optional<Rows>& residual,
+                             const Tensor& y, int weight_alignment) {
+  using F = RowNormFields;
+  const int flags = flag_if(call.wants_stats, F::kStats) | flag_if(call.weight_offset != 0.0, F::kOffset) |
+                    flag_if(x.strided, F::kStridedX) | flag_if(stages.threshold != 0, F::kDropout) |
+                    flag_if(residual && residual->strided, F::kStridedResidual);
+  const int row_bytes = static_cast<int>((x.cols * y.element_size()) & 15);
+  return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype),
+          dtype_code(dtype_of(call.weight)), dtype_code(dtype_of(call.bias)), flags, x.alignment,
+          alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes), weight_alignment, 16,
+          dtype_code(dtype_of(stages.residual)), stages.pre_activation, stages.activation,
+          residual ? residual->alignment : 16};
+}
+
 }  // namespace
 
-void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor&) {
-  if (call.stages) driver::fail("the CUDA kernels of the row norms have no stages");
+void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
+  const Stages& stages = call.stages ? *call.stages : kNoStages;
   const Rows x(call.input, call.num_dims);
-  if (x.cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(x.cols));
+  check_length(x.cols);
+  const auto residual = rows_of(stages.residual, call.num_dims);
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
-  const int flags = (call.wants_stats ? RowNormFields::kStats : 0) | (call.weight_offset != 0.0 ? RowNormFields::kOffset : 0) |
-                    (x.strided ? RowNormFields::kStridedX : 0);
-  const int row_bytes = static_cast<int>((x.cols * y.element_size()) & 15);
-  const RowNormFields fields{static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()),
-                             dtype_code(call.out_dtype), dtype_code(dtype_of(call.weight)), dtype_code(dtype_of(call.bias)),
-                             flags, x.alignment, alignment_of(static_cast<char*>(y.data_ptr()) + row_bytes),
-                             std::min(alignment_or_full(w), alignment_or_full(b)), 16};
+  const auto fields = forward_fields(call, stages, x, residual, y, std::min(alignment_or_full(w), alignment_or_full(b)));
   const auto stream = current_stream(call.input.device());
   const auto& kernel = find_kernel({call.input.device().index(), Kernel::kRowNormFwd, fields}, stream);
   RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
@@ -47,43 +75,99 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor&) {
     args.mean = s.mean;
     args.rstd = s.rstd;
   }
+  if (residual) {
+    args.residual = residual->data();
+    args.residual_rows = residual->layout;
+    args.h = h.data_ptr();
+  }
+  if (stages.threshold) {
+    args.seed = stages.seed->const_data_ptr();
+    args.dropout_threshold = stages.threshold;
+    args.dropout_scale = dropout_scale(stages.threshold);
+  }
   launch(kernel, kernel.grid(x.rows), 1, stream, &args);
 }
 
-void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor&) {
-  if (call.stages) driver::fail("the CUDA kernels of the row norms have no stages");
-  const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
-  const Tensor weight = contiguous(call.weight), stats = call.stats.contiguous();
-  const void* w = data_or_null(weight);
+namespace {
+
+// The tensors of a backward as its kernels read them.
+struct BackwardInputs {
+  const BackwardStages& stages;
+  Rows x, dy;
+  std::optional<Rows> pre_x;
+  Tensor weight, bias, stats, dh;
+
+  explicit BackwardInputs(const BackwardCall& call)
+      : stages(call.stages ? *call.stages : kNoBackwardStages), x(call.input, call.num_dims), dy(call.dy, call.num_dims),
+        weight(contiguous(call.weight)), stats(call.stats.contiguous()) {
+    const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
+    if (stages.activation) bias = contiguous(stages.bias);
+    if (wants_dx || wants_dresidual) dh = contiguous(stages.dh);
+    if (wants_dx && stages.has_residual && stages.pre_activation) pre_x.emplace(*stages.x, call.num_dims);
+  }
+
+  RowNormFields fields(const BackwardCall& call) const {
+    using F = RowNormFields;
+    const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
+    const int flags = flag_if(wants_dx, F::kDX) | flag_if(wants_dweight, F::kDWeight) | flag_if(wants_dbias, F::kDBias) |
+                      flag_if(wants_dresidual, F::kDResidual) | flag_if(call.weight_offset != 0.0, F::kOffset) |
+                      flag_if(x.strided, F::kStridedX) | flag_if(dy.strided, F::kStridedY) |
+                      flag_if(stages.threshold != 0, F::kDropout) | flag_if(dh.defined(), F::kDH) |
+                      flag_if(pre_x && pre_x->strided, F::kStridedPreX);
+    const void *w = data_or_null(weight), *b = data_or_null(bias), *g = data_or_null(dh);
+    const int dh_alignment = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16;
+    return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.x_dtype), dtype_code(call.dy.scalar_type()),
+            dtype_code(dtype_of(call.weight)), b ? dtype_code(bias.scalar_type()) : -1, flags, x.alignment, dy.alignment,
+            std::min(alignment_or_full(w), alignment_or_full(b)), own_alignment(x.cols, call.x_dtype),
+            stages.has_residual ? dtype_code(call.input.scalar_type()) : -1, stages.pre_activation, stages.activation,
+            dh_alignment, pre_x ? pre_x->alignment : 16};
+  }
+
+  RowNormBwdArgs args(const BackwardCall& call) const {
+    const Stats s(stats, x.rows, call.rms);
+    RowNormBwdArgs args{dy.data(), x.data(), s.mean, s.rstd, data_or_null(weight), nullptr, nullptr, nullptr,
+                        x.rows, 0, x.layout, dy.layout, call.weight_offset, data_or_null(bias), data_or_null(dh)};
+    if (pre_x) {
+      args.pre_x = pre_x->data();
+      args.pre_x_rows = pre_x->layout;
+    }
+    if (stages.threshold) {
+      args.seed = stages.seed->const_data_ptr();
+      args.dropout_threshold = stages.threshold;
+      args.dropout_scale = dropout_scale(stages.threshold);
+    }
+    return args;
+  }
+};
+
+}  // namespace
+
+void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
-  const bool sums = wants_dweight || wants_dbias;
-  const int flags = (wants_dx ? RowNormFields::kDX : 0) | (wants_dweight ? RowNormFields::kDWeight : 0) |
-                    (wants_dbias ? RowNormFields::kDBias : 0) | (call.weight_offset != 0.0 ? RowNormFields::kOffset : 0) |
-                    (x.strided ? RowNormFields::kStridedX : 0) | (dy.strided ? RowNormFields::kStridedY : 0);
-  const int row_bytes = static_cast<int>((x.cols * call.input.element_size()) & 15);
-  const RowNormFields fields{static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()),
-                             dtype_code(call.dy.scalar_type()), dtype_code(dtype_of(call.weight)), -1, flags, x.alignment,
-                             dy.alignment, alignment_or_full(w), alignment_of(reinterpret_cast<char*>(16) + row_bytes)};
+  const BackwardInputs inputs(call);
+  const int64_t rows = inputs.x.rows, cols = inputs.x.cols;
+  const auto fields = inputs.fields(call);
   const auto stream = current_stream(call.input.device());
   const int device = call.input.device().index();
   const auto& kernel = find_kernel({device, Kernel::kRowNormBwd, fields}, stream);
 
-  const Stats s(stats, x.rows, call.rms);
-  RowNormBwdArgs args{dy.data(), x.data(), s.mean, s.rstd, w, wants_dx ? dx.data_ptr() : nullptr, nullptr, nullptr,
-                      x.rows, 0, x.layout, dy.layout, call.weight_offset};
-  const int64_t grid = kernel.grid(x.rows);
-  if (!sums) return launch(kernel, grid, 1, stream, &args);
+  RowNormBwdArgs args = inputs.args(call);
+  if (wants_dx) args.dx = dx.data_ptr();
+  if (wants_dresidual) args.dresidual = dresidual.data_ptr();
+  const int64_t grid = kernel.grid(rows);
+  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, stream, &args);
 
   const auto* split = kernel.splits_weight ? &find_kernel({device, Kernel::kRowNormBwdWeight, fields}, stream) : nullptr;
-  const int64_t column_tiles = split ? split->grid(x.cols) : 1;
+  const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =
-      split ? std::max<int64_t>(1, std::min(ceil_div(x.rows, 16), ceil_div(split->max_blocks, column_tiles))) : grid / kernel.cluster;
-  const PartialRows partials(call.input, num_partials, x.cols);
+      split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles)))
+            : grid / kernel.cluster;
+  const PartialRows partials(call.input, num_partials, cols);
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
   args.partial_pitch = partials.pitch;
-  if (wants_dx || !split) launch(kernel, grid, 1, stream, &args);
+  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, 1, stream, &args);
   if (split) launch(*split, column_tiles, num_partials, stream, &args);
   sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, stream);
 }

@@ -3,9 +3,9 @@
 //   dx      = rstd * (g - sum(g) / N - xhat * sum(g * xhat) / N)          (RMSNorm: without the first sum)
 //   dweight = sum over rows of dy * xhat          dbias = sum over rows of dy
 //
-// Stages (stages.cuh) change three places. x is what was normalised: h as forward stored it, or without a residual u, computed
-// again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx above is the gradient at
-// h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation (`Outgoing`).
+// Stages (stages.cuh) change three places (gradients.cuh). x is what was normalised: h as forward stored it, or without a
+// residual u, computed again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx
+// above is the gradient at h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation.
 //
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
 // columns and adds their dweight and dbias up itself, in registers or in shared memory (slots private to the thread,
@@ -16,117 +16,13 @@
 #pragma once
 
 #include "chain.cuh"
-#include "stages.cuh"
-#include "tree.cuh"
+#include "gradients.cuh"
 
 namespace kf {
 
-// xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
-template <class S> struct Normalize {
-  using A = typename S::Acc;
-  A mean, rstd;
-  __device__ A operator()(A x) const { return (x - mean) * rstd; }
-};
-
-// dx of an element from its dy, weight and x, and the row's sums of g and of g * xhat. In this form it takes two fma, a
-// subtraction and a product. In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
-template <class S> struct Derivative {
-  using A = typename S::Acc;
-  A mean, rstd, mean_g, slope;
-  __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
-      : mean(row.mean), rstd(row.rstd), mean_g(sum_g / static_cast<A>(S::kCols)),
-        slope(-row.rstd * (sum_gx / static_cast<A>(S::kCols))) {}
-  __device__ A operator()(A dy, A weight, A x) const {
-    const A g = S::kCols == 1 ? product(dy, weight) - mean_g : fused(dy, weight, -mean_g);
-    return fused(x - mean, slope, g) * rstd;
-  }
-};
-
-// What takes the place of dy: with an activation, dy * activation'(z).
-template <class S> __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight,
-                                                       typename S::Acc bias) {
-  using A = typename S::Acc;
-  if constexpr (S::kActivation != 0) {
-    using M = typename MathFor<A, typename S::DY>::type;
-    return product(dy, Activation<S::kActivation>::type::template slope<M>(fused(xhat, weight, bias)));
-  } else {
-    return dy;
-  }
-}
-
-// The same for a vector, from x.
-template <class S, int kVec, class A>
-__device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], const A (&weight)[kVec], const A (&bias)[kVec],
-                           A (&dy)[kVec]) {
-  if constexpr (S::kActivation != 0) {
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
-  }
-}
-
-// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x.
-template <class S> __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack,
-                                             i64 row, int col, typename S::Acc (&x)[S::kVec]) {
-  widen_pack(pack, x);
-  if constexpr (!kAddsResidual<S>) before.change(row, col, x);
-}
-
-// From the gradient at h, of the norm alone, to what is stored of a row.
-template <class S> struct Outgoing {
-  using A = typename S::Acc;
-  using X = typename S::X;
-  using Residual = typename S::Residual;
-  static constexpr int kVec = S::kVec, kCols = S::kCols;
-  static constexpr bool kCovers = Place<S>::kCovers;
-
-  const Dropout<S>& dropout;
-  i64 row;
-  X* dx_row;
-  Residual* dresidual_row;
-
-  __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
-      : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
-        dresidual_row(static_cast<Residual*>(args.dresidual) + row * kCols) {}
-
-  // `pre_x` is the argument of the pre-activation, of any type if there is none.
-  template <class PreX>
-  __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x) const {
-    if constexpr (kPresent<typename S::DH>) {
-      A added[kVec];
-      widen_pack(dh, added);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) g[e] += added[e];
-    }
-    if constexpr (S::kDResidual) store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Residual>(g));
-    if constexpr (S::kDX) {
-      dropout.apply(row * kCols + col, g);
-      if constexpr (S::kPreActivation != 0) {
-        A at[kVec];
-        widen_pack(pre_x, at);
-        multiply_slope<S::kPreActivation, typename MathFor<A, X>::type>(g, at);
-      }
-      store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(g));
-    }
-  }
-};
-
-// A parameter of a thread's columns, kept for all rows as kKeeping says.
 enum Keeping { kWide, kShared, kMemory };  // in registers in the compute type, in shared memory, nowhere
 
-// A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
-template <class S, class T, bool kFactor, int kVec, class A>
-__device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
-  if constexpr (!kPresent<T>) {
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = kFactor ? 1 : 0;
-  } else if constexpr (kFactor) {
-    widen_weight<S>(pack, offset, v);
-  } else {
-    widen_pack(pack, v);
-  }
-}
-
-// T is its type.
+// A parameter of a thread's columns, of type T, kept for all rows as kKeeping says.
 template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
   static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
@@ -138,8 +34,8 @@ template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct Col
   int threads, member;
   A wide[kKeeping == kWide ? kVectors : 1][kVec];
 
-  // By every thread. If shared memory keeps it, some `threads` of the block write it to `shared_bytes`, and all must meet before
-  // get().
+  // By every thread. If shared memory keeps it, some `threads` of the block write it to `shared_bytes`, and all must meet
+  // before get().
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0, bool writes = false)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
@@ -268,7 +164,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
   auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
   auto fetch_dh = [&](i64 row, int i) {
-    return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+    if constexpr (kPresent<DH>) return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+    else return Pack<absent, kVec>{};
   };
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
   auto fetch = [&](Row& r, i64 wanted) {
@@ -304,7 +201,6 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
-    const i64 position = S::kRows == 1 || now.live ? row : args.rows - 1;
     const Normalize<S> normalize{now.mean, now.rstd};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
@@ -318,7 +214,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       for (int k = 0; k < P::kChunks; ++k) {
         const int i = w * P::kChunks + k;
         A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
-        widen_row<S>(before, x_at(i), position, at.col(i), x);
+        widen_row<S>(before, x_at(i), row, at.col(i), x);
         widen_pack(dy_at(i), dys);
         weights.get(i, weight);
         biases.get(i, bias);
@@ -368,7 +264,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
-        widen_row<S>(before, x_at(i), position, at.col(i), x);
+        widen_row<S>(before, x_at(i), row, at.col(i), x);
         widen_pack(dy_at(i), dy);
         weights.get(i, weight);
         biases.get(i, bias);

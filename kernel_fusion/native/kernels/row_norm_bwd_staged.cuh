@@ -44,7 +44,8 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   };
   const auto dh_of = [&](i64 row) { return DH{static_cast<const typename S::DH*>(args.dh) + row * kCols + first_col}; };
   const auto pre_x_of = [&](i64 row) {
-    return PreX{static_cast<const typename S::PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row) + first_col};
+    const i64 offset = row_offset<S::kStridedPreX>(args.pre_x_rows, row) + first_col;
+    return PreX{static_cast<const typename S::PreX*>(args.pre_x) + offset};
   };
   const auto fill = [&](i64 row, int slot) {
     const X x = x_of(row);
@@ -52,7 +53,8 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     const DH dh = dh_of(row);
     const PreX pre_x = pre_x_of(row);
     Mbarrier* full = &shared[group].full[slot];
-    mbarrier_arrive_expect(full, x.copied_bytes(cols) + dy.copied_bytes(cols) + dh.copied_bytes(cols) + pre_x.copied_bytes(cols));
+    mbarrier_arrive_expect(full, x.copied_bytes(cols) + dy.copied_bytes(cols) + dh.copied_bytes(cols) +
+                                     pre_x.copied_bytes(cols));
     x.copy(x_slot(slot), cols, full);
     dy.copy(dy_slot(slot), cols, full);
     dh.copy(dh_slot(slot), cols, full);
@@ -90,7 +92,10 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     biases.get(i, bias);
   };
   const auto dh_at = [&](i64 row, int slot, int i) {
-    return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
+    if constexpr (kPresent<typename S::DH>)
+      return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
+    else
+      return Pack<absent, kVec>{};
   };
   const auto pre_x_at = [&](i64 row, int slot, int i) {
     if constexpr (kPresent<typename S::PreX>)

@@ -18,8 +18,10 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   const Before<S, typename S::DY> before(args);
   A dweight[kVec] = {}, dbias[kVec] = {}, weight[kVec], bias[kVec];
   if constexpr (S::kActivation != 0) {
-    widen_parameter<S, typename S::Weight, true>(load_parameter<S, typename S::Weight>(args.weight, col), args.weight_offset, weight);
-    widen_parameter<S, typename S::Bias, false>(load_parameter<S, typename S::Bias>(args.bias, col), 0, bias);
+    using Weight = typename S::Weight;
+    using Bias = typename S::Bias;
+    widen_parameter<S, Weight, true>(load_parameter<S, Weight>(args.weight, col), args.weight_offset, weight);
+    widen_parameter<S, Bias, false>(load_parameter<S, Bias>(args.bias, col), 0, bias);
   }
 #pragma unroll 4
   for (i64 row = blockIdx.y; row < args.rows; row += gridDim.y) {

@@ -2,8 +2,8 @@
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
-// S::kPreActivation and S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a residual
-// u itself is normalised, unrounded. Everything here works on one vector of a row.
+// S::kPreActivation and S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a
+// residual u itself is normalised, unrounded. Everything here works on one vector of a row.
 #pragma once
 
 #include "math.cuh"
@@ -58,7 +58,10 @@ template <class S> struct Dropout {
       static_assert(kVec <= 8);
       const auto bits = random_bits(seed, static_cast<unsigned long long>(position) / 8);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) v[e] = half<kVec>(bits, static_cast<int>(position) & 7, e) >= threshold ? product(v[e], scale) : A(0);
+      for (int e = 0; e < kVec; ++e) {
+        const bool kept = half<kVec>(bits, static_cast<int>(position) & 7, e) >= threshold;
+        v[e] = kept ? product(v[e], scale) : A(0);
+      }
     }
   }
 

@@ -9,6 +9,7 @@ using f32 = float;
 using f64 = double;
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
+struct b8 { unsigned char bits; };  // a boolean
 struct absent {};  // the type of a tensor that is not there
 
 template <class T> inline constexpr bool kPresent = true;
@@ -18,7 +19,7 @@ template <class T, class Otherwise> struct PresentOr { using type = T; };
 template <class Otherwise> struct PresentOr<absent, Otherwise> { using type = Otherwise; };
 
 template <class A> __device__ A widen(f32 v) { return v; }
-template <class A> __device__ A widen(f64 v) { return v; }
+template <class A> __device__ A widen(f64 v) { return static_cast<A>(v); }
 template <class A> __device__ A widen(bf16 v) { return __uint_as_float(static_cast<unsigned>(v.bits) << 16); }
 template <class A> __device__ A widen(f16 v) {
   float r;
@@ -26,9 +27,10 @@ template <class A> __device__ A widen(f16 v) {
   return r;
 }
 
-// Rounds to nearest even, once: the accumulator is fp32 wherever the element is 16 bits wide.
+// Rounds to nearest even.
 template <class T> __device__ T narrow(float v);
 template <> __device__ inline f32 narrow<f32>(float v) { return v; }
+template <> __device__ inline f64 narrow<f64>(float v) { return v; }
 template <> __device__ inline bf16 narrow<bf16>(float v) {
   bf16 r;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(v));
@@ -39,7 +41,12 @@ template <> __device__ inline f16 narrow<f16>(float v) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(v));
   return r;
 }
-template <class T> __device__ T narrow(double v) { return static_cast<T>(v); }
+template <class T> __device__ T narrow(double v) {
+  if constexpr (sizeof(T) == 2)
+    return narrow<T>(static_cast<float>(v));  // as PyTorch converts: there is no rounding from 64 to 16 bits at once
+  else
+    return static_cast<T>(v);
+}
 
 // Arithmetic that the compiler may not contract in its own way: a sum must not depend on which kernel adds it up.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }

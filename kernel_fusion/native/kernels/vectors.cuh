@@ -45,7 +45,7 @@ __device__ inline void widen_pair(f16, unsigned pair, float& low, float& high) {
 
 // A whole pack in the compute type.
 template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, kVec>& pack, A (&v)[kVec]) {
-  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+  if constexpr (sizeof(T) == 2 && sizeof(A) == 4 && kVec % 2 == 0) {
 #pragma unroll
     for (int e = 0; e < kVec; e += 2) widen_pair(T{}, reinterpret_cast<const unsigned*>(&pack)[e / 2], v[e], v[e + 1]);
   } else {

@@ -112,8 +112,8 @@ struct silu {
 struct tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::tanh(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto t = M::tanh(x);
-    return M::of(1) - t * t;
+    const auto e = M::exp(M::where_gt(x, M::of(0), M::of(-2) * x, M::of(2) * x)), r = M::reciprocal(M::of(1) + e);
+    return M::of(4) * e * r * r;  // 1 - tanh^2, without its cancellation
   }
 };
 
@@ -126,17 +126,22 @@ struct sigmoid {
   }
 };
 
-// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 from x = 20 on: exactly,
-// since the slope has x (1 - tanh^2)
+// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 to the last digit from x = 20 on
 struct mish {
-  template <class M> static KF_INLINE typename M::V tanh_of(typename M::V x) {
-    const auto e = M::exp(x), n = e * (e + M::of(2));
-    return M::where_gt(x, M::of(20), M::of(1), n * M::reciprocal(n + M::of(2)));
+  template <class M> static KF_INLINE typename M::V n_of(typename M::V x) {
+    const auto e = M::exp(M::where_gt(x, M::of(20), M::of(20), x));
+    return e * (e + M::of(2));
   }
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * tanh_of<M>(x); }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    const auto n = n_of<M>(x);
+    return x * (n * M::reciprocal(n + M::of(2)));
+  }
+  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. From 20 on the slope is 1; x - x makes that at infinities NaN,
+  // as in PyTorch.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto t = tanh_of<M>(x);
-    return t + x * sigmoid_of<M>(x) * (M::of(1) - t * t);
+    const auto n = n_of<M>(x), r = M::reciprocal(n + M::of(2));
+    const auto below = n * r + x * sigmoid_of<M>(x) * (((n + M::of(1)) * r) * (M::of(4) * r));
+    return M::where_gt(x, M::of(20), M::of(1), below) + (x - x);
   }
 };
 

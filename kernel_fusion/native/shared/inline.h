@@ -4,5 +4,7 @@
 #ifdef __CUDACC_RTC__
 #define KF_INLINE __device__ inline
 #else
-#define KF_INLINE inline
+// Always: a copy that is not inlined has one name in all the builds of the CPU kernels, and the linker would keep one of them,
+// perhaps with instructions that the machine lacks.
+#define KF_INLINE __attribute__((always_inline)) inline
 #endif

@@ -1,126 +1,219 @@
-// What stages do to a chunk, some elements in the accumulator type A that stay in L1. Each is a loop of its own, chosen once per
-// chunk by a code, so that stages and dtypes do not multiply.
+// The stages of the CPU kernels, on chunks: buffers of the compute type A (float or double) that stay in the L1 cache.
+// Included by files that are compiled once per instruction set.
+//
+// A kernel reads a stretch of up to kChunk<A> elements into a buffer, applies its stages one after the other, and writes the
+// buffer back. Dtypes are switched at load and store, activations once per chunk, so no stage multiplies templates; what that
+// costs in L1 traffic is hidden behind the memory that the chunk came from.
+//
+// All stages work on whole vectors. They read and write up to one vector past the n elements, so that an element gets the same
+// bits wherever in a chunk it lies. Buffers are therefore kChunk<A> long, or padded likewise (`padded`); loads and stores
+// touch exactly n elements.
 #pragma once
 
-#include "cpu/kernels.h"
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/dtype.h"
 #include "cpu/math.h"
-#include "cpu/pairs.h"
-#include "shared/activations.h"
 #include "shared/philox.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
-namespace {
 
-template <class A> constexpr Dtype accumulator() { return std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat; }
+// A stage with a switch inside: compiled once for each compute type, not at every call.
+#define KF_STAGE [[gnu::noinline]]
 
-// The address of an element.
-inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
-  constexpr int64_t kBytes[] = {2, 2, 4, 8};
-  return static_cast<const char*>(tensor) + index * kBytes[static_cast<int>(dtype)];
+template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
+
+// n rounded up to whole vectors.
+template <class A> inline int64_t padded(int64_t n) {
+  constexpr int64_t kStep = at::vec::Vectorized<A>::size();
+  return (n + kStep - 1) / kStep * kStep;
 }
-inline char* element(Dtype dtype, void* tensor, int64_t index) {
-  return const_cast<char*>(element(dtype, static_cast<const void*>(tensor), index));
+
+template <class A> struct alignas(64) Chunk {
+  A values[kChunk<A>] = {};  // what lies past the elements is finite from the beginning
+  char gap[192];             // buffers at one distance of 4096 bytes would get in each other's way
+  operator A*() { return values; }
+};
+
+// Calls f with a null pointer of the type that `dtype` names.
+template <class F> inline void with_type(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
+    case Dtype::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
+    case Dtype::kFloat: return f(static_cast<float*>(nullptr));
+    case Dtype::kDouble: return f(static_cast<double*>(nullptr));
+  }
 }
 
-// `with_type` for those whose accumulator type is A.
-template <class A, class F> void with_type_of(Dtype dtype, F&& f) {
-  with_type(dtype, [&](auto* t) {
-    if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(t)>>, A>) f(t);
+inline int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+}
+
+// ---- Load and store --------------------------------------------------------------------------------------------------------
+
+template <class T, class A> inline void widen(const T* in, int64_t n, A* out) {
+  if constexpr (std::is_same_v<T, A>) {
+    std::memcpy(out, in, n * sizeof(A));
+  } else if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
+    using V = at::vec::Vectorized<T>;
+    constexpr int64_t kStep = V::size(), kHalf = kStep / 2;
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+      const auto [low, high] = at::vec::convert_to_float<T>(V::loadu(in + i));
+      low.store(out + i);
+      high.store(out + i + kHalf);
+    }
+    if (i < n) {
+      const auto [low, high] = at::vec::convert_to_float<T>(V::loadu(in + i, n - i));
+      low.store(out + i, std::min(kHalf, n - i));
+      if (n - i > kHalf) high.store(out + i + kHalf, n - i - kHalf);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<A>(in[i]);
+  }
+}
+
+template <class T, class A> inline void narrow(const A* in, int64_t n, T* out) {
+  if constexpr (std::is_same_v<T, A>) {
+    std::memcpy(out, in, n * sizeof(A));
+  } else if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
+    using V = at::vec::Vectorized<T>;
+    using W = at::vec::Vectorized<float>;
+    constexpr int64_t kStep = V::size(), kHalf = kStep / 2;
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep)
+      at::vec::convert_from_float<T>(W::loadu(in + i), W::loadu(in + i + kHalf)).store(out + i);
+    if (i < n) {
+      const auto low = W::loadu(in + i, std::min(kHalf, n - i));
+      const auto high = n - i > kHalf ? W::loadu(in + i + kHalf, n - i - kHalf) : W(0.0f);
+      at::vec::convert_from_float<T>(low, high).store(out + i, n - i);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(in[i]);
+  }
+}
+
+// out[i] = p[i * stride] for i in [0, n), n at most kChunk<A>; the stride in elements.
+template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* in = static_cast<const T*>(p);
+    if (stride == 1) return widen(in, n, out);
+    T gathered[kChunk<A>];
+    const int64_t distinct = stride == 0 ? 1 : n;
+    for (int64_t i = 0; i < distinct; ++i) gathered[i] = in[i * stride];
+    widen(gathered, distinct, out);
+    if (stride == 0)
+      for (int64_t i = 1; i < n; ++i) out[i] = out[0];
   });
 }
 
-// n elements, `stride` apart.
-template <class A> void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
-  with_type_of<A>(dtype, [&](auto* t) {
-    const auto* in = static_cast<const std::remove_pointer_t<decltype(t)>*>(p);
-    if (stride == 1)
-      sweep<A>(
-          n, [&](int64_t i) { store_pair(out + i, load_pair(in + i)); }, [&](int64_t i) { out[i] = load_one(in + i); });
-    else
-      for (int64_t i = 0; i < n; ++i) out[i] = load_one(in + i * stride);
+// Where the elements that load_chunk would load can be read: in place if they are what it would copy, and whole vectors.
+template <class A> inline const A* read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
+  constexpr Dtype kOwn = std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat;
+  if (dtype == kOwn && stride == 1 && padded<A>(n) == n) return static_cast<const A*>(p);
+  load_chunk(dtype, p, stride, n, room);
+  return room;
+}
+
+// p[i * stride] = in[i], rounded.
+template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n, void* p, int64_t stride) {
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* out = static_cast<T*>(p);
+    if (stride == 1) return narrow(in, n, out);
+    T rounded[kChunk<A>];
+    narrow(in, n, rounded);
+    for (int64_t i = 0; i < n; ++i) out[i * stride] = rounded[i];
   });
 }
 
-template <class A> void store_chunk(Dtype dtype, void* p, int64_t n, const A* in) {
-  with_type_of<A>(dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    auto* out = static_cast<T*>(p);
-    sweep<A>(
-        n, [&](int64_t i) { store_pair(out + i, load_pair(in + i)); }, [&](int64_t i) { out[i] = static_cast<T>(in[i]); });
-  });
+// ---- Arithmetic ------------------------------------------------------------------------------------------------------------
+
+// out = f(in) by vectors; in place where they are the same.
+template <class A, class F> inline void map_chunk(const A* in, A* out, int64_t n, F&& f) {
+  using V = at::vec::Vectorized<A>;
+  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(in + i)).store(out + i);
 }
 
-// sum += in
-template <class A> void add_chunk(const A* in, int64_t n, A* sum) {
-  sweep<A>(
-      n, [&](int64_t i) { store_pair(sum + i, load_pair(sum + i) + load_pair(in + i)); }, [&](int64_t i) { sum[i] += in[i]; });
+// out = f(a, b) by vectors; in place where out is one of them.
+template <class A, class F> inline void zip_chunk(const A* a, const A* b, A* out, int64_t n, F&& f) {
+  using V = at::vec::Vectorized<A>;
+  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(a + i), V::loadu(b + i)).store(out + i);
 }
 
-// Calls f with the activation that has this code.
-template <class F> void with_activation(int code, F&& f) {
-  enum {
-#define KF_CODE(name) code_of_##name,
-    KF_ACTIVATIONS(KF_CODE)
+template <class A> inline void add_chunk(const A* a, const A* b, A* out, int64_t n) {
+  zip_chunk(a, b, out, n, [](auto x, auto y) { return x + y; });
+}
+
+template <class A> inline void multiply_chunk(const A* a, const A* b, A* out, int64_t n) {
+  zip_chunk(a, b, out, n, [](auto x, auto y) { return x * y; });
+}
+
+// values = values * scale
+template <class A> inline void scale_chunk(A* values, double scale, int64_t n) {
+  if (scale == 1.0) return;
+  const at::vec::Vectorized<A> factor(static_cast<A>(scale));
+  map_chunk(values, values, n, [&](auto x) { return x * factor; });
+}
+
+// ---- Activations -----------------------------------------------------------------------------------------------------------
+
+#define KF_CODE(name) name,
+enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 #undef KF_CODE
-  };
-  switch (code) {
+
+inline bool is_identity(int32_t code) { return static_cast<Activation>(code) == Activation::identity; }
+
+// out = the activation of `in`; in place where they are the same.
+template <class A> KF_STAGE void activate_chunk(int32_t code, const A* in, A* out, int64_t n) {
+  switch (static_cast<Activation>(code)) {
 #define KF_CASE(name) \
-  case code_of_##name: return f(act::name{});
+  case Activation::name: return map_chunk(in, out, n, [](auto x) { return act::name::value<Math<A>>(x); });
     KF_ACTIVATIONS(KF_CASE)
 #undef KF_CASE
   }
 }
 
-// f(offset, count) for each vector of [0, n), the last of them perhaps not full.
-template <class A, class F> void each_vector(int64_t n, F&& f) {
-  constexpr int64_t kSize = Vectorized<A>::size();
-  int64_t i = 0;
-  for (; i + kSize <= n; i += kSize) f(i, kSize);
-  if (i < n) f(i, n - i);
-}
-
-// x = activation(x)
-template <class A> void activate_chunk(int code, A* x, int64_t n) {
-  with_activation(code, [&](auto activation) {
-    using F = decltype(activation);
-    using V = Vectorized<A>;
-    if constexpr (!std::is_same_v<F, act::identity>)
-      each_vector<A>(n, [&](int64_t i, int64_t count) { F::template value<Math<A>>(V::loadu(x + i, count)).store(x + i, count); });
-  });
-}
-
-// Whether backward selects instead of multiplying: where the slope is 0, so is the gradient, whatever arrives.
+// Whether backward selects instead of multiplying, as PyTorch's does: where the slope is 0, so is the gradient, whatever arrives.
 template <class F>
 inline constexpr bool kSelects = std::is_same_v<F, act::relu> || std::is_same_v<F, act::relu_squared> ||
                                  std::is_same_v<F, act::hardswish> || std::is_same_v<F, act::sign>;
 
-// gradient *= activation'(x)
-template <class A> void slope_chunk(int code, const A* x, A* gradient, int64_t n) {
-  with_activation(code, [&](auto activation) {
-    using F = decltype(activation);
-    using V = Vectorized<A>;
-    if constexpr (!std::is_same_v<F, act::identity>)
-      each_vector<A>(n, [&](int64_t i, int64_t count) {
-        const V slope = F::template slope<Math<A>>(V::loadu(x + i, count));
-        V product = V::loadu(gradient + i, count) * slope;
-        if constexpr (kSelects<F>) product = V::blendv(product, V(A(0)), slope == V(A(0)));
-        product.store(gradient + i, count);
-      });
-  });
-}
-
-// Dropout of elements whose positions begin at `position`. What is dropped is 0, whatever it was.
-template <class A> void dropout_chunk(A* x, int64_t n, int64_t position, uint64_t seed, uint32_t threshold) {
-  const A scale = threshold < 65536 ? static_cast<A>(65536.0 / (65536 - threshold)) : A(0);
-  for (int64_t i = 0; i < n;) {
-    const int64_t at = position + i;
-    const RandomBits bits = random_bits(seed, static_cast<uint64_t>(at / 8));
-    for (int lane = static_cast<int>(at % 8); lane < 8 && i < n; ++lane, ++i)
-      x[i] = bits.of(lane) < threshold ? A(0) : x[i] * scale;
+// out = g * the slope of the activation at x; in place where out is g.
+template <class A> KF_STAGE void multiply_slope(int32_t code, const A* g, const A* x, A* out, int64_t n) {
+  switch (static_cast<Activation>(code)) {
+#define KF_CASE(name)                                           \
+  case Activation::name:                                        \
+    return zip_chunk(g, x, out, n, [](auto d, auto at) {        \
+      using V = decltype(d);                                    \
+      const V slope = act::name::slope<Math<A>>(at);            \
+      if constexpr (!kSelects<act::name>) return d * slope;     \
+      else return V::blendv(d * slope, V(A(0)), slope == V(A(0))); \
+    });
+    KF_ACTIVATIONS(KF_CASE)
+#undef KF_CASE
   }
 }
 
-}  // namespace
+// ---- Dropout ---------------------------------------------------------------------------------------------------------------
+
+// Zeroes the dropped ones of the elements at position, position + 1, ...: exactly n of them, at most kChunk<A>. Scales nothing.
+template <class A> KF_STAGE void dropout_chunk(A* values, int64_t n, uint64_t position, uint64_t seed, uint32_t threshold) {
+  if (n == 0) return;
+  const uint64_t first = position / 8;
+  const int64_t skip = static_cast<int64_t>(position % 8), blocks = (skip + n + 7) / 8;
+  uint32_t words[4 * (kChunk<A> / 8 + 1)];
+  for (int64_t block = 0; block < blocks; ++block) {
+    const RandomBits r = random_bits(seed, first + static_cast<uint64_t>(block));
+    for (int i = 0; i < 4; ++i) words[4 * block + i] = r.word[i];
+  }
+  uint16_t bits[8 * (kChunk<A> / 8 + 1)];  // element by element, as halves of words lie on a little-endian machine
+  std::memcpy(bits, words, 16 * blocks);
+  for (int64_t i = 0; i < n; ++i) values[i] = bits[skip + i] < threshold ? A(0) : values[i];
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "chain.h"
+#include "cpu/dtype.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -17,7 +19,7 @@ inline int64_t row_offset(const RowLayout& l, int64_t row) {
 
 namespace kf::cpu {
 
-enum class Dtype : int { kHalf, kBFloat16, kFloat, kDouble };
+// ---- Row norms -------------------------------------------------------------------------------------------------------------
 
 // weight and bias arrive in the accumulator type, the offset already added; null where absent.
 struct Forward {
@@ -76,11 +78,124 @@ struct BackwardStages : Stages {
 };
 
 // Rows [begin, end).
+using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
+using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
+using RowNormForwardStaged = void(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
+using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
+
+// ---- Pointwise chains ------------------------------------------------------------------------------------------------------
+
+// The operands of a chain in either direction; see families.h for their order. `base` is the address of the tensor whose
+// offsets are the positions of dropout: y or dy.
+struct ChainOperands {
+  const Chain& chain;
+  Dtype types[5];
+  const char* base;
+  bool wants[2];  // backward: da, db
+  bool wide;      // computed in double
+};
+
+// A two-dimensional part of the iteration, as a loop of TensorIterator gets it: strides in bytes, the inner dimension's first.
+struct Region {
+  char* const* data;
+  const int64_t* inner;
+  const int64_t* outer;
+  int64_t inner_size, outer_size;
+};
+using PointwiseLoop = void(const ChainOperands&, const Region&);
+
+// Backward where b is one row for all rows of a: dy, a and da are contiguous matrices, b is a row. Adds db of rows [begin, end)
+// and columns [left, right) to `sums`.
+struct ChainColumns {
+  const Chain& chain;
+  const char* dy;
+  const char* a;
+  const char* b;
+  char* da;  // null: not wanted
+  int64_t cols;
+  Dtype dy_type, a_type, b_type;
+  bool wide;
+};
+using PointwiseColumns = void(const ChainColumns&, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums);
+
+// ---- Reductions ------------------------------------------------------------------------------------------------------------
+
+// Strides in elements.
+struct Reduction {
+  Map map;
+  const char* in;
+  Dtype type;
+  int64_t reduced, inner;
+  int64_t outer_stride, reduced_stride, inner_stride;
+  bool wide;  // computed in double
+};
+
+// `inner` is 1: sums[i] = the sum of block begin + i, where every row is cut into `blocks` blocks of `block` elements.
+using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums);
+// sums[i - left] = the sum over the reduced indices [begin, end) of outer index `outer`, for the inner indices [left, right),
+// at most kMaxColumns of them.
+using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
+                           double* sums);
+inline constexpr int64_t kMaxColumns = 512;
+
+// ---- Softmax ---------------------------------------------------------------------------------------------------------------
+
+enum class MaskKind : int32_t { kNone, kKeep, kAdd };
+
+// The offset of a row in elements, for leading dimensions of any strides, innermost first.
+struct RowStrides {
+  static constexpr int kMaxDims = 64;
+  int dims;
+  int64_t size[kMaxDims], stride[kMaxDims];
+  int64_t offset(int64_t row) const {
+    int64_t result = 0;
+    for (int d = 0; d + 1 < dims; ++d) {
+      result += row % size[d] * stride[d];
+      row /= size[d];
+    }
+    return dims ? result + row * stride[dims - 1] : 0;
+  }
+};
+
+struct Softmax {
+  const char* x;
+  const char* mask;
+  char* y;  // contiguous
+  RowStrides x_rows, mask_rows;
+  int64_t cols, mask_stride;  // x's columns lie side by side
+  int64_t causal_rows;        // rows of each matrix, of which row i keeps columns 0 ... i; 0: not causal
+  double scale;
+  MaskKind mask_kind;
+  Dtype type, mask_type;
+};
+
+// Contiguous rows.
+struct SoftmaxBackward {
+  const char* dy;
+  const char* y;
+  char* dx;
+  int64_t cols;
+  double scale;
+  Dtype dy_type, type;
+};
+
+using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);
+using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t end);
+
+// ---- One instruction set ---------------------------------------------------------------------------------------------------
+
 struct Kernels {
-  void (*forward)(const Forward&, int64_t begin, int64_t end);
-  void (*backward)(const Backward&, int64_t begin, int64_t end);
-  void (*forward_staged)(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
-  void (*backward_staged)(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
+  RowNormForward* forward;
+  RowNormBackward* backward;
+  RowNormForwardStaged* forward_staged;
+  RowNormBackwardStaged* backward_staged;
+  PointwiseLoop* pointwise;
+  PointwiseLoop* pointwise_bwd;
+  PointwiseColumns* pointwise_bwd_columns;
+  ReduceRows* reduce_rows;
+  ReduceColumns* reduce_columns;
+  SoftmaxForwardRows* softmax;
+  SoftmaxBackwardRows* softmax_bwd;
 };
 
 // The kernels for this machine's instruction set, limited by ATEN_CPU_CAPABILITY.

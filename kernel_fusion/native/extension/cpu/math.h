@@ -1,13 +1,15 @@
-// The policy of elementary functions that shared/activations.h asks for, on at::vec. Errors are those of Sleef's functions
-// named u10, at most 1 ULP, but that of erf in float: 1.5e-7 absolute (at::vec's approximation, which PyTorch's gelu has too).
+// The elementary functions that shared/activations.h builds on, for SIMD vectors. Included by files that are compiled once per
+// instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
 
+#include "shared/activations.h"
+
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
-namespace {
 
+// Errors are those of at::vec: about 1 ULP (Sleef), and 1.5e-7 absolute for erf of float.
 template <class A> struct Math {
   using V = at::vec::Vectorized<A>;
   static V of(double c) { return V(static_cast<A>(c)); }
@@ -21,6 +23,5 @@ template <class A> struct Math {
   static V where_ge(V a, V b, V yes, V no) { return V::blendv(no, yes, a >= b); }
 };
 
-}  // namespace
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

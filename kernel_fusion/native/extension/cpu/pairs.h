@@ -7,8 +7,6 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cpu/kernels.h"
-
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
@@ -70,16 +68,6 @@ template <class A, class Vector, class Scalar> inline void sweep(int64_t n, Vect
   int64_t i = 0;
   for (; i + Pair<A>::kStep <= n; i += Pair<A>::kStep) vector(i);
   for (; i < n; ++i) scalar(i);
-}
-
-// Calls f with a null pointer of the type that `dtype` names.
-template <class F> void with_type(Dtype dtype, F&& f) {
-  switch (dtype) {
-    case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
-    case Dtype::kFloat: return f(static_cast<float*>(nullptr));
-    case Dtype::kDouble: return f(static_cast<double*>(nullptr));
-  }
 }
 
 }  // namespace

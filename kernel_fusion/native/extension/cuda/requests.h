@@ -44,4 +44,43 @@ struct SumPartialsFields {
   int32_t first, second;  // dtypes of the sums
 };
 
+// Both directions of pointwise. The five operands are y (or da), db, dy, a, b.
+struct PointwiseFields {
+  int32_t combine, activation;
+  int32_t dropout;  // Dropout of kernels/pointwise_chain.cuh
+  int32_t dims;     // of operands that are addressed by coordinates
+  int32_t vec;      // elements per vector
+  int32_t lanes;    // threads along the columns, where db is summed over rows; else 0
+  int32_t type[5], mode[5], align[5];  // modes are those of kernels/operands.cuh
+};
+
+struct ReduceFields {
+  int32_t map;
+  int32_t in, out, acc;
+  int32_t lanes;     // threads along the columns, where columns are summed; 0 where rows are
+  int32_t capacity;  // of rows: vectors per chunk, rounded up to a power of two
+  int32_t vec;       // elements per vector
+  int32_t contiguous;
+  int32_t align, align_out;
+};
+
+struct SoftmaxFields {
+  int32_t x, mask;   // kBooleanMask: a boolean mask
+  int32_t causal;
+  int32_t vec;       // elements per vector
+  int32_t capacity;  // vectors per row, rounded up to 2^k or 3 * 2^k
+  int32_t mask_repeats;  // one element of the mask for a whole row
+  int32_t strided_x, strided_mask;
+  int32_t align_x, align_mask;
+
+  static constexpr int32_t kBooleanMask = 4;
+};
+
+struct SoftmaxBwdFields {
+  int32_t dy, y, dx;
+  int32_t vec, capacity;  // as above
+  int32_t strided_dy, strided_y;
+  int32_t align_dy, align_y;
+};
+
 }  // namespace kf

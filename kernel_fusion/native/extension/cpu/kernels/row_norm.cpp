@@ -1,6 +1,6 @@
 // CPU row norm, forward and backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// A row is read in chunks of kChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
+// A row is read in chunks of kStatisticsChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
 // and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
 // lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
 // The order of every sum depends on the row length alone. With stages a row is first brought, chunk by chunk, to the
@@ -17,7 +17,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kChunk = 2048;
+constexpr int64_t kStatisticsChunk = 2048;
 
 // Sum of f over [0, n). f takes a Pair or an element, loaded from x. Two chains hide the latency of the additions.
 template <class T, class F> inline AccOf<T> sum_of(const T* x, int64_t n, F&& f) {
@@ -66,8 +66,8 @@ struct Moments {
 template <class T> Moments moments(const T* x, int64_t n, bool rms) {
   using A = AccOf<T>;
   double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining chunks rounds small numbers
-  for (int64_t start = 0; start < n; start += kChunk) {
-    const int64_t count = std::min(kChunk, n - start);
+  for (int64_t start = 0; start < n; start += kStatisticsChunk) {
+    const int64_t count = std::min(kStatisticsChunk, n - start);
     if (rms) {
       squares += sum_of(x + start, count, [](auto v, auto acc) { return fma(v, v, acc); });
       continue;
@@ -155,8 +155,8 @@ void backward_together(const Backward& c, const std::array<Row<X, DY>, kRows>& r
     mean[r] = rows[r].mean;
     rstd[r] = rows[r].rstd;
   }
-  for (int64_t start = 0; start < c.cols; start += kChunk) {
-    const int64_t stop = std::min(start + kChunk, c.cols);
+  for (int64_t start = 0; start < c.cols; start += kStatisticsChunk) {
+    const int64_t stop = std::min(start + kStatisticsChunk, c.cols);
     P gs[kRows], gxs[kRows];
     A g_rest[kRows] = {}, gx_rest[kRows] = {};
     for (int r = 0; r < kRows; ++r) gs[r] = gxs[r] = both<A>(0);
@@ -225,19 +225,32 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
 
 // ---- With stages -----------------------------------------------------------------------------------------------------------
 
-template <class F> void each_chunk(int64_t cols, F&& f) {
-  for (int64_t start = 0; start < cols; start += kChunk) f(start, std::min(kChunk, cols - start));
+template <class A, class F> void each_chunk(int64_t cols, F&& f) {
+  for (int64_t start = 0; start < cols; start += kChunk<A>) f(start, std::min(kChunk<A>, cols - start));
 }
+
+// The address of an element.
+inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
+  return static_cast<const char*>(tensor) + index * size_of(dtype);
+}
+inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
 // A chunk of a strided row of any dtype, as accumulators.
 template <class A> void load_row(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start, int64_t n, A* out) {
-  load_chunk(type, element(type, tensor, row_offset(rows, row) + start), 1, n, out);
+  load_chunk<A>(type, element(type, tensor, row_offset(rows, row) + start), 1, n, out);
+}
+
+// Dropout of elements that begin at `position`, with the scale of those that are kept.
+template <class A> void drop(const Stages& s, int64_t position, int64_t n, A* x) {
+  if (!s.threshold) return;
+  dropout_chunk<A>(x, n, static_cast<uint64_t>(position), s.seed, s.threshold);
+  scale_chunk<A>(x, s.threshold < 65536 ? 65536.0 / (65536 - s.threshold) : 0.0, n);
 }
 
 // u = dropout(pre_activation(x)), in place.
 template <class A> void before_norm(const Stages& s, int64_t position, int64_t n, A* x) {
-  activate_chunk(s.pre_activation, x, n);
-  if (s.threshold) dropout_chunk(x, n, position, s.seed, s.threshold);
+  if (s.pre_activation) activate_chunk<A>(s.pre_activation, x, x, n);
+  drop(s, position, n, x);
 }
 
 // h = residual + u of a chunk, rounded to the residual's dtype and stored there; u where there is no residual.
@@ -247,26 +260,26 @@ void load_h(const Forward& c, const ForwardStages& s, int64_t row, int64_t start
   load_row(c.x_type, c.x, c.x_rows, row, start, n, h);
   before_norm(s, position, n, h);
   if (!s.residual) return;
-  A residual[kChunk];
-  load_row(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
-  add_chunk(residual, n, h);
+  Chunk<A> residual;
+  load_row<A>(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
+  add_chunk<A>(h, residual, h, n);
   void* stored = element(s.residual_type, s.h, position);
-  store_chunk(s.residual_type, stored, n, h);
-  if (s.residual_type != accumulator<A>()) load_chunk(s.residual_type, stored, 1, n, h);
+  store_chunk<A>(s.residual_type, h, n, stored, 1);
+  if (size_of(s.residual_type) != sizeof(A)) load_chunk<A>(s.residual_type, stored, 1, n, h);
 }
 
 template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
-  const auto buffer = std::make_unique_for_overwrite<A[]>(c.cols);
+  const auto buffer = std::make_unique<A[]>(padded<A>(c.cols));
   A* h = buffer.get();
   for (int64_t row = begin; row < end; ++row) {
-    each_chunk(c.cols, [&](int64_t start, int64_t n) { load_h(c, s, row, start, n, h + start); });
+    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) { load_h(c, s, row, start, n, h + start); });
     const auto [mean, rstd] = statistics(c, h, row);
-    each_chunk(c.cols, [&](int64_t start, int64_t n) {
+    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
       A* y = h + start;
       normalize(y, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
-      activate_chunk(s.activation, y, n);
-      store_chunk(c.y_type, element(c.y_type, c.y, row * c.cols + start), n, y);
+      if (s.activation) activate_chunk<A>(s.activation, y, y, n);
+      store_chunk<A>(c.y_type, y, n, element(c.y_type, c.y, row * c.cols + start), 1);
     });
   }
 }
@@ -274,35 +287,35 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
 // h of a row and dz, the gradient before the activation, whose argument is computed again, in the buffers of `r`.
 template <class A> void load_row_and_dz(const Backward& c, const BackwardStages& s, int64_t row, const Row<A, A>& r, A* h, A* dz) {
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
-  each_chunk(c.cols, [&](int64_t start, int64_t n) {
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     load_row(c.x_type, c.x, c.x_rows, row, start, n, h + start);
     if (!s.has_residual) before_norm(s, row * c.cols + start, n, h + start);
     load_row(c.dy_type, c.dy, c.dy_rows, row, start, n, dz + start);
     if (!s.activation) return;
-    A z[kChunk];
-    normalize(h + start, r.mean, r.rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z);
-    slope_chunk(s.activation, z, dz + start, n);
+    Chunk<A> z;
+    normalize(h + start, r.mean, r.rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z.values);
+    multiply_slope<A>(s.activation, dz + start, z, dz + start, n);
   });
 }
 
 // From the norm's gradient `g` with respect to h: dh is added, dresidual stored; back through dropout and pre-activation, dx.
 template <class A> void store_gradients(const Backward& c, const BackwardStages& s, int64_t row, A* g) {
-  each_chunk(c.cols, [&](int64_t start, int64_t n) {
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const int64_t position = row * c.cols + start;
     A* d = g + start;
-    A other[kChunk];
+    Chunk<A> other;
     if (s.dh) {
-      load_row(c.x_type, s.dh, s.dh_rows, row, start, n, other);
-      add_chunk(other, n, d);
+      load_row<A>(c.x_type, s.dh, s.dh_rows, row, start, n, other);
+      add_chunk<A>(d, other, d, n);
     }
-    if (s.dresidual) store_chunk(c.x_type, element(c.x_type, s.dresidual, position), n, d);
+    if (s.dresidual) store_chunk<A>(c.x_type, d, n, element(c.x_type, s.dresidual, position), 1);
     if (!c.dx) return;
-    if (s.threshold) dropout_chunk(d, n, position, s.seed, s.threshold);
+    drop(s, position, n, d);
     if (s.pre_activation) {
-      load_row(s.dx_type, s.x, s.x_rows, row, start, n, other);
-      slope_chunk(s.pre_activation, other, d, n);
+      load_row<A>(s.dx_type, s.x, s.x_rows, row, start, n, other);
+      multiply_slope<A>(s.pre_activation, d, other, d, n);
     }
-    store_chunk(s.dx_type, element(s.dx_type, c.dx, position), n, d);
+    store_chunk<A>(s.dx_type, d, n, element(s.dx_type, c.dx, position), 1);
   });
 }
 
@@ -311,7 +324,7 @@ void backward_staged_together(const Backward& c, const BackwardStages& s, int64_
   const bool wants_g = c.dx || s.dresidual;
   std::array<Row<A, A>, kRows> rows;
   for (int64_t i = 0; i < static_cast<int64_t>(kRows); ++i) {
-    A *h = buffer + 2 * i * c.cols, *dz = h + c.cols;
+    A *h = buffer + 2 * i * padded<A>(c.cols), *dz = h + padded<A>(c.cols);
     rows[i] = {h, dz, wants_g ? dz : nullptr, saved_mean<A>(c, first + i), static_cast<const A*>(c.rstd)[first + i]};
     load_row_and_dz(c, s, first + i, rows[i], h, dz);
   }
@@ -321,7 +334,7 @@ void backward_staged_together(const Backward& c, const BackwardStages& s, int64_
 }
 
 template <class A> void backward_staged_rows(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
-  const auto buffer = std::make_unique_for_overwrite<A[]>(4 * c.cols);
+  const auto buffer = std::make_unique<A[]>(4 * padded<A>(c.cols));
   int64_t row = begin;
   for (; row + 2 <= end; row += 2) backward_staged_together<A, 2>(c, s, row, buffer.get());
   if (row < end) backward_staged_together<A, 1>(c, s, row, buffer.get());
@@ -329,7 +342,7 @@ template <class A> void backward_staged_rows(const Backward& c, const BackwardSt
 
 // ---- The table -------------------------------------------------------------------------------------------------------------
 
-// The same for the pairs that occur: fp64 with itself, the others with each other.
+// `with_type` for the pairs that occur: fp64 with itself, the others with each other.
 template <class F> void with_types(Dtype first, Dtype second, F&& f) {
   with_type(first, [&](auto* a) {
     with_type(second, [&](auto* b) {
@@ -339,6 +352,8 @@ template <class F> void with_types(Dtype first, Dtype second, F&& f) {
     });
   });
 }
+
+}  // namespace
 
 void forward(const Forward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {
@@ -361,11 +376,6 @@ void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, 
   if (c.x_type == Dtype::kDouble) backward_staged_rows<double>(c, s, begin, end);
   else backward_staged_rows<float>(c, s, begin, end);
 }
-
-}  // namespace
-
-extern const Kernels kernels;
-const Kernels kernels{forward, backward, forward_staged, backward_staged};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

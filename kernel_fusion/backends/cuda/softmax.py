@@ -1,0 +1,101 @@
+"""Softmax: plans and sources (kernels/softmax*.cuh).
+
+A kernel serves all lengths up to its capacity, a number of vectors that is 2^k or 3 * 2^k; so a new length seldom
+compiles anything, and at most a third of a kernel's lanes have nothing to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.source import Source
+from kernel_fusion.core.families import SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.spec import ITEMSIZE
+
+_MAX_THREADS = 1024
+_ROWS_THREADS = 128  # of a block that takes several rows
+_LONG_UNROLL = 4
+
+
+@dataclass(frozen=True)
+class SoftmaxPlan(Launch):
+    """How a softmax kernel runs.
+
+    Attributes:
+        lanes: threads per row.
+        vectors: vectors of a row per thread, in registers; 0: the row is read twice.
+    """
+
+    lanes: int
+    vectors: int
+
+
+def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> SoftmaxPlan:
+    """Up to 64 bytes of a row per thread, and more only where the largest block would not do otherwise."""
+    backward = isinstance(spec, SoftmaxBwdSpec)
+    itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
+    # Vectors of fewer bytes than 16 take a register for each element.
+    elements = 64 // itemsize if access.vec * itemsize == 16 else 16 if itemsize < 8 else 8
+    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some; fp64 has 128.
+    most = 8 if itemsize == 8 else 32 if access.vec * itemsize == 16 else 24
+    max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
+    if backward:  # which holds two tensors
+        elements, most = elements // 2, (16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most)
+    target = max(1, elements // access.vec)
+    target = 3 if target == 2 else target  # capacities of 3 * 2^k then come out even, as those of 2^k do with two
+    lanes = 1
+    while lanes < 32 and access.capacity > min(3, target) * lanes:
+        lanes *= 2
+    while lanes < max_threads and access.capacity > target * lanes:
+        lanes *= 2
+    vectors = -(-access.capacity // lanes)
+    if vectors * access.vec > most:
+        return SoftmaxPlan(threads=max_threads, lanes=max_threads, vectors=0)
+    threads = max(lanes, _ROWS_THREADS) if lanes <= 32 else lanes
+    resident = 512 if spec.acc == "f64" else 1024  # threads per multiprocessor that registers must allow
+    min_blocks = max(1, resident // threads)
+    return SoftmaxPlan(threads=threads, per_block=threads // lanes, lanes=lanes, vectors=vectors, min_blocks=min_blocks)
+
+
+def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
+    """What a forward kernel is compiled from."""
+    kinds = {None: 0, "b8": 1}
+    types: dict[str, str | None] = {"X": spec.x, "MaskType": spec.mask, "Acc": spec.acc}
+    constants = _constants(access, plan) | {
+        "kMask": kinds.get(spec.mask, 2),
+        "kCausal": spec.causal,
+        "kMaskRepeats": access.mask_repeats,
+        "kStridedX": access.x.strided,
+        "kStridedMask": access.other.strided,
+        "kAlignX": access.x.align,
+        "kAlignMask": access.other.align,
+        "kAlignY": 16,
+    }
+    header = "softmax" if plan.vectors else "softmax_long"
+    return Source(f"kf_{header}_{spec.x}", header, "SoftmaxArgs", types, constants, plan.threads, plan.min_blocks)
+
+
+def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
+    """What a backward kernel is compiled from."""
+    types: dict[str, str | None] = {"DY": spec.dy, "Y": spec.y, "DX": spec.dx, "Acc": spec.acc}
+    constants = _constants(access, plan) | {
+        "kStridedY": access.x.strided,
+        "kStridedDY": access.other.strided,
+        "kAlignY": access.x.align,
+        "kAlignDY": access.other.align,
+        "kAlignDX": 16,
+    }
+    name = f"kf_softmax_bwd_{spec.y}"
+    return Source(name, "softmax_bwd", "SoftmaxBwdArgs", types, constants, plan.threads, plan.min_blocks)
+
+
+def _constants(access: SoftmaxAccess, plan: SoftmaxPlan) -> dict[str, int]:
+    return {
+        "kVec": access.vec,
+        "kThreads": plan.threads,
+        "kLanes": plan.lanes,
+        "kVectors": plan.vectors,
+        "kUnroll": _LONG_UNROLL,
+    }

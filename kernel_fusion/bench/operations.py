@@ -1,0 +1,275 @@
+"""The operations of the suites `fused-ops`, `relu-layernorm` and `memory`: each verb with its variants, as data.
+
+An operation is PyTorch's chain, our call and the arguments of both. Two-dimensional inputs are (rows, columns); scores
+are (batch, rows, columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernel_fusion as kf
+from kernel_fusion.bench.chains import DROPOUT_P, Dropout, Operation
+from kernel_fusion.bench.workloads import Argument, Call, Function, Inputs
+from kernel_fusion.core.activations import ACTIVATIONS
+
+Shape = tuple[int, ...]
+
+_EPS = 1e-6
+_HEAD = 64  # the size of query and key
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _tensors(*names: str) -> Callable[[Shape, torch.dtype], list[Argument]]:
+    """Arguments that all have the shape of the result."""
+    return lambda shape, dtype: [Argument(name, shape, dtype) for name in names]
+
+
+def _with_rows(*names: str, tensors: Sequence[str] = ("x",)) -> Callable[[Shape, torch.dtype], list[Argument]]:
+    """Tensors of the result's shape, and parameters of the shape of a row."""
+
+    def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        rows = [Argument(name, shape[-1:], dtype, 1.0 if name == "weight" else 0.5, shared=True) for name in names]
+        return [*_tensors(*tensors)(shape, dtype), *rows]
+
+    return arguments
+
+
+def _halves(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+    return [
+        Argument(name, shape, dtype, layout=f"{half} half") for name, half in (("gate", "first"), ("value", "second"))
+    ]
+
+
+def _pointwise() -> list[Operation]:
+    def two(name: str, verb: Callable[..., Tensor], chain: Function, activation: str) -> Operation:
+        def fused(a: Tensor, b: Tensor, p: float, backend: str | None) -> Tensor:
+            return verb(a, b, activation, backend=backend)
+
+        return Operation(name, verb.__name__, _tensors("a", "b"), lambda _, a, b: chain(a, b), fused)
+
+    def bias_gelu(x: Tensor, bias: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.bias_act(x, bias, "gelu", dropout_p=p, backend=backend)
+
+    def silu_gate(gate: Tensor, value: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.gated_act(gate, value, "silu", backend=backend)
+
+    def bias_chain(dropout: Dropout, x: Tensor, bias: Tensor) -> Tensor:
+        return dropout(F.gelu(x + bias))
+
+    bias = Operation("bias+gelu", "bias_act", _with_rows("bias"), bias_chain, bias_gelu)
+    gate = Operation("silu gate", "gated_act", _halves, lambda _, gate, value: F.silu(gate) * value, silu_gate)
+    gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
+    return [
+        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu"),
+        two("mul+tanh", kf.mul_act, lambda a, b: torch.tanh(a * b), "tanh"),
+        bias,
+        replace(bias, name="bias+gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero),
+        gelu_dropout,
+        gate,
+        *map(_activation, ACTIVATIONS),
+    ]
+
+
+def _activation(name: str) -> Operation:
+    def chain(dropout: Dropout, x: Tensor) -> Tensor:
+        return dropout(ACTIVATIONS[name](x))
+
+    def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.act_dropout(x, name, p, backend=backend)
+
+    return Operation(name, "act_dropout", _tensors("x"), chain, fused)
+
+
+def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    # 16-bit values may be exactly zero although they were kept; what was dropped has no gradient.
+    return torch.logical_or(results["y"] != 0, results["dx"] != 0)
+
+
+def _row_norms() -> list[Operation]:
+    layer, rms = _with_rows("weight", "bias"), _with_rows("weight")
+
+    def layer_norm(name: str, chain: Function, **stages: Any) -> Operation:
+        def fused(x: Tensor, weight: Tensor, bias: Tensor, p: float, backend: str | None) -> Tensor:
+            return kf.layer_norm(x, x.shape[-1:], weight, bias, _EPS, backend=backend, **stages)
+
+        return Operation(name, "layer_norm", layer, lambda _, x, weight, bias: chain(x, weight, bias), fused)
+
+    def rms_norm(x: Tensor, weight: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.rms_norm(x, x.shape[-1:], weight, _EPS, backend=backend)
+
+    def rms_chain(_: Dropout, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, _EPS)
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, _EPS)
+
+    return [
+        layer_norm("layer_norm", norm),
+        layer_norm("layer_norm+relu", lambda *args: F.relu(norm(*args)), activation="relu"),
+        layer_norm("relu+layer_norm", lambda x, *args: norm(F.relu(x), *args), pre_activation="relu"),
+        Operation("rms_norm", "rms_norm", rms, rms_chain, rms_norm),
+    ]
+
+
+def _add_norms() -> list[Operation]:
+    variants = product(("layer_norm", "rms_norm"), (False, True), (False, True))
+    return [_add_norm(norm, wide_residual, dropout) for norm, wide_residual, dropout in variants]
+
+
+def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
+    verb = f"add_{norm}"
+    parameters = ("weight", "bias") if norm == "layer_norm" else ("weight",)
+
+    def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        same = _with_rows(*parameters, tensors=("x", "residual"))(shape, dtype)
+        return [replace(a, dtype=torch.float32) if wide_residual and a.name == "residual" else a for a in same]
+
+    def chain(dropout: Dropout, x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        h = residual + dropout(x)
+        weights = tuple(w.to(h.dtype) for w in weights)
+        y = getattr(F, norm)(h, h.shape[-1:], *weights, eps=_EPS)
+        return y.to(x.dtype), h
+
+    def fused(x: Tensor, residual: Tensor, *weights: Tensor, p: float, backend: str | None) -> kf.NormOutput:
+        options: dict[str, Any] = {"eps": _EPS, "dropout_p": p, "backend": backend}
+        output: kf.NormOutput = getattr(kf, verb)(x, residual, x.shape[-1:], *weights, **options)
+        return output
+
+    def kept(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        # What was dropped left the residual as it was. So does what is too small to change it, but it has a gradient.
+        return torch.logical_or(results["h"] != arguments["residual"], results["dx"] != 0)
+
+    parts = [f"add+{norm}", *(["fp32 residual"] if wide_residual else []), *(["dropout"] if dropout else [])]
+    return Operation(
+        ", ".join(parts),
+        verb,
+        arguments,
+        chain,
+        fused,
+        results=("y", "h"),
+        dropout_p=DROPOUT_P if dropout else 0.0,
+        kept=kept if dropout else None,
+        # h, which has the residual's size
+        backward_reads=("residual", *parameters),
+        dtypes=_HALF if wide_residual else None,
+    )
+
+
+def _reductions() -> list[Operation]:
+    dims: dict[str, int | None] = {"last": -1, "first": 0, "all": None}
+    chains: dict[str, Callable[[Tensor, int | None], Tensor]] = {
+        "sum_squared": lambda x, dim: x.square().sum(dim),
+        "mean_abs": lambda x, dim: x.abs().mean(dim),
+    }
+
+    def reduction(verb: str, which: str) -> Operation:
+        def chain(_: Dropout, x: Tensor) -> Tensor:
+            return chains[verb](x, dims[which])
+
+        def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
+            y: Tensor = getattr(kf, verb)(x, dims[which], backend=backend)
+            return y
+
+        return Operation(f"{verb}, {which}", verb, _tensors("x"), chain, fused, reduces_rows=which != "last")
+
+    return [reduction(verb, which) for verb in chains for which in dims]
+
+
+def _softmaxes() -> list[Operation]:
+    scale = 0.125
+
+    def with_mask(values: Any, moved: bool) -> Callable[[Shape, torch.dtype], list[Argument]]:
+        """x, and a boolean mask, True = keep. Where our call is told `causal`, only PyTorch's chain reads the mask."""
+
+        def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+            keep = Argument("keep", shape, torch.bool, values=values, gradient=False, moved=moved)
+            return [Argument("x", shape, dtype), keep]
+
+        return arguments
+
+    def masked_chain(_: Dropout, x: Tensor, keep: Tensor) -> Tensor:
+        return torch.softmax(torch.where(keep, x * scale, -torch.inf), -1)
+
+    def plain(x: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.softmax(x, backend=backend)
+
+    def masked(x: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.softmax(x, scale=scale, mask=keep, backend=backend)
+
+    def causal(x: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.softmax(x, scale=scale, causal=True, backend=backend)
+
+    # Backward reads y, which has the size of x.
+    softmax = partial(Operation, verb="softmax", backward_reads=("x",))
+    return [
+        softmax("softmax", arguments=_tensors("x"), chain=lambda _, x: torch.softmax(x, -1), fused=plain),
+        softmax("softmax, scale, mask", arguments=with_mask("mask", True), chain=masked_chain, fused=masked),
+        softmax("softmax, scale, causal", arguments=with_mask("causal", False), chain=masked_chain, fused=causal),
+    ]
+
+
+def _scores() -> list[Operation]:
+    def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        batch, rows, cols = shape
+        return [Argument("query", (batch, rows, _HEAD), dtype), Argument("key", (batch, cols, _HEAD), dtype)]
+
+    def with_mask(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        keep = Argument("keep", shape[1:], torch.bool, values="causal", shared=True, gradient=False, moved=False)
+        return [*arguments(shape, dtype), keep]
+
+    def chain(_: Dropout, query: Tensor, key: Tensor) -> Tensor:
+        return torch.mul(query @ key.mT, _HEAD**-0.5)
+
+    def weights_chain(_: Dropout, query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
+        return torch.softmax(torch.where(keep, query @ key.mT * _HEAD**-0.5, -torch.inf), -1)
+
+    def fused(query: Tensor, key: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.attention_scores(query, key, backend=backend)
+
+    def fused_weights(query: Tensor, key: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
+        return kf.attention_scores(query, key, causal=True, normalize=True, backend=backend)
+
+    def products(direction: str, inputs: Inputs) -> list[Call]:
+        query, key, *_ = (t.detach() for t in inputs.arguments.values() if t is not None)
+        (dy,) = inputs.cotangents
+        if direction == "forward":
+            return [partial(torch.bmm, query, key.mT)]
+        return [partial(torch.bmm, dy, key), partial(torch.bmm, dy.mT, query)]
+
+    scores = Operation("attention scores", "attention_scores", arguments, chain, fused, products=products)
+    return [
+        replace(scores, has_kernels=False, product_pass=False),
+        replace(scores, name="causal attention weights", arguments=with_mask, chain=weights_chain, fused=fused_weights),
+    ]
+
+
+def _cupy_relu_layer_norm(cupy: Any) -> Function:
+    """The unfused chain as a user of CuPy writes it: 13 passes over arrays of the size of x."""
+
+    def call(x: Any, weight: Any, bias: Any) -> Any:
+        u = cupy.maximum(x, 0)
+        mean = u.mean(axis=-1, keepdims=True)
+        variance = u.var(axis=-1, keepdims=True)
+        return (u - mean) / cupy.sqrt(variance + _EPS) * weight + bias
+
+    return call
+
+
+# Two-dimensional.
+OPERATIONS = [*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), *_softmaxes()]
+# Of shape (batch, rows, columns).
+SCORES = _scores()
+
+_BY_NAME = {operation.name: operation for operation in OPERATIONS}
+
+# maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
+RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)

@@ -1,0 +1,20 @@
+// What a pointwise chain and a reduction compute, as operators and kernels of every device say it.
+#pragma once
+
+#include <cstdint>
+
+namespace kf {
+
+enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
+
+struct Chain {
+  Combine combine;
+  int32_t activation;   // its position in KF_ACTIVATIONS
+  double scale;         // that of dropout included
+  uint32_t threshold;   // elements whose 16 bits are below it are dropped; 0: no dropout
+  const int64_t* seed;  // where the tensors are; null without dropout
+};
+
+enum class Map : int32_t { kSquare, kAbs, kNone };
+
+}  // namespace kf

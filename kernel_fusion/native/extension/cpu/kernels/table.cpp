@@ -1,0 +1,23 @@
+// The table of one instruction set: all files of this folder make one unit, which is compiled once for each.
+#include "cpu/kernels.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+
+RowNormForward forward;
+RowNormBackward backward;
+RowNormForwardStaged forward_staged;
+RowNormBackwardStaged backward_staged;
+PointwiseLoop pointwise, pointwise_bwd;
+PointwiseColumns pointwise_bwd_columns;
+ReduceRows reduce_rows;
+ReduceColumns reduce_columns;
+SoftmaxForwardRows softmax;
+SoftmaxBackwardRows softmax_bwd;
+
+extern const Kernels kernels;
+const Kernels kernels{forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd, pointwise_bwd_columns,
+                      reduce_rows, reduce_columns, softmax, softmax_bwd};
+
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu

@@ -1,0 +1,229 @@
+// Pointwise chains and softmax below autograd: checks, promotion, broadcasting, allocation, registration. (Reductions:
+// reduce.cpp.) Shapes for tracing come from Python (native/schemas.py).
+#include "families.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/result_type.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "activation_codes.h"
+
+namespace kf {
+
+bool cuda_enabled(int device);  // launcher.cpp
+
+bool readable(const Tensor& t) {
+  const auto type = t.scalar_type();
+  const bool floating = type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+  return floating && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
+}
+
+std::optional<Combine> combine_of(std::string_view name) {
+  if (name == "first") return Combine::kFirst;
+  if (name == "add") return Combine::kAdd;
+  if (name == "mul") return Combine::kMul;
+  if (name == "gate") return Combine::kGate;
+  return std::nullopt;
+}
+
+bool accepts(const PointwiseCall& c) {
+  const auto combine = combine_of(c.combine);
+  if (!combine || activation_code(c.activation) < 0 || !readable(c.a) || present(c.b) != (*combine != Combine::kFirst)) return false;
+  if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
+  return !present(c.seed) || (c.seed->device() == c.a.device() && c.seed->scalar_type() == at::kLong && c.seed->dim() == 1);
+}
+
+Tensor reference(const PointwiseCall& c) {
+  static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
+  return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+}
+
+bool accepts(const SoftmaxVerbCall& c) {
+  if (!readable(c.input) || c.input.dim() < (c.causal ? 2 : 1)) return false;
+  if (!present(c.mask)) return true;
+  if (c.mask->device() != c.input.device() || c.mask->layout() != at::kStrided) return false;
+  const bool both_double = (c.mask->scalar_type() == at::kDouble) == (c.input.scalar_type() == at::kDouble);
+  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && both_double);
+}
+
+Tensor reference(const SoftmaxVerbCall& c) {
+  static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax_reference");
+  return op.call(c.input, c.mask, c.scale, c.causal);
+}
+
+namespace {
+
+// ---- Pointwise -------------------------------------------------------------------------------------------------------------
+
+constexpr uint32_t kAll = 65536;  // the threshold that drops everything
+
+// As in backends/eager/dropout.py, rounding included: to the nearest, halves to the even one.
+uint32_t threshold_of(const PointwiseCall& c) {
+  return present(c.seed) ? static_cast<uint32_t>(std::nearbyint(c.dropout_p * kAll)) : 0;
+}
+
+Chain chain_of(const PointwiseCall& c) {
+  const uint32_t threshold = threshold_of(c);
+  const double kept = threshold < kAll ? static_cast<double>(kAll) / (kAll - threshold) : 0.0;
+  return {*combine_of(c.combine), activation_code(c.activation), c.scale * kept, threshold,
+          threshold ? c.seed->const_data_ptr<int64_t>() : nullptr};
+}
+
+at::ScalarType result_type(const PointwiseCall& c) {
+  return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type();
+}
+
+template <const FamilyBackend& backend>
+Tensor pointwise(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation, double scale,
+                 double dropout_p, const OptionalTensor& seed) {
+  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+  if (!accepts(call)) return reference(call);
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), a.device());
+  config.add_owned_output(Tensor()).add_const_input(a);
+  if (present(b)) config.add_const_input(*b);
+  auto iter = config.build();
+  Tensor y = iter.output();
+  if (threshold_of(call) == kAll) {
+    y.zero_();
+  } else if (y.numel()) {
+    backend.pointwise(chain_of(call), iter);
+  }
+  return y;
+}
+
+// ---- Pointwise, backward ---------------------------------------------------------------------------------------------------
+
+// The gradient of one operand. `full` has the shape of y, and is written by the kernel: the gradient itself, or what is then
+// summed over the dimensions in which the operand was broadcast.
+struct Gradient {
+  Tensor result, full;
+
+  Gradient(const Tensor& operand, const Tensor& dy, bool wanted) {
+    if (!wanted) return;
+    result = at::empty_like(operand);
+    full = result.numel() == dy.numel() ? result.expand(dy.sizes())
+                                        : at::empty(dy.sizes(), dy.options().dtype(acc_dtype(dy)));
+  }
+
+  void finish() {
+    if (full.defined() && result.numel() != full.numel()) result.copy_(full.sum_to_size(result.sizes()));
+  }
+};
+
+// One contiguous row in the last dimensions of a tensor of shape `shape`, broadcast over all others, of which there is more
+// than one.
+bool is_row(const Tensor& t, at::IntArrayRef shape) {
+  if (!t.is_contiguous() || t.dim() > static_cast<int64_t>(shape.size()) || t.numel() == c10::multiply_integers(shape)) return false;
+  bool leading = true;  // still in the dimensions of size 1 at the front
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    leading = leading && t.size(d) == 1;
+    if (!leading && t.size(d) != shape[shape.size() - t.dim() + d]) return false;
+  }
+  return t.numel() > 1;
+}
+
+struct BackwardOperands {
+  const Tensor &dy, &a, &b;  // b may be undefined
+  std::array<bool, 2> wants;
+};
+
+// Serves the case of a bias: the operand that was broadcast is one row, and its sum over the rows is taken on the way.
+bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
+  const bool symmetric = chain.combine == Combine::kAdd || chain.combine == Combine::kMul;
+  const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
+    // Positions of dropout are offsets in dy, so a copy of dy would not do.
+    if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes()) || !(chain.threshold == 0 || t.dy.is_contiguous()))
+      return false;
+    Tensor gradient = at::empty_like(wants_matrix ? matrix : row);
+    if (!gradient.is_contiguous()) return false;
+    if (wants_matrix) dmatrix = std::move(gradient);
+    drow = at::empty_like(row);
+    const Tensor dy = t.dy.contiguous(), x = matrix.contiguous();
+    const ColumnCall call{chain, dy, x, row, dy.numel() / row.numel(), row.numel()};
+    backend.pointwise_bwd_columns(call, dmatrix, drow);
+    return true;
+  };
+  if (t.wants[1] && (symmetric || chain.combine == Combine::kGate) && serve(t.a, t.b, t.wants[0], da, db)) return true;
+  return t.wants[0] && symmetric && serve(t.b, t.a, t.wants[1], db, da);
+}
+
+std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t) {
+  Tensor row_da, row_db;
+  if (columns(backend, chain, t, row_da, row_db)) return {std::move(row_da), std::move(row_db)};
+  Gradient da(t.a, t.dy, t.wants[0]), db(t.b, t.dy, t.wants[1]);
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).resize_outputs(false);
+  for (const auto* gradient : {&da, &db})
+    if (gradient->full.defined()) config.add_output(gradient->full);
+  config.add_const_input(t.dy).add_const_input(t.a);
+  if (t.b.defined()) config.add_const_input(t.b);
+  auto iter = config.build();
+  backend.pointwise_bwd(chain, iter, t.wants);
+  da.finish();
+  db.finish();
+  return {std::move(da.result), std::move(db.result)};
+}
+
+// Zeros where no kernel is needed, and a tensor without elements where nothing is wanted: an operator returns defined tensors.
+template <const FamilyBackend& backend>
+std::tuple<Tensor, Tensor> pointwise_bwd(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
+                                         std::string_view activation, double scale, double dropout_p,
+                                         const OptionalTensor& seed, std::array<bool, 2> wants) {
+  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+  const Tensor second = present(b) ? *b : Tensor();
+  TORCH_CHECK(accepts(call) && readable(dy) && dy.device() == a.device() && (second.defined() || !wants[1]) &&
+                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()),
+              "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
+  TORCH_CHECK(threshold_of(call) == 0 || dy.is_non_overlapping_and_dense(),
+              "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
+  Tensor da, db;
+  if (threshold_of(call) == kAll || dy.numel() == 0) {
+    if (wants[0]) da = at::zeros_like(a);
+    if (wants[1]) db = at::zeros_like(second);
+  } else if (wants[0] || wants[1]) {
+    std::tie(da, db) = gradients(backend, chain_of(call), {dy, a, second, wants});
+  }
+  for (auto* gradient : {&da, &db})
+    if (!gradient->defined()) *gradient = at::empty({0}, a.options());
+  return {std::move(da), std::move(db)};
+}
+
+// ---- Softmax ---------------------------------------------------------------------------------------------------------------
+
+template <const FamilyBackend& backend>
+Tensor softmax(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
+  const SoftmaxVerbCall call{input, mask, scale, causal};
+  if (!accepts(call)) return reference(call);
+  const Tensor expanded = present(mask) ? mask->expand(input.sizes()) : Tensor();
+  Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
+  if (y.numel()) backend.softmax({input, expanded, scale, causal}, y);
+  return y;
+}
+
+template <const FamilyBackend& backend> Tensor softmax_bwd(const Tensor& dy, const Tensor& y, double scale) {
+  TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
+              "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
+  Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
+  if (y.numel()) backend.softmax_bwd(dy.contiguous(), y.contiguous(), scale, dx);
+  return dx;
+}
+
+template <const FamilyBackend& backend> void implement_families(torch::Library& m) {
+  m.impl("pointwise", pointwise<backend>);
+  m.impl("pointwise_bwd", pointwise_bwd<backend>);
+  m.impl("softmax", softmax<backend>);
+  m.impl("softmax_bwd", softmax_bwd<backend>);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_families<kCpuFamilies>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_families<kCudaFamilies>(m); }
+
+}  // namespace kf

@@ -1,0 +1,218 @@
+// Pointwise chains, reductions and softmax on the CPU: how the work is cut into tasks. The cuts are functions of the shape, and
+// partial sums are joined in their order, in double: results do not depend on the number of threads.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "counters.h"
+#include "cpu/kernels.h"
+#include "cpu/dtype_code.h"
+#include "families.h"
+
+namespace kf {
+namespace {
+
+// Elements worth a task of their own, at which a task costs less than 1 % of its work.
+constexpr int64_t kGrain = 32768;
+
+int64_t tasks_of(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements_each)); }
+
+const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_null(t)); }
+
+// out[i] = factor * sums[i] for `n` sums, rounded to the compute type and then to that of `out`.
+template <class A, class Out> void store_sums(const double* sums, int64_t n, double factor, Out* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(factor * sums[i]));
+}
+
+void store_sums(const double* sums, int64_t n, double factor, Tensor& out, int64_t first) {
+  switch (out.scalar_type()) {
+    case at::kHalf: return store_sums<float>(sums, n, factor, out.data_ptr<at::Half>() + first);
+    case at::kBFloat16: return store_sums<float>(sums, n, factor, out.data_ptr<at::BFloat16>() + first);
+    case at::kFloat: return store_sums<float>(sums, n, factor, out.data_ptr<float>() + first);
+    default: return store_sums<double>(sums, n, factor, out.data_ptr<double>() + first);
+  }
+}
+
+// Joins `count` partial rows of `cols` sums, in their order: out[i] = factor * sum over k of partials[k * cols + i].
+void join_rows(const double* partials, int64_t count, int64_t cols, double factor, Tensor& out, int64_t first) {
+  constexpr int64_t kTile = 256;
+  at::parallel_for(0, ceil_div(cols, kTile), tasks_of(kTile * count), [&](int64_t begin, int64_t end) {
+    for (int64_t start = begin * kTile; start < std::min(cols, end * kTile); start += kTile) {
+      const int64_t width = std::min(kTile, cols - start);
+      double sums[kTile] = {};
+      for (int64_t k = 0; k < count; ++k)
+        for (int64_t i = 0; i < width; ++i) sums[i] += partials[k * cols + start + i];
+      store_sums(sums, width, factor, out, first + start);
+    }
+  });
+}
+
+// ---- Pointwise -------------------------------------------------------------------------------------------------------------
+
+void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::TensorIteratorBase& iter) {
+  const int count = iter.ntensors();
+  iter.for_each(
+      [&](char** data, const int64_t* strides, int64_t inner_size, int64_t outer_size) {
+        loop(operands, {data, strides, strides + count, inner_size, outer_size});
+      },
+      kGrain);
+}
+
+// `base`: the operand whose offsets are the positions of dropout.
+cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
+  cpu::ChainOperands operands{chain, {}, static_cast<const char*>(iter.data_ptr(base)), {wants[0], wants[1]},
+                              iter.dtype(base) == at::kDouble};
+  for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = dtype_code(iter.dtype(k));
+  return operands;
+}
+
+}  // namespace
+
+void pointwise_cpu(const Chain& chain, at::TensorIteratorBase& iter) {
+  count(Counter::kCpuForward);
+  run_loop(cpu::kernels().pointwise, operands_of(chain, iter, 0, {}), iter);
+}
+
+void pointwise_bwd_cpu(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
+  count(Counter::kCpuBackward);
+  run_loop(cpu::kernels().pointwise_bwd, operands_of(chain, iter, wants[0] + wants[1], wants), iter);
+}
+
+void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
+  count(Counter::kCpuBackward);
+  const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b),
+                               da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr, call.cols,
+                               dtype_code(call.dy.scalar_type()), dtype_code(call.a.scalar_type()),
+                               dtype_code(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble};
+  // At most 64 blocks of rows, so that their partial rows stay a small part of the traffic.
+  constexpr int64_t kStrip = 8192;
+  const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
+  const int64_t strips = ceil_div(call.cols, kStrip);
+  const std::unique_ptr<double[]> partials(new double[blocks * call.cols]);
+  const int64_t grain = tasks_of(block_rows * std::min(call.cols, kStrip));
+  at::parallel_for(0, blocks * strips, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task / strips, left = task % strips * kStrip, right = std::min(call.cols, left + kStrip);
+      double* sums = partials.get() + block * call.cols;
+      std::fill(sums + left, sums + right, 0.0);
+      cpu::kernels().pointwise_bwd_columns(args, block * block_rows, std::min(call.rows, (block + 1) * block_rows), left,
+                                           right, sums);
+    }
+  });
+  join_rows(partials.get(), blocks, call.cols, 1.0, db, 0);
+}
+
+// ---- Reductions ------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// inner is 1: rows, of which long ones are cut into blocks.
+void reduce_rows(const cpu::Reduction& args, int64_t outer, double factor, Tensor& out) {
+  constexpr int64_t kBatch = 256;
+  const int64_t blocks = ceil_div(args.reduced, kGrain);
+  if (blocks == 1) {
+    at::parallel_for(0, outer, tasks_of(args.reduced), [&](int64_t begin, int64_t end) {
+      double sums[kBatch];
+      for (int64_t row = begin; row < end; row += kBatch) {
+        const int64_t n = std::min(kBatch, end - row);
+        cpu::kernels().reduce_rows(args, 1, args.reduced, row, row + n, sums);
+        store_sums(sums, n, factor, out, row);
+      }
+    });
+    return;
+  }
+  const std::unique_ptr<double[]> partials(new double[outer * blocks]);
+  at::parallel_for(0, outer * blocks, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().reduce_rows(args, blocks, kGrain, begin, end, partials.get() + begin);
+  });
+  for (int64_t row = 0; row < outer; ++row) {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block) sum += partials[row * blocks + block];
+    store_sums(&sum, 1, factor, out, row);
+  }
+}
+
+// inner is more than 1: tiles of columns, and blocks of the reduced index where the tiles are too few to share out.
+void reduce_columns(const cpu::Reduction& args, int64_t outer, double factor, Tensor& out) {
+  constexpr int64_t kEnoughTasks = 64, kLeastRows = 128;
+  const int64_t tiles = ceil_div(args.inner, cpu::kMaxColumns);
+  const int64_t wanted = ceil_div(kEnoughTasks, outer * tiles);
+  const int64_t block_rows = std::max(std::min(args.reduced, kLeastRows), ceil_div(args.reduced, wanted));
+  const int64_t blocks = ceil_div(args.reduced, block_rows);
+  const std::unique_ptr<double[]> partials(blocks > 1 ? new double[outer * blocks * args.inner] : nullptr);
+  const int64_t grain = tasks_of(block_rows * std::min(args.inner, cpu::kMaxColumns));
+  at::parallel_for(0, outer * blocks * tiles, grain, [&](int64_t begin, int64_t end) {
+    double local[cpu::kMaxColumns];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t o = task / tiles / blocks, block = task / tiles % blocks, left = task % tiles * cpu::kMaxColumns;
+      const int64_t right = std::min(args.inner, left + cpu::kMaxColumns), first = block * block_rows;
+      double* sums = blocks > 1 ? partials.get() + (o * blocks + block) * args.inner + left : local;
+      cpu::kernels().reduce_columns(args, o, first, std::min(args.reduced, first + block_rows), left, right, sums);
+      if (blocks == 1) store_sums(sums, right - left, factor, out, o * args.inner + left);
+    }
+  });
+  if (blocks == 1) return;
+  for (int64_t o = 0; o < outer; ++o)
+    join_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, factor, out, o * args.inner);
+}
+
+}  // namespace
+
+void reduce_cpu(const ReduceCall& call, Tensor& out) {
+  const cpu::Reduction args{call.map, static_cast<const char*>(call.in), dtype_code(call.in_type), call.reduced, call.inner,
+                            call.outer_stride, call.reduced_stride, call.inner_stride, call.in_type == at::kDouble};
+  count(Counter::kCpuForward);
+  (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.factor, out);
+}
+
+// ---- Softmax ---------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The leading dimensions, merged where their strides allow it.
+cpu::RowStrides row_strides(const Tensor& t) {
+  cpu::RowStrides rows{};
+  for (int64_t d = t.dim() - 2; d >= 0; --d) {
+    if (t.size(d) == 1) continue;
+    const int last = rows.dims - 1;
+    if (last >= 0 && t.stride(d) == rows.size[last] * rows.stride[last]) {
+      rows.size[last] *= t.size(d);
+    } else {
+      rows.size[rows.dims] = t.size(d);
+      rows.stride[rows.dims++] = t.stride(d);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
+  const int64_t cols = call.x.size(-1), rows = call.x.numel() / cols;
+  const Tensor x = cols == 1 || call.x.stride(-1) == 1 ? call.x : call.x.contiguous();
+  cpu::Softmax args{bytes(x), bytes(call.mask), static_cast<char*>(y.data_ptr()), row_strides(x)};
+  args.cols = cols;
+  args.causal_rows = call.causal ? x.size(-2) : 0;
+  args.scale = call.scale;
+  args.type = dtype_code(x.scalar_type());
+  if (call.mask.defined()) {
+    const bool keep = call.mask.scalar_type() == at::kBool;
+    args.mask_rows = row_strides(call.mask);
+    args.mask_stride = call.mask.stride(-1);
+    args.mask_kind = keep ? cpu::MaskKind::kKeep : cpu::MaskKind::kAdd;
+    if (!keep) args.mask_type = dtype_code(call.mask.scalar_type());
+  }
+  count(Counter::kCpuForward);
+  at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
+}
+
+void softmax_bwd_cpu(const Tensor& dy, const Tensor& y, double scale, Tensor& dx) {
+  const int64_t cols = y.size(-1), rows = y.numel() / cols;
+  const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
+                                  dtype_code(dy.scalar_type()), dtype_code(y.scalar_type())};
+  count(Counter::kCpuBackward);
+  at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
+}
+
+}  // namespace kf

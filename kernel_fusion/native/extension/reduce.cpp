@@ -1,0 +1,183 @@
+// The operator `reduce`: any dimensions of any strides, as steps of the one form that kernels take.
+//
+// Dimensions are ordered by stride, so that memory is read as it lies, and merged where they can be. Then each group of
+// neighbouring reduced dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the
+// others only add up its sums, which are kept in the accumulator type; the last one applies the factor of the mean.
+#include <ATen/WrapDimUtilsMulti.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "families.h"
+
+namespace kf {
+
+bool accepts(const ReduceVerbCall& c) {
+  const auto result = c.dtype.value_or(c.input.scalar_type());
+  const bool both_double = (c.input.scalar_type() == at::kDouble) == (result == at::kDouble);
+  return readable(c.input) && at::isFloatingType(result) && at::elementSize(result) >= 2 && both_double &&
+         (c.kind == "sum_squared" || c.kind == "mean_abs");
+}
+
+Tensor reference(const ReduceVerbCall& c) {
+  static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce_reference");
+  return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
+}
+
+namespace {
+
+struct Level {
+  int64_t size, stride;
+  bool reduced;
+};
+using Levels = c10::SmallVector<Level, 8>;
+
+// Dimensions from the outermost in memory inwards: expanded ones first, as their stride is none.
+c10::SmallVector<int64_t, 8> memory_order(const Tensor& t) {
+  c10::SmallVector<int64_t, 8> order;
+  for (int64_t d = 0; d < t.dim(); ++d) order.push_back(d);
+  const auto rank = [&](int64_t d) { return t.stride(d) ? t.stride(d) : std::numeric_limits<int64_t>::max(); };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rank(a) > rank(b); });
+  return order;
+}
+
+bool mergeable(const Level& outer, const Level& inner) { return outer.stride == inner.stride * inner.size; }
+
+// Levels [begin, end) as one, or none where their strides do not allow it.
+std::optional<Level> merged(const Levels& levels, size_t begin, size_t end) {
+  Level all{1, 1, false};
+  for (size_t i = end; i-- > begin;) {
+    if (i + 1 < end && !mergeable(levels[i], all)) return std::nullopt;
+    if (i + 1 == end) all.stride = levels[i].stride;
+    all.size *= levels[i].size;
+  }
+  return all;
+}
+
+// Without levels of one element, and with neighbours of one kind merged where their strides allow it.
+Levels coalesced(const Levels& levels) {
+  Levels result;
+  for (const auto& level : levels) {
+    if (level.size == 1) continue;
+    if (!result.empty() && result.back().reduced == level.reduced && mergeable(result.back(), level)) {
+      result.back() = {result.back().size * level.size, level.stride, level.reduced};
+    } else {
+      result.push_back(level);
+    }
+  }
+  return result;
+}
+
+void make_dense(Levels& levels) {
+  int64_t stride = 1;
+  for (size_t i = levels.size(); i-- > 0; stride *= levels[i].size) levels[i].stride = stride;
+}
+
+// Which level is reduced next, [begin, end): the last one; none where nothing but the map is left to do.
+std::pair<size_t, size_t> innermost_reduced(const Levels& levels) {
+  size_t end = levels.size();
+  while (end > 0 && !levels[end - 1].reduced) --end;
+  return {end ? end - 1 : 0, end};
+}
+
+// The state between steps: `memory` holds what is left to reduce, laid out as `levels` say.
+struct Steps {
+  const FamilyBackend& backend;
+  Tensor memory;
+  Levels levels;
+  Map map;
+
+  // Reduces one group of levels to a dense tensor of `dtype`.
+  void step(at::ScalarType dtype, double factor) {
+    const auto [begin, end] = innermost_reduced(levels);
+    const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end), inner = merged(levels, end, levels.size());
+    Tensor out = at::empty({outer->size * inner->size}, memory.options().dtype(dtype));
+    backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer->size, reduced->size, inner->size, outer->stride,
+                    reduced->stride, inner->stride, factor, memory.device()},
+                   out);
+    levels.erase(levels.begin() + begin, levels.begin() + end);
+    make_dense(levels);
+    levels = coalesced(levels);
+    memory = std::move(out);
+    map = Map::kNone;
+  }
+
+  // Whether the next step has the form that kernels take.
+  bool ready() const {
+    const auto [begin, end] = innermost_reduced(levels);
+    return merged(levels, 0, begin) && merged(levels, end, levels.size());
+  }
+
+  bool last() const {
+    return std::count_if(levels.begin(), levels.end(), [](const Level& l) { return l.reduced; }) <= 1;
+  }
+};
+
+// The kept sizes in the order of memory, and where each kept dimension of the input stands among them.
+struct Kept {
+  at::DimVector sizes, position;
+
+  Kept(const Tensor& input, const c10::SmallVector<int64_t, 8>& order, const std::bitset<64>& reduced) {
+    at::DimVector place(input.dim(), 0);
+    for (const int64_t d : order) {
+      if (reduced[d]) continue;
+      place[d] = static_cast<int64_t>(sizes.size());
+      sizes.push_back(input.size(d));
+    }
+    for (int64_t d = 0; d < input.dim(); ++d)
+      if (!reduced[d]) position.push_back(place[d]);
+  }
+};
+
+at::DimVector result_shape(const Tensor& input, const std::bitset<64>& reduced, bool keepdim) {
+  at::DimVector shape;
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    if (!reduced[d]) shape.push_back(input.size(d));
+    else if (keepdim) shape.push_back(1);
+  }
+  return shape;
+}
+
+Tensor run(const FamilyBackend& backend, const ReduceVerbCall& c, const std::bitset<64>& reduced, at::ScalarType dtype) {
+  Tensor input = c.input;
+  auto order = memory_order(input);
+  const auto levels_of = [&](const Tensor& t) {
+    Levels levels;
+    for (const int64_t d : order) levels.push_back({t.size(d), t.stride(d), reduced[d]});
+    return coalesced(levels);
+  };
+  const bool mean = c.kind == "mean_abs";
+  Steps steps{backend, input, levels_of(input), mean ? Map::kAbs : Map::kSquare};
+  if (!steps.ready()) {  // too many strides: a dense copy, in the same order
+    steps.memory = input.permute(order).contiguous();
+    make_dense(steps.levels);
+    steps.levels = coalesced(steps.levels);
+  }
+  const Kept kept(input, order, reduced);
+  const int64_t outputs = c10::multiply_integers(kept.sizes);
+  const double factor = mean ? static_cast<double>(outputs) / static_cast<double>(input.numel()) : 1.0;
+  while (!steps.last()) steps.step(acc_dtype(input), 1.0);
+  steps.step(dtype, factor);
+  const auto shape = result_shape(input, reduced, c.keepdim);
+  return steps.memory.view(kept.sizes).permute(kept.position).contiguous().view(shape);
+}
+
+template <const FamilyBackend& backend>
+Tensor reduce(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
+  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
+  if (!accepts(call)) return reference(call);
+  const auto reduced = at::dim_list_to_bitset(dim.empty() ? at::OptionalIntArrayRef() : dim, input.dim());
+  const auto result = dtype.value_or(input.scalar_type());
+  if (input.numel()) return run(backend, call, reduced, result);
+  const double empty = kind == "mean_abs" ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  return at::empty(result_shape(input, reduced, keepdim), input.options().dtype(result)).fill_(empty);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce<kCpuFamilies>); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce<kCudaFamilies>); }
+
+}  // namespace kf

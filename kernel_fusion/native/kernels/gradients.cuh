@@ -1,0 +1,113 @@
+// The formulas of backward (row_norm_bwd.cuh), by element or by vector: what both executors and the pass over the weight
+// gradients compute, from what they load to what they store.
+#pragma once
+
+#include "stages.cuh"
+#include "tree.cuh"
+
+namespace kf {
+
+// xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+template <class S> struct Normalize {
+  using A = typename S::Acc;
+  A mean, rstd;
+  __device__ A operator()(A x) const { return (x - mean) * rstd; }
+};
+
+// dx of an element from its dy, weight and x, and the row's sums of g and of g * xhat. In this form it takes two fma, a
+// subtraction and a product. In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
+template <class S> struct Derivative {
+  using A = typename S::Acc;
+  A mean, rstd, mean_g, slope;
+  __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
+      : mean(row.mean), rstd(row.rstd), mean_g(sum_g / static_cast<A>(S::kCols)),
+        slope(-row.rstd * (sum_gx / static_cast<A>(S::kCols))) {}
+  __device__ A operator()(A dy, A weight, A x) const {
+    const A g = S::kCols == 1 ? product(dy, weight) - mean_g : fused(dy, weight, -mean_g);
+    return fused(x - mean, slope, g) * rstd;
+  }
+};
+
+// What takes the place of dy: with an activation, dy * activation'(z).
+template <class S> __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight,
+                                                       typename S::Acc bias) {
+  using A = typename S::Acc;
+  if constexpr (S::kActivation != 0) {
+    using M = typename MathFor<A, typename S::DY>::type;
+    return product(dy, Activation<S::kActivation>::type::template slope<M>(fused(xhat, weight, bias)));
+  } else {
+    return dy;
+  }
+}
+
+// The same for a vector, from x.
+template <class S, int kVec, class A>
+__device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], const A (&weight)[kVec], const A (&bias)[kVec],
+                           A (&dy)[kVec]) {
+  if constexpr (S::kActivation != 0) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
+  }
+}
+
+// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x.
+template <class S>
+__device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
+                          typename S::Acc (&x)[S::kVec]) {
+  widen_pack(pack, x);
+  if constexpr (!kAddsResidual<S>) before.change(row, col, x);
+}
+
+// A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
+template <class S, class T, bool kFactor, int kVec, class A>
+__device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
+  if constexpr (!kPresent<T>) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = kFactor ? 1 : 0;
+  } else if constexpr (kFactor) {
+    widen_weight<S>(pack, offset, v);
+  } else {
+    widen_pack(pack, v);
+  }
+}
+
+// From the gradient at h, of the norm alone, to what is stored of a row.
+template <class S> struct Outgoing {
+  using A = typename S::Acc;
+  using X = typename S::X;
+  using Residual = typename S::Residual;
+  static constexpr int kVec = S::kVec, kCols = S::kCols;
+  static constexpr bool kCovers = Place<S>::kCovers;
+
+  const Dropout<S>& dropout;
+  i64 row;
+  X* dx_row;
+  Residual* dresidual_row;
+
+  __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
+      : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
+        dresidual_row(static_cast<Residual*>(args.dresidual) + row * kCols) {}
+
+  // `pre_x` is the argument of the pre-activation, of any type if there is none.
+  template <class PreX>
+  __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x) const {
+    if constexpr (kPresent<typename S::DH>) {
+      A added[kVec];
+      widen_pack(dh, added);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) g[e] += added[e];
+    }
+    if constexpr (S::kDResidual) store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Residual>(g));
+    if constexpr (S::kDX) {
+      dropout.apply(row * kCols + col, g);
+      if constexpr (S::kPreActivation != 0) {
+        A at[kVec];
+        widen_pack(pre_x, at);
+        multiply_slope<S::kPreActivation, typename MathFor<A, X>::type>(g, at);
+      }
+      store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(g));
+    }
+  }
+};
+
+}  // namespace kf

@@ -1,0 +1,119 @@
+// The operands of a pointwise kernel: where the element of an iteration lies, and vectors of neighbouring elements.
+//
+// An iteration counts the elements of all operands, innermost dimension first. Most operands lie in memory in that very order
+// and need no arithmetic. For the others the number is taken apart into coordinates, by one multiplication for each dimension.
+#pragma once
+
+#include "shared/pointwise_args.h"
+#include "vectors.cuh"
+
+namespace kf {
+
+// How an operand meets a vector of the iteration. The middle three want every row (innermost dimension) to be whole vectors.
+enum Mode : int {
+  kLinear,     // the operand lies in the order of the iteration
+  kVector,     // its rows are contiguous
+  kBroadcast,  // the rows repeat one element
+  kStrided,    // the rows have a stride
+  kGather      // each element is looked up
+};
+
+struct Offsets {
+  unsigned of[PointwiseArgs::kOperands];
+};
+
+// The offsets of element i, in elements, of every operand; those that nobody asks for cost nothing.
+template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
+  Offsets offsets{};
+#pragma unroll
+  for (int d = 0; d < kDims; ++d) {
+    unsigned coordinate = i;
+    if (d + 1 < kDims) {
+      i = divide(i, args.dim[d]);
+      coordinate -= i * args.dim[d].divisor;
+    }
+#pragma unroll
+    for (int k = 0; k < PointwiseArgs::kOperands; ++k) offsets.of[k] += coordinate * args.stride[d][k];
+  }
+  return offsets;
+}
+
+// Operand kSlot of the arguments. S is the generated plan; of it are used kVec and kDims.
+template <class S, class T, int kMode, int kAlign, int kSlot> struct Operand {
+  using Vector = Pack<T, S::kVec>;
+  static constexpr int kVec = S::kVec;
+  static constexpr bool kContiguous = kMode == kLinear || kMode == kVector;
+
+  // Where element i lies.
+  static __device__ i64 offset(const PointwiseArgs& args, i64 i) {
+    if constexpr (kMode == kLinear) return i;
+    return offsets_of<S::kDims>(args, static_cast<unsigned>(i)).of[kSlot];
+  }
+
+  // Where element i + e lies, if `first` is where i does and both belong to one vector.
+  static __device__ i64 offset_within(const PointwiseArgs& args, i64 i, i64 first, int e) {
+    if constexpr (kContiguous) return first + e;
+    if constexpr (kMode == kBroadcast) return first;
+    if constexpr (kMode == kStrided) return first + e * args.stride[0][kSlot];
+    return offset(args, i + e);
+  }
+
+  // The first `count` elements of the vector that begins at i; the others read as zero.
+  static __device__ Vector load(const PointwiseArgs& args, i64 i, int count) {
+    const T* p = static_cast<const T*>(args.data[kSlot]);
+    const i64 first = offset(args, i);
+    Vector pack{};
+    if (count == kVec) {
+      if constexpr (kContiguous) return kf::load<kAlign, kVec>(p + first);
+      if constexpr (kMode == kBroadcast) {
+        const T v = p[first];
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) pack.v[e] = v;
+        return pack;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e)
+      if (e < count) pack.v[e] = p[offset_within(args, i, first, e)];
+    return pack;
+  }
+
+  static __device__ void store(const PointwiseArgs& args, i64 i, int count, const Vector& pack) {
+    T* p = static_cast<T*>(args.data[kSlot]);
+    const i64 first = offset(args, i);
+    if constexpr (kContiguous) {
+      if (count == kVec) return kf::store<kAlign>(p + first, pack);
+    }
+#pragma unroll
+    for (int e = 0; e < kVec; ++e)
+      if (e < count) p[offset_within(args, i, first, e)] = pack.v[e];
+  }
+};
+
+// An operand that is not there.
+template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
+  struct Vector {};
+  static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }
+};
+
+// Runs `work` over the elements: each thread takes kUnroll vectors and asks for all of them before it uses one. A vector that
+// the end of the iteration cuts is the work's affair, as are those past the end of a block that is not full.
+template <class S, class Work> __device__ void over_vectors(const Work& work, i64 size) {
+  constexpr int kSpan = S::kThreads * S::kVec;
+  const i64 start = static_cast<i64>(blockIdx.x) * (kSpan * S::kUnroll), first = start + threadIdx.x * S::kVec;
+  if (start + kSpan * S::kUnroll <= size) {
+    typename Work::Loaded loaded[S::kUnroll];
+#pragma unroll
+    for (int u = 0; u < S::kUnroll; ++u) loaded[u] = work.load(first + u * kSpan, S::kVec);
+#pragma unroll
+    for (int u = 0; u < S::kUnroll; ++u) work.finish(first + u * kSpan, S::kVec, loaded[u]);
+    return;
+  }
+#pragma unroll 1
+  for (i64 i = first; i < size; i += kSpan) {
+    const int count = !S::kPartial || i + S::kVec <= size ? S::kVec : static_cast<int>(size - i);
+    work.finish(i, count, work.load(i, count));
+  }
+}
+
+}  // namespace kf

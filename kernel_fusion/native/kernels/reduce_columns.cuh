@@ -1,0 +1,36 @@
+// out[o][c][i] = factor * sum of map(in[o][r][i]) over the rows r that chunk c takes, a group of lines at a time, in turn with the
+// other chunks. A second call adds up the chunks. Memory: one read. Block (o * tiles + t, c) takes column tile t of in[o].
+#pragma once
+
+#include "batched.cuh"
+#include "chain.cuh"
+#include "column_sums.cuh"
+#include "reduce_map.cuh"
+#include "shared/reduce_args.h"
+
+namespace kf {
+
+template <class S> __device__ void reduce_columns(const ReduceArgs& args) {
+  using A = typename S::Acc;
+  using Out = typename S::Out;
+  constexpr int kSpan = S::kLanes * S::kVec, kLines = Tile<S>::kLines;
+  wait_for_previous_kernel();
+  const Tile<S> tile;
+  const i64 tiles = (args.inner + kSpan - 1) / kSpan;
+  const i64 outer = tiles == 1 ? blockIdx.x : blockIdx.x / tiles, col = tile.col(blockIdx.x - outer * tiles);
+  A sums[S::kVec] = {};
+  if (col < args.inner) {
+    const auto* column = static_cast<const typename S::In*>(args.in) + outer * args.outer_stride + col;
+    batched<S::kUnroll>(static_cast<i64>(blockIdx.y) * kLines + tile.line, static_cast<i64>(args.reduced), args.chunks * kLines,
+                        [&](i64 row) { return load<S::kAlign, S::kVec>(column + row * args.reduced_stride); },
+                        [&](i64, const Pack<typename S::In, S::kVec>& pack) { add_mapped<S::kMap>(sums, pack); });
+  }
+  tile.add_lines(sums);
+  if (tile.line > 0 || col >= args.inner) return;
+#pragma unroll
+  for (int e = 0; e < S::kVec; ++e) sums[e] *= static_cast<A>(args.factor);
+  Out* out = static_cast<Out*>(args.out) + (outer * args.chunks + blockIdx.y) * args.inner + col;
+  store<S::kAlignOut>(out, narrow_pack<Out>(sums));
+}
+
+}  // namespace kf

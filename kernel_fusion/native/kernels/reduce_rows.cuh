@@ -1,0 +1,102 @@
+// out[row][c] = factor * sum of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk. A
+// second call adds up the chunks of longer ones. Memory: one read.
+//
+// Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride, which adds up its own; then a
+// butterfly adds the lanes of a warp, and another the warps. So the order is a function of the length alone. A row has kLanes
+// threads: some lanes of a warp, each with kEach rows at once, or the block.
+#pragma once
+
+#include "batched.cuh"
+#include "chain.cuh"
+#include "reduce_map.cuh"
+#include "shared/reduce_args.h"
+#include "tree.cuh"
+
+namespace kf {
+
+// A chunk of a row. S is the generated plan: In, Acc, Out, kMap, kVec, kUnroll, kThreads, kLanes, kEach, kContiguous, kAlign.
+template <class S> struct Stretch {
+  using In = typename S::In;
+  static constexpr int kVec = S::kVec;
+
+  const In* p;
+  i64 stride;
+
+  __device__ static Stretch of(const ReduceArgs& args, i64 row, i64 chunk) {
+    const i64 outer = args.inner == 1 ? row : row / args.inner;
+    return {static_cast<const In*>(args.in) + outer * args.outer_stride + (row - outer * args.inner) * args.inner_stride +
+                chunk * args.chunk * args.reduced_stride,
+            args.reduced_stride};
+  }
+
+  __device__ Pack<In, kVec> vector(int v) const {
+    if constexpr (S::kContiguous)
+      return load<S::kAlign, kVec>(p + v * kVec);
+    else
+      return some(v, kVec);
+  }
+
+  // The first `count` elements of vector v; the others read as zero.
+  __device__ Pack<In, kVec> some(int v, int count) const {
+    Pack<In, kVec> pack{};
+#pragma unroll
+    for (int e = 0; e < kVec; ++e)
+      if (e < count) pack.v[e] = p[(v * kVec + e) * (S::kContiguous ? i64(1) : stride)];
+    return pack;
+  }
+};
+
+// The sum over kLanes lanes, in every lane of the first warp.
+template <class S, class A> __device__ A sum_threads(A v) {
+  constexpr int kWarps = S::kLanes / 32;
+  v = sum_lanes<(S::kLanes < 32 ? S::kLanes : 32)>(v);
+  if constexpr (kWarps > 1) {
+    __shared__ A sums[kWarps];
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = sum_lanes<kWarps>(sums[threadIdx.x % kWarps]);
+  }
+  return v;
+}
+
+template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
+  using A = typename S::Acc;
+  constexpr int kVec = S::kVec, kLanes = S::kLanes, kGroups = S::kThreads / kLanes;
+  wait_for_previous_kernel();
+  const i64 units = args.outer * args.inner * args.chunks;  // with several chunks a block takes one
+  const i64 first = static_cast<i64>(blockIdx.x) * (kGroups * S::kEach) + threadIdx.x / kLanes;
+  const i64 row = args.chunks == 1 ? first : first / args.chunks, chunk = first - row * args.chunks;
+  Stretch<S> stretch[S::kEach];
+#pragma unroll
+  for (int k = 0; k < S::kEach; ++k) {
+    const bool inside = first + k * kGroups < units;  // else the first row is summed once more, for nobody
+    stretch[k] = Stretch<S>::of(args, inside ? row + k * kGroups : 0, chunk);
+  }
+
+  const i64 rest = args.reduced - chunk * args.chunk;
+  const int length = static_cast<int>(rest < args.chunk ? rest : args.chunk), vectors = length / kVec, tail = length % kVec;
+  A sums[S::kEach][kVec] = {};
+  struct Loaded {
+    Pack<typename S::In, kVec> of[S::kEach];
+  };
+  const auto load_vectors = [&](int v) {
+    Loaded loaded;
+#pragma unroll
+    for (int k = 0; k < S::kEach; ++k) loaded.of[k] = stretch[k].vector(v);
+    return loaded;
+  };
+  const auto add_vectors = [&](int, const Loaded& loaded) {
+#pragma unroll
+    for (int k = 0; k < S::kEach; ++k) add_mapped<S::kMap>(sums[k], loaded.of[k]);
+  };
+  const int v = batched<S::kUnroll>(static_cast<int>(threadIdx.x % kLanes), vectors, kLanes, load_vectors, add_vectors);
+#pragma unroll
+  for (int k = 0; k < S::kEach; ++k) {
+    if (v == vectors && tail) add_mapped<S::kMap>(sums[k], stretch[k].some(v, tail));
+    const A sum = sum_threads<S>(sum_elements(sums[k]));
+    if (threadIdx.x % kLanes == 0 && first + k * kGroups < units)
+      static_cast<typename S::Out*>(args.out)[first + k * kGroups] = narrow<typename S::Out>(sum * static_cast<A>(args.factor));
+  }
+}
+
+}  // namespace kf

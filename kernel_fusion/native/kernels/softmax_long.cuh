@@ -1,0 +1,73 @@
+// Softmax of rows that do not fit a block's registers: a block goes over a row once for maximum and sum, at once, and once more to
+// write. Memory: two reads of x and mask, the second from the L2 cache if the row is still there, and one write of y.
+#pragma once
+
+#include "batched.cuh"
+#include "softmax.cuh"
+
+namespace kf {
+
+// A maximum, and the sum of e^(l - shift(maximum)) over the logits so far.
+template <class S> struct Running {
+  using A = typename S::Acc;
+  A max = negative_infinity(A(0)), sum = 0;
+
+  __device__ void raise(A other) {
+    const A raised = larger(max, other);
+    if (raised == max) return;
+    sum *= exp_below(max, Logits<S>::shift(raised));
+    max = raised;
+  }
+  __device__ void add(const A (&l)[S::kVec]) {
+    A most = l[0];
+#pragma unroll
+    for (int e = 1; e < S::kVec; ++e) most = larger(most, l[e]);
+    raise(most);
+#pragma unroll
+    for (int e = 0; e < S::kVec; ++e) sum += exp_below(l[e], Logits<S>::shift(max));
+  }
+};
+
+// Calls `use(col, logits)` for each vector of the thread that begins among the columns kept.
+template <class S, class Use> __device__ void over_logits(const Logits<S>& logits, Use&& use) {
+  using A = typename S::Acc;
+  batched<S::kUnroll>(static_cast<int>(threadIdx.x) * S::kVec, logits.kept, S::kThreads * S::kVec,
+                      [&](int col) { return logits.load(col); },
+                      [&](int col, const typename Logits<S>::Loaded& loaded) {
+                        A l[S::kVec];
+                        logits.compute(col, loaded, l);
+                        use(col, l);
+                      });
+}
+
+template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
+  using A = typename S::Acc;
+  using X = typename S::X;
+  constexpr int kVec = S::kVec, kSpan = S::kThreads * kVec;
+  __shared__ A slots[2][S::kThreads / 32];
+  wait_for_previous_kernel();
+  const Logits<S> logits(args, blockIdx.x);
+  Running<S> running;
+  over_logits<S>(logits, [&](int, const A(&l)[kVec]) { running.add(l); });
+  running.raise(max_of_threads<S::kThreads>(running.max, slots[0]));
+  const A shift = Logits<S>::shift(running.max);
+  const A inverse = Logits<S>::inverse(sum_of_threads<S::kThreads>(running.sum, slots[1]));
+  X* y = static_cast<X*>(args.y) + blockIdx.x * args.cols;
+  over_logits<S>(logits, [&](int col, const A(&l)[kVec]) {
+    A v[kVec];
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = exp_below(l[e], shift) * inverse;
+    store<S::kAlignY>(y + col, narrow_pack<X>(v));
+  });
+  if constexpr (S::kCausal) {
+    A v[kVec];
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) v[e] = A(0) * inverse;  // NaN in a row of NaN
+    // The thread's first vector behind those kept.
+    const int skipped = (logits.kept - static_cast<int>(threadIdx.x) * kVec + kSpan - 1) / kSpan;
+    for (int col = threadIdx.x * kVec + (skipped > 0 ? skipped : 0) * kSpan; col < args.cols; col += kSpan)
+      store<S::kAlignY>(y + col, narrow_pack<X>(v));
+  }
+}
+
+}  // namespace kf

@@ -1,0 +1,231 @@
+"""CUDA kernels of pointwise chains, reductions and softmax without a GPU.
+
+They compile without spilling, and their plans and index arithmetic reach every element exactly once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_spills import assert_no_local_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import PACKAGE
+
+from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.config import cxx_compiler
+from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.families import (
+    MAPS,
+    Operand,
+    PointwiseAccess,
+    PointwiseSpec,
+    ReduceAccess,
+    ReduceSpec,
+    RowAccess,
+    SoftmaxAccess,
+    SoftmaxBwdSpec,
+    SoftmaxSpec,
+)
+from kernel_fusion.core.spec import ITEMSIZE
+
+_DTYPES = ("f32", "bf16", "f16", "f64")
+_SM90 = KNOWN_DEVICES[90]
+_Kernel = tuple[Any, Any]  # spec and access
+
+
+def _vec(dtype: str) -> int:
+    return 16 // ITEMSIZE[dtype]
+
+
+# Grid rationale. Every activation in every dtype, with what takes most registers beside it: two operands and dropout,
+# both gradients, the sums of columns. Then what addresses cost, for one expensive activation: operands of several
+# dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
+def _pointwise_kernels() -> Iterator[_Kernel]:
+    for activation, t in product(CODES, _DTYPES):
+        access = PointwiseAccess(vec=_vec(t))
+        yield PointwiseSpec("gate", activation, True, t, t, y=t), access
+        yield PointwiseSpec("add", activation, False, t, t, y=t), access
+        backward = PointwiseSpec("gate", activation, True, t, t, dy=t, da=t, db=t)
+        yield backward, access
+        yield backward, replace(access, lanes=32)
+    for t, mode, dims in product(_DTYPES, ("vector", "broadcast", "strided", "gather"), (2, 4)):
+        other = Operand(mode, ITEMSIZE[t])
+        access = PointwiseAccess(dims, _vec(t), (Operand(),) * 3 + (other, other))
+        yield PointwiseSpec("mul", "gelu", True, t, t, y=t), access
+        yield PointwiseSpec("mul", "gelu", True, t, t, dy=t, da=t, db=t), access
+    for vec in (1, 2, 4):
+        yield PointwiseSpec("add", "gelu", True, "bf16", None, y="bf16"), PointwiseAccess(1, vec)
+        yield (
+            PointwiseSpec("add", "gelu", True, "bf16", "f32", y="f32"),
+            PointwiseAccess(1, vec, aligned_positions=False),
+        )
+        yield PointwiseSpec("add", "gelu", True, "f16", "f32", dy="f32", db="f32"), PointwiseAccess(1, vec, lanes=8)
+    yield PointwiseSpec("add", "gelu", False, "bf16", "f64", y="f64"), PointwiseAccess(1, 2)
+    yield PointwiseSpec("add", "gelu", False, "bf16", "f64", dy="f64", da="bf16", db="f64"), PointwiseAccess(1, 2)
+
+
+# Every number of lanes and of loads in flight; rows with a stride and at any alignment; results in other dtypes.
+def _reduce_kernels() -> Iterator[_Kernel]:
+    for kind, t in product(MAPS, _DTYPES):
+        spec = ReduceSpec(kind, t, t, "f64" if t == "f64" else "f32")
+        for capacity in (1, 2, 8, 64, 128, 256, 512, 1024, 4096):
+            yield spec, ReduceAccess(_vec(t), capacity=capacity)
+        for lanes, vec in product((1, 8, 32, 256), {1, _vec(t)}):
+            yield spec, ReduceAccess(vec, lanes=lanes, align_out=ITEMSIZE[t])
+    for capacity, contiguous in product((8, 4096), (True, False)):
+        access = ReduceAccess(8, capacity=capacity, contiguous=contiguous, align=2)
+        yield ReduceSpec("square", "bf16", "f32", "f32"), access
+        yield ReduceSpec("abs", "f16", "f64", "f64"), access
+
+
+# Every way of spreading a row: lanes of a warp, blocks, the largest block with more elements a thread, rows read twice.
+_CAPACITIES = (1, 3, 8, 64, 128, 192, 1024, 3072, 4096, 6144, 8192, 16384, 32768, 49152)
+
+
+def _softmax_kernels() -> Iterator[_Kernel]:
+    for t, capacity in product(_DTYPES, _CAPACITIES):
+        for vec in {1, _vec(t)}:
+            x = RowAccess(min(16, vec * ITEMSIZE[t]))
+            yield SoftmaxBwdSpec(t, t, t), SoftmaxAccess(vec, capacity, x, x)
+            yield SoftmaxSpec(t), SoftmaxAccess(vec, capacity, x)
+            yield SoftmaxSpec(t, "b8", True), SoftmaxAccess(vec, capacity, x, RowAccess(1, True))
+            additive = SoftmaxSpec(t, "f32" if t != "f64" else t, True)
+            yield additive, SoftmaxAccess(vec, capacity, RowAccess(ITEMSIZE[t], True), RowAccess(8, True))
+    yield SoftmaxSpec("bf16", "bf16"), SoftmaxAccess(8, 512, mask_repeats=True)
+    yield SoftmaxBwdSpec("f32", "bf16", "bf16"), SoftmaxAccess(8, 512)
+
+
+_FAMILIES = {"pointwise": _pointwise_kernels, "reduce": _reduce_kernels, "softmax": _softmax_kernels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_no_kernel_spills(family: str, arch: int) -> None:
+    """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
+    kernels = {}
+    for spec, access in _FAMILIES[family]():
+        plan = planner.plan_for(spec, access, KNOWN_DEVICES[arch])
+        kernels[planner.source_of(spec, access, plan).text()] = f"{spec} {access} {plan}"
+    assert_no_local_memory(kernels, arch)
+
+
+@pytest.fixture(scope="module")
+def division(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`divide(n, fast_divisor(d))` of shared/pointwise_args.h, compiled."""
+    compiler = cxx_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("division")
+    source: Path = folder / "division.cpp"
+    source.write_text(
+        '#include "shared/pointwise_args.h"\n'
+        'extern "C" unsigned quotient(unsigned n, unsigned d) { return kf::divide(n, kf::fast_divisor(d)); }\n'
+    )
+    library = folder / "division.so"
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{PACKAGE / 'native'}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library)).quotient
+
+
+_below_2_31 = st.integers(0, 31).flatmap(lambda bits: st.integers((1 << bits) >> 1, (1 << bits) - 1))
+
+
+@given(n=_below_2_31, d=_below_2_31.filter(bool), step=st.integers(-1, 1))
+@settings(max_examples=2000, deadline=None)
+def test_fast_division(division: Any, n: int, d: int, step: int) -> None:
+    """The quotient by multiplication is the quotient, for all below 2^31, and around multiples of the divisor."""
+    near = min(max(n // d * d + step, 0), 2**31 - 1)
+    assert division(n, d) == n // d
+    assert division(near, d) == near // d
+
+
+@given(
+    size=st.integers(1, 10_000),
+    vec=st.sampled_from([1, 2, 4, 8]),
+    dtype=st.sampled_from(_DTYPES),
+    binary=st.booleans(),
+    backward=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_pointwise_reaches_every_element_once(size: int, vec: int, dtype: str, binary: bool, backward: bool) -> None:
+    """Blocks, threads and vectors of an iteration: `over_vectors` of kernels/operands.cuh."""
+    b = dtype if binary else None
+    spec = PointwiseSpec("add" if binary else "first", "relu", False, dtype, b, y=dtype)
+    if backward:
+        spec = replace(spec, y=None, dy=dtype, da=dtype)
+    plan = planner.plan_for(spec, PointwiseAccess(vec=vec), _SM90)
+    assert plan.per_block == plan.threads * vec * plan.unroll
+    reached: Counter[int] = Counter()
+    for block, thread in product(range(-(-size // plan.per_block)), range(plan.threads)):
+        for first in range(block * plan.per_block + thread * vec, (block + 1) * plan.per_block, plan.threads * vec):
+            reached.update(range(first, min(first + vec, size)))
+    assert len(reached) == size
+    assert set(reached.values()) == {1}
+
+
+@given(reduced=st.integers(0, 70_000), dtype=st.sampled_from(_DTYPES), rows=st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_row_reductions_reach_every_element_once(reduced: int, dtype: str, rows: int) -> None:
+    """Chunks, lanes, vectors and the tail of a row, and which block takes which rows: kernels/reduce_rows.cuh."""
+    vec, chunk = _vec(dtype), 65536 // ITEMSIZE[dtype]
+    chunks = max(1, -(-reduced // chunk))
+    capacity = 1 << (max(1, -(-min(reduced, chunk) // vec)) - 1).bit_length()
+    plan = planner.plan_for(ReduceSpec("square", dtype, dtype, dtype), ReduceAccess(vec, capacity=capacity), _SM90)
+    groups = plan.threads // plan.lanes
+    assert plan.lanes & (plan.lanes - 1) == 0
+    assert plan.per_block == groups * plan.each
+    assert plan.lanes <= 32 or groups == plan.each == 1
+    assert chunks == 1 or plan.per_block == 1
+    units = rows * chunks
+    taken = Counter(
+        unit
+        for block, group, k in product(range(-(-units // plan.per_block)), range(groups), range(plan.each))
+        if (unit := block * plan.per_block + group + k * groups) < units
+    )
+    assert taken == Counter(range(units))
+    for length in {min(chunk, reduced - c * chunk) for c in range(chunks)}:
+        vectors, tail = divmod(length, vec)
+        own = [range(lane, vectors, plan.lanes) for lane in range(plan.lanes)]
+        after = [lane + len(vs) * plan.lanes for lane, vs in enumerate(own)]  # where each lane's way ends
+        assert sum(map(len, own)) * vec + after.count(vectors) * tail == length
+
+
+_capacities = st.integers(0, 16).flatmap(lambda k: st.sampled_from([1 << k, 3 << k]))
+
+
+@given(
+    capacity=_capacities,
+    dtype=st.sampled_from(_DTYPES),
+    vec=st.sampled_from([1, 2, 4, 8]),
+    backward=st.booleans(),
+    arch=st.sampled_from([80, 90, 120]),
+)
+@settings(max_examples=500, deadline=None)
+def test_softmax_plans_are_sound(capacity: int, dtype: str, vec: int, backward: bool, arch: int) -> None:
+    """A row fits its threads' registers, evenly, or is read twice; and whole rows of threads make a block."""
+    vec = min(vec, _vec(dtype))
+    spec = SoftmaxBwdSpec(dtype, dtype, dtype) if backward else SoftmaxSpec(dtype)
+    plan = planner.plan_for(spec, SoftmaxAccess(vec, capacity), KNOWN_DEVICES[arch])
+    assert plan.lanes & (plan.lanes - 1) == 0
+    assert plan.threads % 32 == 0
+    assert plan.threads <= 1024
+    assert plan.min_blocks * plan.threads <= 1536
+    assert plan.per_block * plan.lanes == plan.threads
+    assert plan.lanes <= 32 or plan.per_block == 1
+    if plan.vectors == 0:
+        assert plan.lanes == (512 if dtype == "f64" else 1024)
+        assert capacity * vec > plan.lanes * 7  # a row that is read twice is a long one
+        return
+    assert plan.vectors * vec * (2 if backward else 1) * max(1, ITEMSIZE[dtype] // 4) <= 64
+    assert plan.lanes * plan.vectors == capacity
