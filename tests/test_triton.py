@@ -271,7 +271,7 @@ _TAKE_OVER = """
     select._define_triton()
     operators.take_over(schemas.library, list(schemas.VERBS), "CPU")
     from kernel_fusion.backends.triton.launch import launches
-    x, w = torch.randn(4, 8, requires_grad=True), torch.ones(8)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     y = kf.layer_norm(x, 8, w) + kf.rms_norm(x, 8) + kf.add_act(x, w, "relu") + kf.softmax(x)
     (y.sum() + kf.add_rms_norm(x, x, 8).output.sum() + kf.sum_squared(x)).backward()
     with torch.inference_mode():
