@@ -160,6 +160,8 @@ def test_double_backward(name: str) -> None:
     assert torch.autograd.gradgradcheck(lambda *t: _first(CALLS[name](*t, backend="triton")), leaves, fast_mode=True)
 
 
+# PyTorch's own forward mode does what its own warning is about.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_take_the_definition(name: str) -> None:
     """`torch.func.grad`, forward mode and vmap give the definition's results."""

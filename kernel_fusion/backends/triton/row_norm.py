@@ -278,8 +278,9 @@ def staged_row_norm(
         shape, weight, bias
     ):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
-    checks.row_norm("rms_norm" if rms else "layer_norm", input, weight, bias, weight_offset, out_dtype)
-    checks.residual(input, residual)
+    verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    checks.residual(verb, input, residual)
     if autograd.requires_grad(input, residual, weight, bias):
         return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     y, h, _ = _forward(*args, wants_stats=False)
