@@ -70,7 +70,7 @@ _CONSTANTS = """
         few, many, odd = (signatures(rows, cols) for rows in (2, 4096, 4099))
         assert few == many == odd, (cols, few ^ many, many ^ odd)
     assert signatures(2, 1024) != signatures(2, 2048)
-    assert signatures(16, 1040) == signatures(16, 1056), "beyond its power of two and its divisors N is no constant"
+    assert signatures(16, 1056) == signatures(16, 1120), "beyond its power of two and its divisors N is no constant"
 """
 
 

@@ -34,6 +34,7 @@ def register(name: str, prefix: str = "") -> None:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         args = schemas._bind(operator, given, {})
+        in_dims = tuple(None if isinstance(dim, list | tuple) else dim for dim in in_dims)  # a list of integers
         if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
             batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
             if batched is not None:
