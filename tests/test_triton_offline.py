@@ -115,8 +115,8 @@ _TRACE = """
         weights = kf.softmax(kf.bias_act(z, w, "gelu", backend="triton"), backend="triton")
         return kf.sum_squared(weights, -1, backend="triton")
 
-    compiled = torch.compile(f, backend=aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition),
-                             fullgraph=True, dynamic=True)
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
     w = torch.randn(256, requires_grad=True)
     for rows in (64, 48, 33):
         x, r = torch.randn(2, rows, 256)
