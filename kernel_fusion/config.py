@@ -2,7 +2,8 @@
 
 Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
 `XDG_CACHE_HOME`), `CXX` names the C++ compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own; the C++ side reads it, so that
-it limits the instruction set of our CPU kernels too.
+it limits the instruction set of our CPU kernels too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run
+on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -69,3 +70,8 @@ def cxx_compiler() -> str | None:
     """The C++ compiler's path, or None where there is none."""
     chosen = os.environ.get("CXX")
     return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("clang++")
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors too."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

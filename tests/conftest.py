@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to be asked for before Triton is imported.
+if not (torch.cuda.is_available() or torch.xpu.is_available()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
 

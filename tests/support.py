@@ -48,6 +48,13 @@ class Target:
         before = _launches()
         yield
         delta = {name: count - before[name] for name, count in _launches().items()}
+        triton = delta.pop("triton")
+        least = (1 if forward is None else forward) + (1 if backward is None else backward)
+        if self.backend == "triton":
+            assert not any(delta.values()), f"other kernels than Triton's ran: {delta}"
+            assert triton >= least, f"{triton} Triton kernels ran, wanted at least {least}"
+            return
+        assert triton == 0, f"{triton} Triton kernels ran"
         if self.backend == "eager":
             assert not any(delta.values()), f"eager launched native kernels: {delta}"
         elif self.backend == "cpu":
@@ -55,7 +62,6 @@ class Target:
             for name, count in wanted.items():
                 assert delta[name] == count or (count is None and delta[name] > 0), f"{delta}, wanted {wanted}"
         else:
-            least = (1 if forward is None else forward) + (1 if backward is None else backward)
             assert delta["cpu_forward"] == delta["cpu_backward"] == 0, delta
             assert delta["cuda_launch"] >= least, f"{delta}, wanted at least {least} CUDA launches"
             if forward is not None and backward is not None:
@@ -66,10 +72,14 @@ class Target:
 CPU = Target("cpu", "cpu")
 CUDA = Target("cuda", "cuda")
 EAGER = Target("cpu", "eager")
+# On the GPU, or where there is none in Triton's interpreter (conftest.py).
+TRITON = Target("cuda" if torch.cuda.is_available() else "cpu", "triton")
 
 
 def _launches() -> dict[str, int]:
-    return {name: loader.launches(name) for name in _COUNTERS}
+    counts = {name: loader.launches(name) if loader.is_loaded() else 0 for name in _COUNTERS}
+    launch = sys.modules.get("kernel_fusion.backends.triton.launch")
+    return counts | {"triton": sum(launch.launches.values()) if launch else 0}
 
 
 def call(verb: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, **options: Any) -> Tensor:

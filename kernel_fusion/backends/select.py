@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from kernel_fusion.backends import eager, interop
-from kernel_fusion.config import BACKENDS, check_backend_name, state
+from kernel_fusion.backends import eager, interop, triton
+from kernel_fusion.config import BACKENDS, check_backend_name, state, triton_is_interpreted
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.native import loader, schemas, vmap  # noqa: F401  (vmap registers its rules)
+from kernel_fusion.native import loader, schemas, vmap
 
 Operator = Callable[..., Any]
 
@@ -104,6 +104,8 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
         reason = unavailable_reason(backend, tensor.device) or _refusal(tensor)
         if reason:
             raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
+    if backend == "triton":
+        return partial(triton.serve, name)
     return found  # type: ignore[no-any-return]
 
 
@@ -117,7 +119,10 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str | N
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if name == "cuda":
         return _cuda_reason(device)
-    return "this version of kernel_fusion has no Triton kernels"
+    reason = _triton_reason(device)
+    if reason is None:
+        _define_triton()  # here, where no tracer follows
+    return reason
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
@@ -138,6 +143,29 @@ def _cuda_reason(device: torch.device | None) -> str | None:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "the package cuda-core is not installed (pip install 'kernel-fusion[cuda]')"
     return None
+
+
+def _triton_reason(device: torch.device | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (it comes with PyTorch's GPU builds)"
+    if triton_is_interpreted():
+        return None
+    types = [device.type] if device is not None else ["cuda", "xpu"]
+    if not any(t in ("cuda", "xpu") for t in types):
+        return f"the input is on {device}, and its kernels run there in the interpreter alone (TRITON_INTERPRET=1)"
+    if not any(getattr(torch, t).is_available() for t in types if t in ("cuda", "xpu")):
+        return f"PyTorch sees no {' or '.join(types)} device"
+    return None
+
+
+@cache
+def _define_triton() -> None:
+    """Define the operators of the Triton backend, when first needed: they import Triton."""
+    from kernel_fusion.backends.triton import operators
+
+    operators.define(schemas.library, schemas.VERBS)
+    for name in operators.VERBS:
+        vmap.register(name, "triton_")
 
 
 def _refusal(input: Tensor) -> str | None:
@@ -169,14 +197,19 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
         from kernel_fusion.backends.cuda import planner
 
         planner.install(library, able)
+    elif devices and _triton_reason(devices[0]) is None:
+        from kernel_fusion.backends.triton import operators
+
+        _define_triton()
+        operators.take_over(schemas.library, list(schemas.VERBS), "CUDA")
 
 
 def _launch_from_python(verb: str, *args: Any) -> Any:
     """The CUDA kernels where there is no extension to launch them."""
-    if verb not in ("layer_norm", "rms_norm"):
-        return schemas.reference_call(verb, *args)
+    if verb not in ("layer_norm", "rms_norm") or _cuda_reason(args[0].device):
+        return _portable(verb, *args)
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
-    if _cuda_reason(input.device) or input.dtype not in checks.FLOATING:
+    if input.dtype not in checks.FLOATING:
         return schemas.reference_call(verb, *args)
     from kernel_fusion.backends.cuda import python_launch
 
@@ -191,8 +224,17 @@ def _launch_from_python(verb: str, *args: Any) -> Any:
     return apply(input, num_dims, weight, bias, eps, weight_offset, out_dtype, verb == "rms_norm")
 
 
+def _portable(verb: str, *args: Any) -> Any:
+    """The Triton kernels where they can run, else the definition."""
+    if _triton_reason(args[0].device) or _refusal(args[0]):
+        return schemas.reference_call(verb, *args)
+    _define_triton()
+    return triton.serve(verb, *args)
+
+
 loader.on_load(_enable_cuda)
 schemas.without_extension["cuda"] = _launch_from_python
+schemas.without_extension["xpu"] = _portable
 
 
 @dataclass(frozen=True)
@@ -202,7 +244,7 @@ class Explanation:
     Attributes:
         backend: the one it takes.
         reasons: for every other backend, why not.
-        plan: how the kernel runs on CUDA, one line each for forward and backward; empty elsewhere.
+        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere.
     """
 
     backend: str
@@ -247,6 +289,8 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         reason = None if candidate == "eager" else _why_not(candidate, arguments.get("mask"), tensors)
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
+        if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
+            reason = "its interpreter serves CPU tensors on request alone"
         if reason is None and chosen is not None:
             reason = f"{chosen!r} comes first"
         if reason is None:
@@ -280,8 +324,12 @@ def _why_not(backend: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> st
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
-    if chosen != "cuda":
-        return ()
-    from kernel_fusion.backends.cuda import explain as cuda_explain
+    if chosen == "cuda":
+        from kernel_fusion.backends.cuda import explain as cuda_explain
 
-    return cuda_explain.plan_lines(verb, arguments)
+        return cuda_explain.plan_lines(verb, arguments)
+    if chosen == "triton":
+        from kernel_fusion.backends.triton import explain as triton_explain
+
+        return triton_explain.plan_lines(verb, arguments)
+    return ()

@@ -26,7 +26,7 @@ _STAGES = "str pre_activation, str activation, float dropout_p, Tensor? seed"
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
 _PART_STAGES = "str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
-_VERBS = {
+VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
     # Both norms with what stands around them. `residual` of the result is h, without elements where none was given.
@@ -53,14 +53,14 @@ _PARTS = {
 # The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
 _REFERENCES = {
     "row_norm_reference": (f"(Tensor input, {_AFFINE}) -> Tensor", eager.row_norm),
-    "staged_row_norm_reference": (_VERBS["staged_row_norm"], eager.staged_row_norm),
-    "pointwise_reference": (_VERBS["pointwise"], eager.pointwise),
-    "reduce_reference": (_VERBS["reduce"], eager.reduce),
-    "softmax_reference": (_VERBS["softmax"], eager.softmax),
+    "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
+    "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
+    "reduce_reference": (VERBS["reduce"], eager.reduce),
+    "softmax_reference": (VERBS["softmax"], eager.softmax),
 }
 
 library = torch.library.Library("kernel_fusion", "DEF")
-for _name, _schema in (_VERBS | _PARTS).items():
+for _name, _schema in (VERBS | _PARTS).items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, (_schema, _definition) in _REFERENCES.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
@@ -126,7 +126,7 @@ def _part_stub(name: str) -> Callable[..., Any]:
 # The devices whose kernels the extension registers (`meta` stands for tracing).
 NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
-for _name in _VERBS:
+for _name in VERBS:
     for _key in ("Autograd", "CompositeExplicitAutograd"):
         library.impl(_name, _verb_stub(_name), _key)
 for _name in _PARTS:
@@ -135,7 +135,7 @@ for _name in _PARTS:
 
 def _forget_stubs(_: object) -> None:
     """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
-    for name in _VERBS | _PARTS:
+    for name in VERBS | _PARTS:
         getattr(torch.ops.kernel_fusion, name).default._dispatch_cache.clear()
 
 

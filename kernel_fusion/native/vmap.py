@@ -32,9 +32,10 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
     return tuple(torch.stack(parts) for parts in zip(*examples, strict=True)), (0,) * len(examples[0])
 
 
-def _register(name: str, rows: Callable[..., list[Any] | None]) -> None:
-    """`rows(args)` gives the arguments of one call with more rows, or None where that is not the same."""
-    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+def register(name: str, prefix: str = "") -> None:
+    """Give the operator of the verb `name`, or a backend's own operator of it, called `prefix` + `name`, its rule."""
+    rows = _RULES[name]
+    operator: Any = getattr(torch.ops.kernel_fusion, prefix + name).default
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         args = schemas._bind(operator, given, {})
@@ -44,7 +45,7 @@ def _register(name: str, rows: Callable[..., list[Any] | None]) -> None:
                 return operator(*batched), 0
         return _one_by_one(operator, info, in_dims, args)
 
-    torch.library.register_vmap(f"kernel_fusion::{name}", rule, lib=schemas.library)
+    torch.library.register_vmap(f"kernel_fusion::{prefix}{name}", rule, lib=schemas.library)
 
 
 def _same(input: Tensor, *rest: Any) -> list[Any]:
@@ -62,9 +63,14 @@ def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None
     return [input, mask, *rest] if mask is None else None
 
 
-_register("layer_norm", _same)
-_register("rms_norm", _same)
-_register("staged_row_norm", lambda *args: None)
-_register("pointwise", lambda a, b, *rest: [a, b, *rest] if b is None and rest[-1] is None else None)
-_register("reduce", _reduce)
-_register("softmax", _softmax)
+# `rows(args)` gives the arguments of one call with more rows, or None where that is not the same.
+_RULES: dict[str, Callable[..., list[Any] | None]] = {
+    "layer_norm": _same,
+    "rms_norm": _same,
+    "staged_row_norm": lambda *args: None,
+    "pointwise": lambda a, b, *rest: [a, b, *rest] if b is None and rest[-1] is None else None,
+    "reduce": _reduce,
+    "softmax": _softmax,
+}
+for _name in _RULES:
+    register(_name)

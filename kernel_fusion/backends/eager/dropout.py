@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernel_fusion.core.dropout import scale, threshold
+
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -21,17 +23,6 @@ _LOW = 0xFFFFFFFF
 def draw_seed(device: torch.device) -> Tensor:
     """A seed from the device's default generator, by an ordinary PyTorch operation: graphs and checkpoints know it."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-
-
-def threshold(p: float) -> int:
-    """How many of the 65536 values of an element's bits drop it."""
-    return round(p * 65536)
-
-
-def scale(p: float) -> float:
-    """What the elements that are kept are multiplied by; 0 where none is."""
-    dropped = threshold(p)
-    return 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:

@@ -1,0 +1,57 @@
+"""What the operators of all families do about autograd.
+
+A kernel is opaque to whoever differentiates through it, so `torch.func`, forward-mode tangents and differentiated
+backward passes take the eager definition, through the operators `*_reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kernel_fusion.core import checks
+
+
+def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
+    """Whether somebody wants to see through the operator, or the tensors are nothing for a kernel.
+
+    Args:
+        values: the tensors that it computes with.
+        others: a seed, a boolean mask.
+    """
+    tensors = [t for t in (*values, *others) if t is not None]
+    included = torch._C._dispatch_tls_is_dispatch_key_included
+    if included(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode) or included(
+        torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+    ):
+        return True
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return True
+    if any(t is not None and t.dtype not in checks.FLOATING for t in values):
+        return True
+    return any(t.layout != torch.strided or t.numel() == 0 or t.device != tensors[0].device for t in tensors)
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether a graph is being recorded through these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def differentiable(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """The wanted gradients of outputs that the definition has computed, themselves differentiable."""
+    pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]
+    leaves = [t for t, wanted in zip(inputs, wants, strict=True) if wanted and t is not None]
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs], leaves, [dy for _, dy in pairs], create_graph=True, allow_unused=True
+        )
+    )
+    return [next(found) if wanted and t is not None else None for t, wanted in zip(inputs, wants, strict=True)]

@@ -1,0 +1,40 @@
+"""How a call runs on the Triton backend, in words, for `kernel_fusion.explain`. Imports no Triton."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import plan
+from kernel_fusion.core.spec import compute_dtype
+
+
+def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
+    """One line per direction: the plans of `verb`, called with these arguments."""
+    first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    device = plan.device_of(first.device)
+    wide = compute_dtype(first.dtype) == torch.float64
+    if verb.endswith("norm"):
+        shape = arguments["normalized_shape"]
+        return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), wide, device)
+    if verb in ("softmax", "attention_scores"):
+        cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
+        forward = plan.row_plan(cols, wide, device.warp_size)
+        return f"forward: {forward}", f"backward: {plan.softmax_backward(cols, wide, device.warp_size)}"
+    if verb in ("sum_squared", "mean_abs"):
+        return (f"sections of {plan.ROW_SECTION} in a row, of {plan.COLUMN_SECTION} down the columns",)
+    return (f"forward, backward: {plan.chain(None, device.warp_size)}, or rows where operands are broadcast",)
+
+
+def _norm_lines(cols: int, wide: bool, device: plan.Device) -> tuple[str, ...]:
+    backward = plan.norm_backward(cols, wide, True, device.warp_size)
+    lines = [
+        f"forward: {plan.norm_forward(cols, wide, device.warp_size)}",
+        f"backward: {backward}, {device.programs(backward.warps)} programs",
+    ]
+    if backward.looped:
+        lines.append(f"dweight, dbias: {plan.columns(cols, device.warp_size)}")
+    return tuple(lines)

@@ -1,0 +1,144 @@
+"""The activations: value and slope (derivative) of each, chosen at compile time by name.
+
+Names and order are those of core/activations.py, where the definitions stand; a test compares the lists, and every
+formula with float64. Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. A
+comparison with NaN is false, so the branch that a NaN takes is the last one. Constants that float32 does not hold
+exactly stand only where they meet a value, whose type they then take.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.elementary import exp, expm1, log1p, tanh
+
+# In the order of their codes.
+NAMES = (
+    "identity",
+    "sign",
+    "relu",
+    "relu_squared",
+    "leaky_relu",
+    "gelu",
+    "gelu_tanh",
+    "quick_gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "mish",
+    "softplus",
+    "hardswish",
+    "elu",
+)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def _relu(x):
+    return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def _phi(x):
+    """The normal distribution, (1 + erf(x / sqrt(2))) / 2."""
+    return 0.5 + 0.5 * tl.erf(x * 0.70710678118654752440)
+
+
+@triton.jit
+def _gelu_tanh_of(x):
+    """tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
+    return tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _mish_tanh_of(x):
+    """tanh(log(1 + e^x)) = n / (n + 2) with n = e^x (e^x + 2); 1 to the last digit from 20 on."""
+    e = exp(tl.where(x > 20.0, 20.0, x))
+    n = e * (e + 2.0)
+    return n / (n + 2.0)
+
+
+@triton.jit
+def value(x, NAME: tl.constexpr):
+    """The activation called NAME, of a block of float32 or float64."""
+    if NAME == "identity":
+        y = x
+    elif NAME == "sign":
+        y = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+    elif NAME == "relu":
+        y = _relu(x)
+    elif NAME == "relu_squared":
+        y = _relu(x) * _relu(x)
+    elif NAME == "leaky_relu":
+        y = tl.where(x > 0.0, x, 0.01 * x)
+    elif NAME == "gelu":
+        y = x * _phi(x)
+    elif NAME == "gelu_tanh":
+        y = 0.5 * x * (1.0 + _gelu_tanh_of(x))
+    elif NAME == "quick_gelu":
+        y = x * _sigmoid(1.702 * x)
+    elif NAME == "silu":
+        y = x * _sigmoid(x)
+    elif NAME == "tanh":
+        y = tanh(x)
+    elif NAME == "sigmoid":
+        y = _sigmoid(x)
+    elif NAME == "mish":
+        y = x * _mish_tanh_of(x)
+    elif NAME == "softplus":
+        y = tl.where(x > 20.0, x, log1p(exp(x)))
+    elif NAME == "hardswish":
+        y = x * tl.where(x < -3.0, 0.0, tl.where(x > 3.0, 6.0, x + 3.0)) / 6.0
+    else:
+        tl.static_assert(NAME == "elu")
+        y = tl.where(x > 0.0, x, expm1(x))
+    return y
+
+
+@triton.jit
+def slope(x, NAME: tl.constexpr):
+    """The derivative of the activation called NAME at x."""
+    if NAME == "identity":
+        d = tl.full(x.shape, 1.0, x.dtype)
+    elif NAME == "sign":
+        d = tl.full(x.shape, 0.0, x.dtype)
+    elif NAME == "relu":
+        d = tl.where(x <= 0.0, 0.0, 1.0)
+    elif NAME == "relu_squared":
+        d = 2.0 * _relu(x)
+    elif NAME == "leaky_relu":
+        d = tl.where(x > 0.0, tl.full(x.shape, 1.0, x.dtype), tl.full(x.shape, 0.01, x.dtype))
+    elif NAME == "gelu":
+        d = _phi(x) + x * (0.39894228040143267794 * exp(-0.5 * x * x))
+    elif NAME == "gelu_tanh":
+        t = _gelu_tanh_of(x)
+        inner = 0.79788456080286535588 * (1.0 + 0.134145 * x * x)
+        d = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    elif NAME == "quick_gelu":
+        s = _sigmoid(1.702 * x)
+        d = s + 1.702 * x * s * (1.0 - s)
+    elif NAME == "silu":
+        s = _sigmoid(x)
+        d = s * (1.0 + x * (1.0 - s))
+    elif NAME == "tanh":
+        t = tanh(x)
+        d = 1.0 - t * t
+    elif NAME == "sigmoid":
+        s = _sigmoid(x)
+        d = s * (1.0 - s)
+    elif NAME == "mish":
+        t = _mish_tanh_of(x)
+        d = t + x * _sigmoid(x) * (1.0 - t * t)
+    elif NAME == "softplus":
+        d = tl.where(x > 20.0, 1.0, _sigmoid(x))
+    elif NAME == "hardswish":
+        d = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x / 3.0 + 0.5))
+    else:
+        tl.static_assert(NAME == "elu")
+        d = tl.where(x > 0.0, 1.0, exp(x))
+    return d.to(x.dtype)

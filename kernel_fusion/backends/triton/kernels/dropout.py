@@ -1,0 +1,37 @@
+"""Dropout: the bits that decide which elements of a tile are kept, from the seed and the elements' positions.
+
+The generator is defined in backends/eager/dropout.py: Philox4x32 with 7 rounds, one block of 128 bits for eight
+neighbouring elements. Where every row of a tile begins with such a block (ALIGNED), each block is drawn once and dealt
+to its eight elements; elsewhere every element draws the block that it lies in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _words(seed, block):
+    """The four words of a block of random bits."""
+    low = (block & 0xFFFFFFFF).to(tl.uint32)
+    high = (block >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    return tl.philox(seed, low, high, zero, zero, n_rounds=7)
+
+
+@triton.jit
+def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of a tile are kept; `first` (int64, one per row, shape (rows, 1)) is the position of column 0."""
+    seed = tl.load(seed_ptr)
+    if ALIGNED:
+        w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        bits = tl.interleave(words & 0xFFFF, words >> 16)
+    else:
+        position = first + tl.arange(0, BLOCK)[None, :]
+        w0, w1, w2, w3 = _words(seed, position // 8)
+        word = (position // 2) % 4
+        drawn = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        bits = tl.where(position % 2 == 1, drawn >> 16, drawn & 0xFFFF)
+    return bits.to(tl.int32) >= THRESHOLD

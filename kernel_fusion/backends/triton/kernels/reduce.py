@@ -1,0 +1,96 @@
+"""Sums of a function of the elements: out[o][i] = factor * sum over r of map(in[o][r][i]).
+
+`reduce_rows` serves innermost dimensions, whose elements are neighbours: a program has ROWS rows and one section of
+each. `reduce_columns` serves the others: a program has a block of columns and a section of the rows. Long sums have
+several sections, whose number the length alone decides; their sums are what a second launch adds. Bytes: those of the
+input, once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.elementary import divide
+from kernel_fusion.backends.triton.kernels.rows import load, store
+
+
+@triton.jit
+def _map(x, MAP: tl.constexpr):
+    if MAP == "square":
+        return x * x
+    elif MAP == "abs":
+        return tl.abs(x)
+    else:
+        return x
+
+
+@triton.jit
+def _finish(total, count, MEAN: tl.constexpr):
+    """`total`, divided by `count` if MEAN."""
+    if MEAN:
+        return divide(total, count.to(total.dtype))
+    else:
+        return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "length", "section", "stride", "count"])
+def reduce_rows(
+    in_ptr,
+    out_ptr,
+    num_rows,
+    length,
+    section,
+    stride,
+    count,
+    MAP: tl.constexpr,
+    MEAN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row][s], the sum over section s (axis 1 of the grid) of a row; `section` is a multiple of BLOCK."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = row < num_rows
+    first = tl.program_id(1).to(tl.int64) * section
+    end = tl.minimum(first + section, length)
+    col = tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)
+    for start in range(first, end, BLOCK):
+        at = start + col
+        total += _map(load(in_ptr, row * stride + at, row_mask & (at < end), WIDE), MAP)
+    sums = _finish(tl.sum(total, axis=1)[:, None], count, MEAN)
+    store(out_ptr, row * tl.num_programs(1) + tl.program_id(1), sums, row_mask)
+
+
+@triton.jit(do_not_specialize=["length", "section", "num_cols", "outer_stride", "stride", "count"])
+def reduce_columns(
+    in_ptr,
+    out_ptr,
+    length,
+    section,
+    num_cols,
+    outer_stride,
+    stride,
+    count,
+    MAP: tl.constexpr,
+    MEAN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[o][s][col]; the grid is (blocks of columns times o, s)."""
+    tiles = tl.cdiv(num_cols, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    outer = program // tiles
+    col = (program % tiles) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    first = tl.program_id(1).to(tl.int64) * section
+    end = tl.minimum(first + section, length)
+    total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)
+    for start in range(first, end, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < end) & (col < num_cols)
+        total += _map(load(in_ptr, outer * outer_stride + row * stride + col, mask, WIDE), MAP)
+    sums = _finish(tl.sum(total, axis=0)[None, :], count, MEAN)
+    out_row = outer * tl.num_programs(1) + tl.program_id(1)
+    store(out_ptr, out_row * num_cols + col, sums, col < num_cols)

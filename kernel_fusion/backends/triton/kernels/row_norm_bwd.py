@@ -1,0 +1,351 @@
+"""LayerNorm and RMSNorm, backward, with the stages around them.
+
+With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the means E over a row:
+
+    dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
+    dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
+
+h is recomputed from x, or, where there is a residual, read as forward wrote it. The programs are persistent: as many as
+the device holds, each walking through its rows, with sums for dweight and dbias in registers, written as one partial
+row per program; sum_partials adds those in order. Rows that do not fit in registers beside their sums are read twice by
+`row_norm_bwd` (LOOPED), and their columns are summed by `row_norm_bwd_columns`. Bytes per element: x and dy in, dx out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.activations import slope
+from kernel_fusion.backends.triton.kernels.dropout import kept
+from kernel_fusion.backends.triton.kernels.elementary import divide
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
+
+# What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
+LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "x0", "x1", "x2"]
+
+
+@triton.jit
+def _statistics(stats_ptr, row, num_rows, row_mask, RMS: tl.constexpr, WIDE: tl.constexpr):
+    """Mean and rstd of rows."""
+    if RMS:
+        rstd = load(stats_ptr, row, row_mask, WIDE)
+        mean = tl.zeros_like(rstd)
+    else:
+        mean = load(stats_ptr, row, row_mask, WIDE)
+        rstd = load(stats_ptr, num_rows + row, row_mask, WIDE)
+    return mean, rstd
+
+
+@triton.jit
+def _gradient(
+    dy_ptr,
+    h_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    dy_offset,
+    h_offset,
+    position,
+    col,
+    mean,
+    rstd,
+    mask,
+    OFFSET: tl.constexpr,
+    PRE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STORED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """n, g and g * w of a tile, zero where masked."""
+    if STORED:
+        h = load(h_ptr, h_offset, mask, WIDE)
+    else:
+        h = normalised(
+            h_ptr, h_ptr, seed_ptr, h_offset, h_offset, position, mask,
+            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE,
+        )  # fmt: skip
+    n = tl.where(mask, (h - mean) * rstd, 0.0)
+    g = load(dy_ptr, dy_offset, mask, WIDE)
+    if HAS_WEIGHT:
+        w = load(weight_ptr, col, mask, WIDE) + OFFSET
+    if ACTIVATION != "identity":
+        z = n
+        if HAS_WEIGHT:
+            z = z * w
+        if HAS_BIAS:
+            z = z + load(bias_ptr, col, mask, WIDE)
+        g = tl.where(mask, g * slope(z, ACTIVATION), 0.0)
+    if HAS_WEIGHT:
+        gw = g * w
+    else:
+        gw = g
+    return n, g, gw
+
+
+@triton.jit
+def _write(
+    n,
+    gw,
+    mean_gwn,
+    mean_gw,
+    rstd,
+    dh_ptr,
+    x_ptr,
+    seed_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    x_offset,
+    out_offset,
+    position,
+    mask,
+    PRE: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HAS_DH: tl.constexpr,
+    DX: tl.constexpr,
+    DRESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """dx and dresidual of a tile."""
+    dh = rstd * (gw - n * mean_gwn - mean_gw)
+    if HAS_DH:
+        dh += load(dh_ptr, out_offset, mask, WIDE)
+    if DRESIDUAL:
+        store(dresidual_ptr, out_offset, dh, mask)
+    if DX:
+        if THRESHOLD > 0:
+            dh = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), dh * KEPT_SCALE, 0.0)
+        if PRE != "identity":
+            dh = dh * slope(load(x_ptr, x_offset, mask, WIDE), PRE)
+        store(dx_ptr, out_offset, dh, mask)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def row_norm_bwd(
+    dy_ptr,
+    h_ptr,
+    x_ptr,
+    dh_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    stats_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    partials_ptr,
+    num_rows,
+    col_units,
+    middle,
+    inner,
+    g0,
+    g1,
+    g2,
+    h0,
+    h1,
+    h2,
+    x0,
+    x1,
+    x2,
+    OFFSET: tl.constexpr,
+    PRE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    STORED: tl.constexpr,
+    HAS_DH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RMS: tl.constexpr,
+    DX: tl.constexpr,
+    DRESIDUAL: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    FLAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
+    """dx and dresidual, and the partial sums unless LOOPED. Lengths and strides count units of UNIT elements."""
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    ALIGNED: tl.constexpr = UNIT % 8 == 0
+    num_cols = col_units * UNIT
+    count = num_cols.to(ACC)
+    program = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    if not LOOPED:
+        if DWEIGHT:
+            dweight = tl.zeros([ROWS, BLOCK], ACC)
+        if DBIAS:
+            dbias = tl.zeros([ROWS, BLOCK], ACC)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = row < num_rows
+        mean, rstd = _statistics(stats_ptr, row, num_rows, row_mask, RMS, WIDE)
+        dy_row = row_offset(row, middle, inner, g0 * UNIT, g1 * UNIT, g2 * UNIT, FLAT)
+        h_row = row_offset(row, middle, inner, h0 * UNIT, h1 * UNIT, h2 * UNIT, FLAT)
+        x_row = row_offset(row, middle, inner, x0 * UNIT, x1 * UNIT, x2 * UNIT, FLAT)
+        out_row = row * num_cols
+        if LOOPED:
+            sum_gwn = tl.zeros([ROWS, 1], ACC)
+            sum_gw = tl.zeros([ROWS, 1], ACC)
+            for start in range(0, num_cols, BLOCK):
+                at = start + col
+                mask = row_mask & (at < num_cols)
+                n, _, gw = _gradient(
+                    dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
+                    mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+                )  # fmt: skip
+                sum_gwn += tl.sum(gw * n, axis=1)[:, None]
+                if not RMS:
+                    sum_gw += tl.sum(gw, axis=1)[:, None]
+            for start in range(0, num_cols, BLOCK):
+                at = start + col
+                mask = row_mask & (at < num_cols)
+                n, _, gw = _gradient(
+                    dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
+                    mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+                )  # fmt: skip
+                _write(
+                    n, gw, divide(sum_gwn, count), divide(sum_gw, count), rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
+                    dresidual_ptr, x_row + at, out_row + at, out_row + start, mask, PRE, THRESHOLD, KEPT_SCALE,
+                    ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
+                )  # fmt: skip
+        else:
+            mask = row_mask & (col < num_cols)
+            n, g, gw = _gradient(
+                dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, out_row, col,
+                mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+            )  # fmt: skip
+            if DWEIGHT:
+                dweight += g * n
+            if DBIAS:
+                dbias += g
+            if DX or DRESIDUAL:
+                mean_gwn = divide(tl.sum(gw * n, axis=1)[:, None], count)
+                if RMS:
+                    mean_gw = tl.zeros_like(mean_gwn)
+                else:
+                    mean_gw = divide(tl.sum(gw, axis=1)[:, None], count)
+                _write(
+                    n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr, x_row + col,
+                    out_row + col, out_row, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK,
+                    WIDE,
+                )  # fmt: skip
+    if not LOOPED:
+        # Partial rows: those of dweight, one per program, then those of dbias.
+        last = tl.arange(0, BLOCK)
+        if DWEIGHT:
+            tl.store(partials_ptr + program * num_cols + last, tl.sum(dweight, axis=0), mask=last < num_cols)
+        if DBIAS:
+            first = tl.num_programs(0) if DWEIGHT else 0
+            tl.store(partials_ptr + (first + program) * num_cols + last, tl.sum(dbias, axis=0), mask=last < num_cols)
+
+
+@triton.jit(do_not_specialize=LENGTHS[:-3])
+def row_norm_bwd_columns(
+    dy_ptr,
+    h_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    stats_ptr,
+    partials_ptr,
+    num_rows,
+    col_units,
+    middle,
+    inner,
+    g0,
+    g1,
+    g2,
+    h0,
+    h1,
+    h2,
+    OFFSET: tl.constexpr,
+    PRE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    STORED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RMS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    FLAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    ALIGNED: tl.constexpr = UNIT % 8 == 0
+    num_cols = col_units * UNIT
+    start = tl.program_id(0) * BLOCK
+    program = tl.program_id(1).to(tl.int64)
+    col = start + tl.arange(0, BLOCK)[None, :]
+    dweight = tl.zeros([ROWS, BLOCK], ACC)
+    dbias = tl.zeros([ROWS, BLOCK], ACC)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = row < num_rows
+        mask = row_mask & (col < num_cols)
+        mean, rstd = _statistics(stats_ptr, row, num_rows, row_mask, RMS, WIDE)
+        dy_row = row_offset(row, middle, inner, g0 * UNIT, g1 * UNIT, g2 * UNIT, FLAT)
+        h_row = row_offset(row, middle, inner, h0 * UNIT, h1 * UNIT, h2 * UNIT, FLAT)
+        n, g, _ = _gradient(
+            dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, row * num_cols + start, col,
+            mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+            HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+        )  # fmt: skip
+        if DWEIGHT:
+            dweight += g * n
+        if DBIAS:
+            dbias += g
+    last = start + tl.arange(0, BLOCK)
+    if DWEIGHT:
+        tl.store(partials_ptr + program * num_cols + last, tl.sum(dweight, axis=0), mask=last < num_cols)
+    if DBIAS:
+        first = tl.num_programs(1) if DWEIGHT else 0
+        tl.store(partials_ptr + (first + program) * num_cols + last, tl.sum(dbias, axis=0), mask=last < num_cols)
+
+
+@triton.jit(do_not_specialize=["num_partials"])
+def sum_partials(
+    partials_ptr,
+    first_ptr,
+    second_ptr,
+    num_partials,
+    num_cols,
+    PARTIALS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Adds the partial rows of a block of columns, in order, and rounds once. Axis 1 of the grid: which of the sums."""
+    which = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([PARTIALS, BLOCK], tl.float64 if WIDE else tl.float32)
+    for start in range(0, num_partials, PARTIALS):
+        partial = start + tl.arange(0, PARTIALS)[:, None]
+        mask = (partial < num_partials) & (col < num_cols)[None, :]
+        total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, WIDE)
+    sums = tl.sum(total, axis=0)
+    if which == 0:
+        store(first_ptr, col, sums, col < num_cols)
+    else:
+        store(second_ptr, col, sums, col < num_cols)

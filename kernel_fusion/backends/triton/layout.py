@@ -1,0 +1,133 @@
+"""How tensors lie in memory, in the terms of the kernels: rows with up to three strides, and units that divide them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_MAX_OUTER = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tensors of one shape, indexed (outer, middle, inner).
+
+    Attributes:
+        count: how many there are.
+        middle, inner: sizes of the second and third index; both 1 where one stride is enough.
+        strides: three for each tensor, in elements.
+    """
+
+    count: int
+    middle: int
+    inner: int
+    strides: tuple[tuple[int, int, int], ...]
+
+    @property
+    def simple(self) -> bool:
+        """Whether one stride is enough."""
+        return self.middle == 1 and self.inner == 1
+
+
+def unit(*lengths: int) -> int:
+    """The largest power of two, at most 16, that divides all lengths."""
+    return next((u for u in (16, 8, 4, 2) if all(n % u == 0 for n in lengths)), 1)
+
+
+def product(sizes: Sequence[int]) -> int:
+    """Of sizes that may be symbolic."""
+    result = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """Drop dimensions of size 1 and merge neighbours that every tensor passes through in one stride."""
+    merged: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for dim, size in enumerate(sizes):
+        if size == 1:
+            continue
+        if merged and all(step[-1] == of[dim] * size for step, of in zip(steps, strides, strict=True)):
+            merged[-1] = merged[-1] * size
+            for step, of in zip(steps, strides, strict=True):
+                step[-1] = of[dim]
+        else:
+            merged.append(size)
+            for step, of in zip(steps, strides, strict=True):
+                step.append(of[dim])
+    return merged, steps
+
+
+def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows | None:
+    """Rows along merged outer dimensions, or None where there are more than three."""
+    if len(sizes) > _MAX_OUTER:
+        return None
+    count = product(sizes)
+    middle = sizes[1] if len(sizes) == _MAX_OUTER else 1
+    inner = sizes[-1] if len(sizes) > 1 else 1
+    padded = []
+    for of in strides:
+        first = of[0] if of else 0
+        last = of[-1] if len(of) > 1 else 0
+        padded.append((first, of[1] if len(of) == _MAX_OUTER else 0, last))
+    return Rows(count, middle, inner, tuple(padded))
+
+
+def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Rows]:
+    """The tensors, of one shape, as rows over their last `num_dims` dimensions; copied where that cannot be said."""
+    shape = tensors[0].shape
+    split = len(shape) - num_dims
+    cols = product(shape[split:])
+    if not all(t.is_contiguous() for t in tensors):
+        strides = [t.stride() for t in tensors]
+        inner_sizes, inner_strides = merge(shape[split:], [s[split:] for s in strides])
+        whole = len(inner_sizes) == 0 or (len(inner_sizes) == 1 and all(s[0] == 1 for s in inner_strides))
+        rows = outer_rows(*merge(shape[:split], [s[:split] for s in strides]))
+        if whole and rows is not None:
+            return list(tensors), rows
+    count = product(shape[:split])
+    return [t.contiguous() for t in tensors], Rows(count, 1, 1, ((cols, 0, 0),) * len(tensors))
+
+
+def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+    """Dimensions, outermost first, in the order in which PyTorch's pointwise operations lay out their result.
+
+    By the strides of the operands, the first of which decides where they disagree; a stride of 0 has no say.
+    """
+    order = list(range(len(sizes)))[::-1]  # innermost first, as the comparison is meant
+
+    def swaps(low: int, high: int) -> int:
+        for of in strides:
+            if of[low] == 0 or of[high] == 0:
+                continue
+            if of[low] != of[high]:
+                return 1 if of[low] > of[high] else -1
+            if sizes[low] > sizes[high]:
+                return 1
+        return 0
+
+    for i in range(1, len(order)):
+        current = i
+        for previous in range(i - 1, -1, -1):
+            verdict = swaps(order[previous], order[current])
+            if verdict > 0:
+                order[previous], order[current] = order[current], order[previous]
+                current = previous
+            elif verdict < 0:
+                break
+    return order[::-1]
+
+
+def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """The strides of a dense tensor whose memory runs through the dimensions in this order, outermost first."""
+    strides = [1] * len(sizes)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        # As PyTorch counts: an empty dimension passes for one of size 1.
+        step = step * (sizes[dim] if sizes[dim] != 0 else 1)
+    return strides

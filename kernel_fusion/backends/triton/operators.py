@@ -1,0 +1,56 @@
+"""The Triton backend's verbs: operators `kernel_fusion::triton_*` with the schemas of the verbs.
+
+Each sits on the `Autograd` key, so that a tracer keeps it as one node and autograd's tracer finds the operators on the
+kernels below it (`torch.library.triton_op`), which Inductor sees through. Where no autograd key is consulted, as in
+inference mode, the same function serves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kernel_fusion.backends.triton import serve
+from kernel_fusion.backends.triton.pointwise import pointwise
+from kernel_fusion.backends.triton.reduce import reduce
+from kernel_fusion.backends.triton.row_norm import staged_row_norm
+from kernel_fusion.backends.triton.softmax import softmax
+
+# The verbs' operators by the name of the one of the other backends.
+VERBS: dict[str, Callable[..., Any]] = {
+    "staged_row_norm": staged_row_norm,
+    "pointwise": pointwise,
+    "reduce": reduce,
+    "softmax": softmax,
+}
+
+
+def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
+    """Define the operators; `schemas` has those of the verbs."""
+    for name, function in VERBS.items():
+        library.define(f"triton_{name}{schemas[name]}", tags=torch.Tag.pt2_compliant_tag)
+        for key in ("Autograd", "CompositeExplicitAutograd"):
+            library.impl(f"triton_{name}", function, key)
+
+
+def take_over(library: torch.library.Library, names: list[str], device: str) -> None:
+    """Make the Triton kernels what serves the verbs on a device type for which the C++ extension has none that run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch remarks that the extension's kernels are replaced
+        for name in names:
+            for key in (f"Autograd{device}", device):
+                library.impl(name, _serving(name), key, allow_override=True)
+
+
+def _serving(name: str) -> Callable[..., Any]:
+    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+    arguments = operator._schema.arguments
+
+    def served(*args: Any, **kwargs: Any) -> Any:
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+        return serve(name, *(given.get(a.name, a.default_value) for a in arguments))
+
+    return served

@@ -1,0 +1,231 @@
+"""Pointwise chains: the operators on the kernels, and their autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton.kernels import pointwise as kernels
+from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
+from kernel_fusion.backends.triton.row_norm import sum_partials
+from kernel_fusion.core import dropout
+from kernel_fusion.core.spec import compute_dtype
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """How the kernels pass through the memory of y.
+
+    Attributes:
+        strides: of y and of the gradients of its shape.
+        a, b: the operands, copied where their dimensions cannot be described.
+        rows: the outer dimensions; None where y is one row and the operands lie like it.
+        cols: the innermost dimension.
+        steps: column strides of the operands.
+    """
+
+    strides: list[int]
+    a: Tensor
+    b: Tensor
+    rows: Rows | None
+    cols: int
+    steps: tuple[int, int]
+
+
+def _walk(a: Tensor, b: Tensor | None) -> _Walk:
+    shape = a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape)
+    operands = [a if b is None else a.expand(shape), a if b is None else b.expand(shape)]
+    order = memory_order(shape, [t.stride() for t in (operands[:1] if b is None else operands)])
+    strides = dense_strides(shape, order)
+    for _ in range(2):
+        sizes, steps = merge([shape[dim] for dim in order], [[of.stride()[dim] for dim in order] for of in operands])
+        rows = outer_rows(sizes[:-1], [of[:-1] for of in steps])
+        if rows is not None:
+            break
+        operands = [torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).copy_(t) for t in operands]
+    assert rows is not None
+    cols = sizes[-1] if sizes else 1
+    last = (steps[0][-1], steps[1][-1]) if sizes else (1, 1)
+    flat = len(sizes) <= 1 and last == (1, 1)
+    return _Walk(strides, operands[0], operands[1], None if flat else rows, cols, last)
+
+
+def _like(walk: _Walk, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, walk.strides, dtype=dtype, device=device)
+
+
+def _numbers(walk: _Walk) -> tuple[list[int], dict[str, Any]]:
+    """Lengths and strides in units, and the constants that say what they mean."""
+    if walk.rows is None:
+        return [1, walk.cols, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1], {"FLAT": True, "SIMPLE": True, "UNIT": 1}
+    rows = walk.rows
+    first, second = rows.strides
+    size = unit(walk.cols, *first, *second)
+    numbers = [rows.count, walk.cols // size, rows.middle, rows.inner]
+    numbers += [*(s // size for s in first), walk.steps[0], *(s // size for s in second), walk.steps[1]]
+    return numbers, {"FLAT": False, "SIMPLE": rows.simple, "UNIT": size}
+
+
+def _constants(
+    combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    return {
+        "COMBINE": combine,
+        "ACTIVATION": activation,
+        "SCALE": scale * (dropout.scale(dropout_p) if seed is not None else 1.0),
+        "THRESHOLD": dropout.threshold(dropout_p) if seed is not None else 0,
+        "WIDE": compute_dtype(dtype) == torch.float64,
+    }
+
+
+def _plan_and_grid(walk: _Walk, device: torch.device) -> tuple[plan.Plan, tuple[int]]:
+    layout = plan.chain(None if walk.rows is None else walk.cols, plan.device_of(device).warp_size)
+    count = 1 if walk.rows is None else walk.rows.count
+    return layout, (-(-walk.cols // layout.block) * -(-count // layout.rows),)
+
+
+def _result_dtype(a: Tensor, b: Tensor | None) -> torch.dtype:
+    return a.dtype if b is None else torch.result_type(a, b)
+
+
+@torch.library.triton_op("kernel_fusion::triton_pointwise_fwd", mutates_args={})
+def forward(
+    a: Tensor,
+    b: Tensor | None,
+    combine: str,
+    activation: str,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y, with the strides that PyTorch's pointwise operations give it, and their dtype unless `out_dtype` is given."""
+    dtype, walk = _result_dtype(a, b), _walk(a, b)
+    shape = a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape)
+    y = _like(walk, shape, out_dtype or dtype, a.device)
+    layout, grid = _plan_and_grid(walk, a.device)
+    numbers, meaning = _numbers(walk)
+    launch(
+        kernels.pointwise_fwd, grid, walk.a, walk.b, seed, y, *numbers, **meaning, **tile(layout), warps=layout.warps,
+        **_constants(combine, activation, scale, dropout_p, seed, dtype),
+    )  # fmt: skip
+    return y
+
+
+@torch.library.triton_op("kernel_fusion::triton_pointwise_bwd", mutates_args={})
+def backward(
+    dy: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    combine: str,
+    activation: str,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """da and db of the shape of y; db of the shape of b where that is one row; unwanted, without elements."""
+    dtype, walk = _result_dtype(a, b), _walk(a, b)
+    cotangent = _like(walk, dy.shape, dy.dtype, dy.device)
+    cotangent = dy if cotangent.stride() == dy.stride() else cotangent.copy_(dy)
+    constants = _constants(combine, activation, scale, dropout_p, seed, dtype)
+    nothing = a.new_empty(0)
+    if b is not None and wants[1] and _is_row(walk):
+        da, db = _backward_columns(cotangent, walk, seed, wants[0], constants)
+        return da, db.view(b.shape)
+    # An operand that was broadcast gets the sum of what is here in the result's dtype, as in PyTorch.
+    a_dtype = a.dtype if a.shape == dy.shape else dtype
+    da = _like(walk, dy.shape, a_dtype, dy.device) if wants[0] else nothing
+    db = nothing
+    if b is not None and wants[1]:
+        db = _like(walk, dy.shape, b.dtype if b.shape == dy.shape else dtype, dy.device)
+    layout, grid = _plan_and_grid(walk, a.device)
+    numbers, meaning = _numbers(walk)
+    launch(
+        kernels.pointwise_bwd, grid, cotangent, walk.a, walk.b, seed, da, db, *numbers, **meaning, **tile(layout),
+        DA=wants[0], DB=b is not None and wants[1], warps=layout.warps, **constants,
+    )  # fmt: skip
+    return da, db
+
+
+def _is_row(walk: _Walk) -> bool:
+    """Whether b is one row under every row of a, which is dense."""
+    rows = walk.rows
+    return rows is not None and rows.simple and rows.strides == ((walk.cols, 0, 0), (0, 0, 0)) and walk.steps == (1, 1)
+
+
+def _backward_columns(
+    dy: Tensor, walk: _Walk, seed: Tensor | None, wants_da: bool, constants: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    assert walk.rows is not None
+    device = plan.device_of(dy.device)
+    layout = plan.columns(walk.cols, device.warp_size)
+    tiles = -(-walk.cols // layout.block)
+    programs = max(1, device.programs(layout.warps) // tiles)
+    wide = torch.float64 if constants["WIDE"] else torch.float32
+    partials = torch.empty((1, programs, walk.cols), dtype=wide, device=dy.device)
+    shape = dy.shape if wants_da else (0,)
+    strides = walk.strides if wants_da else [1]
+    da = torch.empty_strided(shape, strides, dtype=walk.a.dtype, device=dy.device)
+    db = torch.empty(walk.cols, dtype=walk.b.dtype, device=dy.device)
+    size = unit(walk.cols)
+    launch(
+        kernels.pointwise_bwd_columns, (tiles, programs),
+        dy, walk.a, walk.b, seed, da, partials, walk.rows.count, walk.cols // size,
+        DA=wants_da, UNIT=size, **tile(layout), warps=layout.warps, **constants,
+    )  # fmt: skip
+    sum_partials(partials, [db])
+    return da, db
+
+
+class Chain(torch.autograd.Function):
+    """Autograd of the operator; arguments as for `kernel_fusion::pointwise`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """y."""
+        a, b, *rest, seed = args
+        ctx.save_for_backward(a, b, seed)
+        ctx.call = tuple(rest)
+        return torch.ops.kernel_fusion.triton_pointwise_fwd(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of a and b."""
+        (dy,) = grads
+        a, b, seed = ctx.saved_tensors
+        wants = [*ctx.needs_input_grad[:2]]
+        if torch.is_grad_enabled():
+            y = torch.ops.kernel_fusion.pointwise_reference(a, b, *ctx.call, seed)
+            found = autograd.differentiable([y], [dy], [a, b], wants)
+        else:
+            results = torch.ops.kernel_fusion.triton_pointwise_bwd(dy, a, b, *ctx.call, seed, wants)
+            found = [
+                t.sum_to_size(of.shape).to(of.dtype) if wanted else None
+                for t, of, wanted in zip(results, (a, b), wants, strict=True)
+            ]
+        return found[0], found[1], *(None,) * 5
+
+
+def pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
+    """`kernel_fusion::pointwise` on the Triton kernels."""
+    args = (a, b, *rest)
+    if autograd.needs_definition([a, b], [rest[-1]]) or not _broadcast(a, b):
+        return torch.ops.kernel_fusion.pointwise_reference(*args)  # type: ignore[no-any-return]
+    if autograd.requires_grad(a, b):
+        return Chain.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.ops.kernel_fusion.triton_pointwise_fwd(*args)  # type: ignore[no-any-return]
+
+
+def _broadcast(a: Tensor, b: Tensor | None) -> bool:
+    """Whether the shapes go together; where they do not, the definition raises in PyTorch's words."""
+    if b is None:
+        return True
+    pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    return all(m == n or m == 1 or n == 1 for m, n in pairs)

@@ -1,0 +1,147 @@
+"""Reductions: the operator on the kernels, and its autograd.
+
+Dimensions that are reduced and neighbours in memory are one; each such run is one reduction, the first with the
+function of the elements, the others sums of sums. Long runs are cut into sections, whose sums are reduced in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton.kernels.reduce import reduce_columns, reduce_rows
+from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.layout import product
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import compute_dtype
+
+_MAPS = {"sum_squared": "square", "mean_abs": "abs"}
+
+
+def _canonical(dim: Sequence[int], ndim: int) -> list[int]:
+    """The reduced dimensions in order; none given means all."""
+    return sorted(d % ndim for d in dim) if len(dim) else list(range(ndim))
+
+
+def _runs(dims: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring dimensions as (first, one past the last), the innermost run first."""
+    runs: list[tuple[int, int]] = []
+    for dim in dims:
+        if runs and runs[-1][1] == dim:
+            runs[-1] = (runs[-1][0], dim + 1)
+        else:
+            runs.append((dim, dim + 1))
+    return runs[::-1]
+
+
+@torch.library.triton_op("kernel_fusion::triton_reduce_fwd", mutates_args={})
+def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Tensor:
+    """The reduction of `kind` ("sum_squared", "mean_abs") over `dim`, in `dtype`."""
+    dims = _canonical(dim, input.dim())
+    wide = compute_dtype(input.dtype if input.dtype == torch.float64 else dtype)
+    count = product([input.shape[d] for d in dims])
+    runs = _runs(dims)
+    values, map = input, _MAPS[kind]
+    for i, (first, end) in enumerate(runs):
+        last = i == len(runs) - 1
+        shape = [*values.shape[:first], *(1,) * (end - first), *values.shape[end:]]
+        finished = (dtype, count if kind == "mean_abs" else None) if last else (wide, None)
+        values = _reduce_run(values, first, end, map, wide, *finished).view(shape)
+        map = "none"
+    kept = [n for d, n in enumerate(values.shape) if keepdim or d not in dims]
+    return values.view(kept)
+
+
+def _reduce_run(
+    x: Tensor, first: int, end: int, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None
+) -> Tensor:
+    """x, reduced over dimensions first ... end - 1: contiguous, of shape (outer, inner)."""
+    rows, length, inner = product(x.shape[:first]), product(x.shape[first:end]), product(x.shape[end:])
+    if inner == 1:
+        matrix = x.reshape(rows, length)
+        if matrix.stride(1) != 1:
+            matrix = matrix.contiguous()
+        return _reduce_rows(matrix, map, wide, dtype, count)
+    cube = x.reshape(rows, length, inner)
+    if cube.stride(2) != 1:
+        cube = cube.contiguous()
+    return _reduce_columns(cube, map, wide, dtype, count)
+
+
+def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
+    rows, length = x.shape
+    sections = -(-length // plan.ROW_SECTION)
+    final = sections == 1
+    out = torch.empty((rows, sections), dtype=dtype if final else wide, device=x.device)
+    # A row is added up chunk by chunk, so that no plan but the shortest rows' depends on their length.
+    layout = plan.row_plan(min(length, plan.CHUNK), wide == torch.float64, plan.device_of(x.device).warp_size)
+    launch(
+        reduce_rows, (-(-rows // layout.rows), sections),
+        x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count,
+        MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
+    )  # fmt: skip
+    return out if final else _reduce_rows(out, "none", wide, dtype, count)
+
+
+def _reduce_columns(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None) -> Tensor:
+    outer, length, cols = x.shape
+    sections = -(-length // plan.COLUMN_SECTION)
+    final = sections == 1
+    out = torch.empty((outer, sections, cols), dtype=dtype if final else wide, device=x.device)
+    layout = plan.columns(cols, plan.device_of(x.device).warp_size)
+    launch(
+        reduce_columns, (-(-cols // layout.block) * outer, sections),
+        x, out, length, plan.COLUMN_SECTION, cols, x.stride(0), x.stride(1), 1 if count is None else count,
+        MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
+    )  # fmt: skip
+    return out if final else _reduce_columns(out, "none", wide, dtype, count)
+
+
+class Reduce(torch.autograd.Function):
+    """Autograd of the operator; arguments as for `kernel_fusion::reduce`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """The reduction."""
+        input, dim, keepdim, kind, dtype = args
+        ctx.save_for_backward(input)
+        ctx.call = dim, keepdim, kind, dtype
+        return torch.ops.kernel_fusion.triton_reduce_fwd(input, dim, keepdim, kind, dtype or input.dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of the input, which is a pointwise chain: 2 x dy, or sign(x) dy / count."""
+        (dy,) = grads
+        (x,) = ctx.saved_tensors
+        dim, keepdim, kind, dtype = ctx.call
+        if torch.is_grad_enabled():
+            y = torch.ops.kernel_fusion.reduce_reference(x, dim, keepdim, kind, dtype)
+            return autograd.differentiable([y], [dy], [x], [True])[0], *(None,) * 4
+        dims = _canonical(dim, x.dim())
+        if not keepdim:
+            for d in dims:
+                dy = dy.unsqueeze(d)
+        # Scaled here, where dy is small: a scale is compiled in, and the count may be that of rows.
+        if kind == "sum_squared":
+            chain = "mul", IDENTITY, 2.0
+        else:
+            chain = "gate", "sign", 1.0
+            dy = dy.to(compute_dtype(dy.dtype)) / product([x.shape[d] for d in dims])
+        dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
+        return dx, *(None,) * 4
+
+
+def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
+    """`kernel_fusion::reduce` on the Triton kernels."""
+    args = (input, list(dim), keepdim, kind, dtype)
+    valid = all(-input.dim() <= d < input.dim() for d in dim) and len({d % input.dim() for d in dim}) == len(dim)
+    floating = dtype is None or dtype.is_floating_point
+    if autograd.needs_definition([input]) or input.dim() == 0 or not (valid and floating):
+        return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
+    if autograd.requires_grad(input):
+        return Reduce.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.ops.kernel_fusion.triton_reduce_fwd(input, list(dim), keepdim, kind, dtype or input.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,287 @@
+"""LayerNorm and RMSNorm with their stages: the operators on the kernels, and their autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
+from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
+from kernel_fusion.core import checks, dropout
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import compute_dtype
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def _stages(pre_activation: str, activation: str, dropout_p: float, seed: Tensor | None) -> dict[str, Any]:
+    """The constants of the stages."""
+    active = seed is not None
+    return {
+        "PRE": pre_activation,
+        "ACTIVATION": activation,
+        "THRESHOLD": dropout.threshold(dropout_p) if active else 0,
+        "KEPT_SCALE": dropout.scale(dropout_p) if active else 1.0,
+    }
+
+
+def _in_units(rows: Rows, cols: int) -> tuple[int, list[int], list[int]]:
+    """The unit, the lengths (rows, columns, middle, inner) and all strides in it."""
+    strides = [stride for of in rows.strides for stride in of]
+    size = unit(cols, *strides)
+    return size, [rows.count, cols // size, rows.middle, rows.inner], [stride // size for stride in strides]
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_fwd", mutates_args={})
+def forward(
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype,
+    rms: bool,
+    pre_activation: str,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    wants_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
+    given = [input] if residual is None else [input, residual]
+    tensors, rows = rows_of(given, num_dims)
+    x, r = tensors[0], tensors[-1]
+    cols = product(input.shape[input.dim() - num_dims :])
+    wide = compute_dtype(input.dtype)
+    y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
+    h = torch.empty(input.shape if residual is not None else (0,), dtype=r.dtype, device=input.device)
+    kinds = 0 if not wants_stats else 1 if rms else 2
+    stats = torch.empty((kinds, rows.count), dtype=wide, device=input.device)
+    device = plan.device_of(input.device)
+    layout = plan.norm_forward(cols, wide == torch.float64, device.warp_size)
+    size, lengths, strides = _in_units(Rows(rows.count, rows.middle, rows.inner, (rows.strides * 2)[:2]), cols)
+    launch(
+        fwd_kernel, (-(-rows.count // layout.rows),),
+        x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
+        EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed),
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
+        STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **tile(layout),
+        LOOPED=layout.looped, warps=layout.warps,
+    )  # fmt: skip
+    return y, h, stats
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd", mutates_args={})
+def backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    x: Tensor | None,
+    stats: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    weight_offset: float,
+    rms: bool,
+    pre_activation: str,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    stored: bool,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dresidual, dweight, dbias; those that are not wanted have no elements.
+
+    Args:
+        dy, dh: what arrives at y and at h.
+        h: what was normalised, if it was `stored`; else the input, of which it is computed again.
+        x: the input, where h was stored and there is a pre-activation.
+        bias: where there is an activation.
+    """
+    tensors, rows = rows_of([dy, h, h if x is None else x], num_dims)
+    shape = h.shape[h.dim() - num_dims :]
+    cols = product(shape)
+    dtypes = (input_dtype, h.dtype, input_dtype if weight is None else weight.dtype, bias_dtype or input_dtype)
+    shapes = (h.shape, h.shape, shape, shape)
+    dx, dresidual, dweight, dbias = (
+        torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
+        for of, dtype, wanted in zip(shapes, dtypes, wants, strict=True)
+    )
+    device = plan.device_of(h.device)
+    is_wide = stats.dtype == torch.float64
+    sums = wants[2] or wants[3]
+    layout = plan.norm_backward(cols, is_wide, sums, device.warp_size)
+    size, lengths, strides = _in_units(rows, cols)
+    given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
+    constants = {
+        "OFFSET": weight_offset, **_stages(pre_activation, activation, dropout_p, seed), "STORED": stored,
+        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RMS": rms, "WIDE": is_wide,
+        "FLAT": rows.simple, "UNIT": size, "DWEIGHT": wants[2], "DBIAS": wants[3],
+    }  # fmt: skip
+    by_columns = sums and layout.looped
+    programs = device.programs(layout.warps)
+    column_plan = plan.columns(cols, device.warp_size)
+    column_tiles = -(-cols // column_plan.block)
+    if by_columns:
+        programs = max(1, device.programs(column_plan.warps) // column_tiles)
+    partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
+    if wants[0] or wants[1] or not by_columns:
+        launch(
+            bwd.row_norm_bwd, (device.programs(layout.warps),),
+            *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
+            HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], **tile(layout), LOOPED=layout.looped,
+            warps=layout.warps, **constants,
+        )  # fmt: skip
+    if by_columns:
+        launch(
+            bwd.row_norm_bwd_columns, (column_tiles, programs),
+            *given, partials, *lengths, *strides[:-3], **tile(column_plan), warps=column_plan.warps, **constants,
+        )  # fmt: skip
+    if sums:
+        sum_partials(partials, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
+    return dx, dresidual, dweight, dbias
+
+
+def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Add partial rows, of shape (one or two sums, programs, columns), into one or two outputs."""
+    _, programs, cols = partials.shape
+    block = min(128, plan.row_plan(cols, False, 32).block)
+    launch(
+        bwd.sum_partials, (-(-cols // block), len(outputs)),
+        partials, outputs[0], outputs[-1], programs, cols,
+        PARTIALS=16, BLOCK=block, WIDE=partials.dtype == torch.float64, warps=4,
+    )  # fmt: skip
+
+
+class StagedRowNorm(torch.autograd.Function):
+    """Autograd of the operator; arguments as for `kernel_fusion::staged_row_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        """y, and h or nothing."""
+        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, pre, act, p, seed = args
+        y, h, stats = _forward(*args, wants_stats=True)
+        if residual is None:
+            ctx.mark_non_differentiable(h)
+        ctx.set_materialize_grads(False)
+        stored = residual is not None
+        # With h at hand, backward needs the input for the slope of the pre-activation alone.
+        kept = input if not stored or pre != IDENTITY else None
+        ctx.save_for_backward(kept, h if stored else None, weight, bias, seed, stats)
+        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms, pre, act, p
+        ctx.stored, ctx.input_dtype = stored, input.dtype
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of input, residual, weight and bias."""
+        dy, dh = grads
+        wants = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
+        if dy is None and dh is None:
+            return (None,) * 13
+        if torch.is_grad_enabled():
+            found = _differentiable_backward(ctx, dy, dh, wants)
+        else:
+            found = _kernel_backward(ctx, dy, dh, wants)
+        return found[0], found[1], None, found[2], found[3], *(None,) * 8
+
+
+def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
+    input, residual, num_dims, weight, bias, eps, offset, out_dtype, *stages = args
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.kernel_fusion.triton_row_norm_fwd(
+        input, residual, num_dims, weight, bias, eps, offset, out_dtype or input.dtype, *stages, wants_stats
+    )
+    return result
+
+
+def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
+    x, h, weight, bias, seed, stats = ctx.saved_tensors
+    num_dims, _, offset, out_dtype, rms, pre, act, p = ctx.call
+    normalised = h if ctx.stored else x
+    if dy is None:
+        dy = torch.zeros_like(normalised, dtype=out_dtype)
+    # Without a stage between them, dx is dresidual.
+    same = ctx.stored and pre == IDENTITY and seed is None and h.dtype == ctx.input_dtype and wants[0]
+    asked = [False, True, *wants[2:]] if same else wants
+    results = torch.ops.kernel_fusion.triton_row_norm_bwd(
+        dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if act != IDENTITY else None,
+        ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, pre, act, p, seed, ctx.stored, asked,
+    )  # fmt: skip
+    dx, dresidual, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
+    return [dresidual if same else dx, dresidual if wants[1] else None, dweight, dbias]
+
+
+def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
+    """The definition's gradients: through h, where it was stored, and from there to the input."""
+    x, h, weight, bias, seed, _ = ctx.saved_tensors
+    num_dims, eps, offset, out_dtype, rms, pre, act, p = ctx.call
+    reference = torch.ops.kernel_fusion.staged_row_norm_reference
+    affine = weight, bias, eps, offset, out_dtype, rms
+    if not ctx.stored:
+        y, _ = reference(x, None, num_dims, *affine, pre, act, p, seed)
+        dx, dweight, dbias = autograd.differentiable([y], [dy], [x, weight, bias], [wants[0], *wants[2:]])
+        return [dx, None, dweight, dbias]
+    total, dweight, dbias = None, None, None
+    if dy is not None:
+        # In the compute type, so that y of a narrow h is not rounded on the way.
+        y, _ = reference(h, None, num_dims, *affine, IDENTITY, act, 0.0, None)
+        total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:]])
+    if dh is not None:
+        total = dh if total is None else total + dh
+    assert total is not None
+    dx = None
+    if wants[0]:
+        dx = _through_stages(total, x, pre, p, seed, ctx.input_dtype)
+    return [dx, total if wants[1] else None, dweight, dbias]
+
+
+def _through_stages(
+    du: Tensor, x: Tensor | None, pre: str, p: float, seed: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The gradient of x, where u = dropout(pre_activation(x)) and `du` is that of u."""
+    chain = torch.ops.kernel_fusion.pointwise_reference
+    if pre != IDENTITY:
+        assert x is not None
+        u = chain(x.to(du.dtype).contiguous(), None, "first", pre, 1.0, p, seed)
+        return autograd.differentiable([u], [du], [x], [True])[0]
+    return (du if seed is None else chain(du.contiguous(), None, "first", IDENTITY, 1.0, p, seed)).to(dtype)
+
+
+def staged_row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+    *stages: Any,
+) -> tuple[Tensor, Tensor]:
+    """`kernel_fusion::staged_row_norm` on the Triton kernels."""
+    args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages)
+    shape = input.shape[input.dim() - num_dims :]
+    if autograd.needs_definition([input, residual, weight, bias], [stages[-1]]) or not checks.parameters_fit(
+        shape, weight, bias
+    ):
+        return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
+    verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    checks.residual(verb, input, residual)
+    if autograd.requires_grad(input, residual, weight, bias):
+        return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+    y, h, _ = _forward(*args, wants_stats=False)
+    return y, h

@@ -1,0 +1,108 @@
+"""Softmax over the last dimension: the operators on the kernels, and their autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton.kernels import softmax as kernels
+from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
+from kernel_fusion.core.spec import compute_dtype
+
+
+def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Rows]:
+    """Input and mask as rows; the mask's columns may have any stride, so that a broadcast mask is not copied."""
+    if mask is None:
+        tensors, rows = rows_of([input], 1)
+        return tensors[0], None, Rows(rows.count, rows.middle, rows.inner, (*rows.strides, (0, 0, 0)))
+    x = input if input.stride(-1) == 1 or input.shape[-1] == 1 else input.contiguous()
+    for given, by in ((x, mask), (x.contiguous(), mask), (x.contiguous(), mask.contiguous())):
+        found = outer_rows(*merge(given.shape[:-1], [given.stride()[:-1], by.stride()[:-1]]))
+        if found is not None:
+            return given, by, found
+    raise AssertionError("contiguous tensors are rows of one stride")
+
+
+@torch.library.triton_op("kernel_fusion::triton_softmax_fwd", mutates_args={})
+def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """y, contiguous; `mask` has the shape of the input, with any strides."""
+    cols = input.shape[-1]
+    x, by, rows = _layout(input, mask)
+    y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    wide = compute_dtype(input.dtype) == torch.float64
+    layout = plan.row_plan(cols, wide, plan.device_of(input.device).warp_size)
+    size = unit(cols, *rows.strides[0])
+    launch(
+        kernels.softmax_fwd, (-(-rows.count // layout.rows),),
+        x, by, y, rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner,
+        *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1),
+        SCALE=scale, MASK="none" if by is None else "bool" if by.dtype == torch.bool else "additive", CAUSAL=causal,
+        WIDE=wide, FLAT=rows.simple, UNIT=size, **tile(layout), LOOPED=layout.looped, warps=layout.warps,
+    )  # fmt: skip
+    return y
+
+
+@torch.library.triton_op("kernel_fusion::triton_softmax_bwd", mutates_args={})
+def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """dx, contiguous."""
+    dy, cols = dy.contiguous(), y.shape[-1]
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    wide = compute_dtype(y.dtype) == torch.float64
+    layout = plan.softmax_backward(cols, wide, plan.device_of(y.device).warp_size)
+    size, num_rows = unit(cols), y.numel() // cols
+    launch(
+        kernels.softmax_bwd, (-(-num_rows // layout.rows),),
+        dy, y, dx, num_rows, cols // size,
+        SCALE=scale, WIDE=wide, UNIT=size, **tile(layout), LOOPED=layout.looped, warps=layout.warps,
+    )  # fmt: skip
+    return dx
+
+
+class Softmax(torch.autograd.Function):
+    """Autograd of the operator; arguments as for `kernel_fusion::softmax`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """y."""
+        input, mask, scale, _ = args
+        y: Tensor = torch.ops.kernel_fusion.triton_softmax_fwd(*args)
+        ctx.save_for_backward(y)
+        ctx.scale, ctx.dtypes = scale, (input.dtype, None if mask is None else mask.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of the input and of an additive mask."""
+        (dy,) = grads
+        (y,) = ctx.saved_tensors
+        # y carries its own history, so that the formula in it is differentiable.
+        gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
+        dx, dmask = (
+            gradient(dy, y, scale).to(dtype) if wanted else None
+            for scale, dtype, wanted in zip((ctx.scale, 1.0), ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+        )
+        return dx, dmask, None, None
+
+
+def _formula(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    wide = compute_dtype(y.dtype)
+    product = dy.to(wide) * y.to(wide)
+    return scale * (product - y.to(wide) * product.sum(-1, keepdim=True))
+
+
+def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """`kernel_fusion::softmax` on the Triton kernels."""
+    args = (input, mask, scale, causal)
+    if autograd.needs_definition([input], [mask]) or (mask is not None and not _is_mask(mask, input)):
+        return torch.ops.kernel_fusion.softmax_reference(*args)  # type: ignore[no-any-return]
+    if autograd.requires_grad(input, mask):
+        return Softmax.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.ops.kernel_fusion.triton_softmax_fwd(*args)  # type: ignore[no-any-return]
+
+
+def _is_mask(mask: Tensor, input: Tensor) -> bool:
+    return mask.shape == input.shape and (mask.dtype == torch.bool or mask.is_floating_point())

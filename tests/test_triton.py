@@ -1,0 +1,291 @@
+"""The Triton backend: results, launches, dropout, autograd and the ways to reach it.
+
+On a machine without a GPU the kernels run in Triton's interpreter (conftest.py), so shapes are small. That they compile
+for GPUs is the subject of test_triton_offline.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import TRITON, check, python
+from torch import Tensor
+
+import kernel_fusion as kf
+from kernel_fusion.backends import select
+from kernel_fusion.backends.eager.dropout import random_bits
+from kernel_fusion.backends.triton import plan
+from kernel_fusion.core.activations import CODES
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.testing import cases
+from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DEVICE = TRITON.device
+
+
+def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
+
+
+# Each verb, of tensors of which the first two, where there are two, have the shape (rows, cols).
+CALLS: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, r, w, **k: kf.layer_norm(x, w.shape, w, activation="gelu", **k),
+    "rms_norm": lambda x, r, w, **k: kf.rms_norm(x, w.shape, w, **k),
+    "add_layer_norm": lambda x, r, w, **k: kf.add_layer_norm(x, r, w.shape, w, pre_activation="silu", **k),
+    "add_rms_norm": lambda x, r, w, **k: kf.add_rms_norm(x, r, w.shape, w, bias=w, activation="silu", **k),
+    "add_act": lambda x, r, w, **k: kf.add_act(x, r, "gelu", **k),
+    "mul_act": lambda x, r, w, **k: kf.mul_act(x, w, "tanh", **k),
+    "bias_act": lambda x, r, w, **k: kf.bias_act(x, w, "silu", **k),
+    "act_dropout": lambda x, r, w, **k: kf.act_dropout(x, "gelu", 0.0, **k),
+    "gated_act": lambda x, r, w, **k: kf.gated_act(x, r, "silu", **k),
+    "sum_squared": lambda x, r, w, **k: kf.sum_squared(x, -1, **k),
+    "mean_abs": lambda x, r, w, **k: kf.mean_abs(x, 0, **k),
+    "softmax": lambda x, r, w, **k: kf.softmax(x, mask=w, **k),
+    "attention_scores": lambda x, r, w, **k: kf.attention_scores(x, r, normalize=True, causal=True, **k),
+}
+
+
+def _first(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+# Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail;
+# the rest are ways of this backend alone: rows that are looped over in either direction, in each family; up to three
+# strides of rows, and more; columns of bias summed in tiles; sections of reductions.
+def _own_cases() -> Iterator[Case]:
+    stages = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
+    yield RowNormCase("layer_norm", (2, 8193), F32, weight=F32, bias=F32)
+    yield RowNormCase("rms_norm", (2, 8200), F32, weight=F32)
+    yield StagedNormCase("add_layer_norm", (1, 33000), F32, weight=F32, residual=F32, **stages)
+    yield SoftmaxCase("softmax", (1, 33000), F32)
+    yield SoftmaxCase("softmax", (2, 33000), F32, causal=True)
+    yield ReduceCase("mean_abs", (2100, 5), F32, dim=0)
+    yield RowNormCase("layer_norm", (4, 3, 96), F32, weight=F32, layout="transposed")
+    yield StagedNormCase("add_rms_norm", (3, 2, 4, 40), BF16, weight=F32, residual=F32, layout="transposed")
+    yield PointwiseCase("mul_act", (8, 3, 1, 17), F32, other=(5, 1))
+    yield PointwiseCase("add_act", (4, 6, 8, 10), F32, layout="channels-last", other=(6, 1, 1))
+    yield PointwiseCase("bias_act", (70, 1030), F32, activation="gelu", other=(1030,))
+    yield PointwiseCase("add_act", (30, 100), F16, layout="transposed", other_layout="strided")
+    yield ReduceCase("sum_squared", (4, 5, 6, 7), F32, dim=(0, 2))
+    yield SoftmaxCase("softmax", (2, 3, 9, 40), F32, mask="boolean", mask_shape=(2, 1, 1, 40), causal=True)
+    yield SoftmaxCase("softmax", (2, 3, 9, 40), BF16, mask="additive", mask_shape=(3, 1, 40))
+
+
+def _affordable(case: Case) -> bool:
+    """On a GPU all; in the interpreter those that take about a second, which leaves every verb, dtype and stage."""
+    return DEVICE == "cuda" or (case.draws <= 4 and math.prod(case.shape) <= 17000)
+
+
+@pytest.mark.parametrize("case", [*filter(_affordable, cases.cases(quick=True)), *_own_cases()], ids=str)
+def test_within_budget(case: Case) -> None:
+    """Every verb, stage, activation, dtype and direction is within the oracle's budget."""
+    check(case, TRITON)
+
+
+def test_activations_are_those_of_the_table() -> None:
+    """The Triton file names the activations of core/activations.py, in the order of their codes."""
+    from kernel_fusion.backends.triton.kernels import activations
+
+    assert list(activations.NAMES) == list(CODES)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("name", kf.ACTIVATIONS)
+def test_activations_take_nan_and_infinities_as_the_definition(name: str, value: float) -> None:
+    """Value and slope of infinities, and the value of NaN, are the definition's; PyTorch's slopes at NaN disagree."""
+    results = []
+    for backend in ("triton", "eager"):
+        x = torch.full((4,), value, device=DEVICE, requires_grad=True)
+        y = kf.act_dropout(x, name, 0.0, backend=backend)
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        results.append((y.detach(), slope if math.isinf(value) else y.detach()))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
+# Grid rationale. 64: every row begins with a block of random bits; 63: none but the first does; 4099: several tiles.
+@pytest.mark.parametrize("cols", [64, 63, 4099])
+@pytest.mark.parametrize("p", [0.25, 1.0])
+def test_dropout_is_the_definitions(cols: int, p: float) -> None:
+    """The kernels drop the elements that the definition drops, in chains and in norms."""
+    x = torch.ones(5, cols, device=DEVICE)
+    torch.manual_seed(3)
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=DEVICE)
+    kept = (random_bits(seed, x.numel()) >= round(p * 65536)).view(x.shape)
+    for call in (
+        lambda: kf.act_dropout(x, None, p, backend="triton"),
+        lambda: kf.add_layer_norm(x, torch.zeros_like(x), cols, dropout_p=p, backend="triton").residual,
+    ):
+        torch.manual_seed(3)
+        with TRITON.ran(1, 0):
+            assert torch.equal(call() != 0, kept)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_bits_for_any_number_of_rows(name: str) -> None:
+    """A row's result does not depend on the rows around it, and a call gives the same bits twice."""
+    if name in ("mean_abs", "attention_scores"):
+        pytest.skip("its rows are not independent")
+    x, r, w = (t.detach() for t in _leaves((9, 40), (9, 40), (40,)))
+    whole = _first(CALLS[name](x, r, w, backend="triton"))
+    assert torch.equal(whole, _first(CALLS[name](x, r, w, backend="triton")))
+    assert torch.equal(whole[:2], _first(CALLS[name](x[:2], r[:2], w, backend="triton")))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_computed_only_where_wanted(name: str) -> None:
+    """Each input alone gets the gradient that it gets among all, and `dy` is left alone."""
+    leaves = _leaves((9, 40), (9, 40), (40,))
+    y = _first(CALLS[name](*leaves, backend="triton"))
+    dy = torch.randn_like(y)
+    before = dy.clone()
+    together = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+    for i, expected in enumerate(together):
+        if expected is None:
+            continue
+        alone = [t.detach().requires_grad_(i == j) for j, t in enumerate(leaves)]
+        y = _first(CALLS[name](*alone, backend="triton"))
+        assert torch.equal(torch.autograd.grad(y, alone[i], dy)[0], expected)
+    assert torch.equal(dy, before)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_double_backward(name: str) -> None:
+    """Second derivatives are right: a differentiated backward is the definition's."""
+    leaves = _leaves((3, 4), (3, 4), (4,), dtype=F64)
+    assert torch.autograd.gradgradcheck(lambda *t: _first(CALLS[name](*t, backend="triton")), leaves, fast_mode=True)
+
+
+# PyTorch's own forward mode does what its own warning is about.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_transforms_take_the_definition(name: str) -> None:
+    """`torch.func.grad`, forward mode and vmap give the definition's results."""
+    x, r, w = (t.detach() for t in _leaves((5, 8), (5, 8), (8,), dtype=F64))
+    tangent = torch.randn_like(x)
+
+    def call(backend: str) -> Callable[[Tensor], Tensor]:
+        return lambda t: _first(CALLS[name](t, r, w, backend=backend))
+
+    def results(f: Callable[[Tensor], Tensor]) -> list[Any]:
+        batch = torch.stack([x, 2 * x])
+        gradient = torch.func.grad(lambda t: f(t).square().sum())(x)
+        return [gradient, *torch.func.jvp(f, (x,), (tangent,)), torch.vmap(f)(batch)]
+
+    torch.testing.assert_close(results(call("triton")), results(call("eager")))
+
+
+def test_empty_tensors_launch_nothing() -> None:
+    """There is nothing to launch for tensors without elements, and the result is the definition's."""
+    x = torch.empty(0, 8, device=DEVICE)
+    assert kf.layer_norm(x, 8, backend="triton").shape == (0, 8)
+    assert kf.mean_abs(x, backend="triton").isnan()
+
+
+def test_errors_are_those_of_every_backend() -> None:
+    """Shapes and dtypes that do not fit are refused in the same words as elsewhere."""
+    x = torch.randn(4, 8, device=DEVICE)
+    calls: list[Callable[[str], Any]] = [
+        lambda b: kf.layer_norm(x, 8, torch.ones(7, device=DEVICE), backend=b),
+        lambda b: kf.layer_norm(x, 8, torch.ones(8, device=DEVICE, dtype=F64), backend=b),
+        lambda b: kf.add_rms_norm(x, x[:2], 8, backend=b),
+        lambda b: kf.add_act(x, x[:3], "relu", backend=b),
+        lambda b: kf.sum_squared(x, (0, 0), backend=b),
+    ]
+    for call in calls:
+        texts = []
+        for backend in ("triton", "eager"):
+            with pytest.raises((RuntimeError, ValueError, IndexError)) as error:
+                call(backend)
+            texts.append((type(error.value), str(error.value)))
+        assert texts[0] == texts[1]
+
+
+def test_integers_are_refused() -> None:
+    """An explicit request never falls back."""
+    with pytest.raises(
+        BackendUnavailableError, match=r"`sum_squared`: backend 'triton' was requested, but its kernels"
+    ):
+        kf.sum_squared(torch.ones(3, dtype=torch.int64, device=DEVICE), backend="triton")
+
+
+def test_without_the_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(BackendUnavailableError, match=r"the input is on cpu.*TRITON_INTERPRET=1"):
+        kf.add_act(torch.ones(3), torch.ones(3), "relu", backend="triton")
+
+
+def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is named."""
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    reason = select.unavailable_reason("triton", torch.device(DEVICE))
+    assert reason is not None
+    assert reason.startswith("the package triton is not installed")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explain(name: str) -> None:
+    """The plan of a requested call is listed, and nothing is launched."""
+    x = torch.randn(4, 12000, device=DEVICE)
+    arguments: dict[str, Any] = {"normalize": True} if name == "attention_scores" else {}
+    arguments |= {"normalized_shape": 12000} if name.endswith("norm") else {}
+    arguments |= {"activation": "relu"} if name.endswith("act") or name == "act_dropout" else {}
+    pair = name.startswith(("add", "mul", "gated", "bias", "attention"))
+    with TRITON.ran(0, 0):
+        explanation = kf.explain(getattr(kf, name), *([x, x] if pair else [x]), **arguments, backend="triton")
+    assert explanation.backend == "triton"
+    assert explanation.plan
+    if name.endswith("norm"):
+        assert [line.partition(":")[0] for line in explanation.plan] == ["forward", "backward", "dweight, dbias"]
+
+
+# Grid rationale. Powers of two and their neighbours, at the borders of blocks and of what is looped over.
+@pytest.mark.parametrize("cols", [1, 15, 16, 17, 1024, 1025, 8192, 8193, 32768, 32769, 1 << 20])
+@pytest.mark.parametrize("warp_size", [32, 64])
+@pytest.mark.parametrize("wide", [False, True])
+def test_plans_fit(cols: int, warp_size: int, wide: bool) -> None:
+    """A block is a power of two that holds the row, or the row is looped over; a program has 1024 threads at most."""
+    plans = [
+        plan.norm_forward(cols, wide, warp_size),
+        plan.norm_backward(cols, wide, True, warp_size),
+        plan.softmax_backward(cols, wide, warp_size),
+        plan.columns(cols, warp_size),
+        plan.chain(cols, warp_size),
+    ]
+    for one in plans:
+        assert one.block & (one.block - 1) == 0
+        assert one.warps * warp_size <= 1024
+    for one in plans[:3]:
+        assert one.looped or one.block >= cols
+
+
+_TAKE_OVER = """
+    import torch, kernel_fusion as kf
+    from kernel_fusion.backends import select
+    from kernel_fusion.backends.triton import operators
+    from kernel_fusion.native import schemas
+
+    select._define_triton()
+    operators.take_over(schemas.library, list(schemas.VERBS), "CPU")
+    from kernel_fusion.backends.triton.launch import launches
+    x, w = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = kf.layer_norm(x, 8, w) + kf.rms_norm(x, 8) + kf.add_act(x, w, "relu") + kf.softmax(x)
+    (y.sum() + kf.add_rms_norm(x, x, 8).output.sum() + kf.sum_squared(x)).backward()
+    with torch.inference_mode():
+        kf.layer_norm(x, 8)
+    assert kf.sum_squared(torch.ones(3, dtype=torch.int64)) == 3
+    print(sorted(launches))
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU without kernels of the extension")
+def test_a_device_without_other_kernels_takes_these_by_itself() -> None:
+    """Where the kernels take over a device type, every verb runs them without being asked to."""
+    names = python(_TAKE_OVER).stdout
+    for kernel in ("row_norm_fwd", "row_norm_bwd", "sum_partials", "pointwise_fwd", "softmax_bwd", "reduce_rows"):
+        assert kernel in names

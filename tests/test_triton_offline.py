@@ -1,0 +1,136 @@
+"""The Triton kernels without a GPU: they compile for it, once for any number of rows, and torch.compile sees them.
+
+Each test runs in a process without Triton's interpreter; triton_offline.py is what compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import python
+
+_TESTS = Path(__file__).parent
+# Kernels by name and whether they loop over a row; the looped ones are compiled for one GPU of each maker.
+_ALWAYS = {
+    ("row_norm_fwd", False),
+    ("row_norm_bwd", False),
+    ("sum_partials", False),
+    ("pointwise_fwd", False),
+    ("pointwise_bwd", False),
+    ("pointwise_bwd_columns", False),
+    ("reduce_rows", False),
+    ("reduce_columns", False),
+    ("softmax_fwd", False),
+    ("softmax_bwd", False),
+}
+_LONG = {("row_norm_fwd", True), ("row_norm_bwd", True), ("softmax_fwd", True), ("softmax_bwd", True)}
+_LONG |= {("row_norm_bwd_columns", False)}
+
+
+# Grid rationale. Three generations of NVIDIA's, one of AMD's. sm_90 compiles every activation besides, sm_80 fp64.
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942")])
+def test_every_kernel_compiles(backend: str, arch: str, tmp_path: Path) -> None:
+    """Every kernel compiles to machine code, with the constants and types with which the operators launch it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(_TESTS / "triton_offline.py"), backend, arch],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(size > 0 for _, _, size in compiled)
+    wanted = _ALWAYS | (_LONG if arch in ("90", "gfx942") else set())
+    assert {(name, looped) for name, looped, _ in compiled} >= wanted
+
+
+_CONSTANTS = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import torch
+    import triton_offline as offline
+    from kernel_fusion.backends import select
+
+    select._define_triton()
+
+    def signatures(rows, cols):
+        launches = offline.record(lambda: offline.verbs(rows, cols, torch.bfloat16))
+        named = {(launch[0].fn.__name__, str(offline.signature(launch))) for launch in launches}
+        # Reductions aside, of which one has the number of rows for a length.
+        return {(name, text) for name, text in named if not name.startswith("reduce")}
+
+    for cols in (1024, 1000, 255, 40000):
+        few, many, odd = (signatures(rows, cols) for rows in (2, 4096, 4099))
+        assert few == many == odd, (cols, few ^ many, many ^ odd)
+    assert signatures(2, 1024) != signatures(2, 2048)
+    assert signatures(16, 1056) == signatures(16, 1120), "beyond its power of two and its divisors N is no constant"
+"""
+
+
+def test_no_constant_depends_on_the_number_of_rows() -> None:
+    """What is compiled is the same for any number of rows; of N it knows the block and what divides it."""
+    python(_CONSTANTS, _TESTS, env={"TRITON_INTERPRET": None, "PYTHONPATH": str(_TESTS.parent)})
+
+
+# torch.compile asks Triton's driver for the GPU when it looks for what a kernel writes. Nothing is run: the compiled
+# graph raises.
+_TRACE = """
+    import warnings
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    import torch, triton
+    import kernel_fusion as kf
+    from kernel_fusion.backends import select
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    triton.runtime.driver.set_active(Driver())
+    select.triton_is_interpreted = lambda: True  # lets CPU tensors pass for those of a GPU
+
+    class Reached(Exception):
+        pass
+
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        def run(*_):
+            raise Reached
+        return run
+
+    def f(x, r, w):
+        y, h = kf.add_layer_norm(x, r, 256, w, activation="gelu", dropout_p=0.1, backend="triton")
+        z = kf.gated_act(kf.rms_norm(y, 256, w, backend="triton"), h, "silu", backend="triton")
+        weights = kf.softmax(kf.bias_act(z, w, "gelu", backend="triton"), backend="triton")
+        return kf.sum_squared(weights, -1, backend="triton")
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
+    w = torch.randn(256, requires_grad=True)
+    for rows in (64, 48, 33):
+        x, r = torch.randn(2, rows, 256)
+        try:
+            compiled(x.requires_grad_(), r, w)
+        except Reached:
+            pass
+    forward, backward = graphs  # of one compilation
+    kernels = [sum("triton_kernel_wrapper" in target for target in graph) for graph in graphs]
+    assert kernels[0] == 6 and kernels[1] >= 6, kernels
+    assert not any("kernel_fusion" in target for graph in graphs for target in graph), graphs
+"""
+
+
+def test_torch_compile_sees_the_kernels() -> None:
+    """One graph for any number of rows, without a break, in which Inductor finds the kernels themselves."""
+    python(_TRACE, env={"TRITON_INTERPRET": None})
