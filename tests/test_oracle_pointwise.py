@@ -153,3 +153,16 @@ def test_relu_of_nan_is_nan(any_target: Target) -> None:
         assert kf.bias_act(nan, nan, "relu", backend=any_target.backend).isnan().all()
         assert kf.gated_act(nan, nan.new_ones(17), "relu_squared", backend=any_target.backend).isnan().all()
         assert kf.act_dropout(nan, "leaky_relu", training=False, backend=any_target.backend).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
+@pytest.mark.parametrize("arriving", ["inf", "nan"])
+def test_no_gradient_where_there_is_no_slope(name: str, arriving: str, any_target: Target) -> None:
+    """Where the activation is flat the gradient is 0, whatever arrives, as PyTorch's backward has it."""
+    x = torch.full((17,), -4.0, device=any_target.device, requires_grad=True)
+    dy = torch.full_like(x, float(arriving))
+    with any_target.ran(forward=2, backward=2):
+        y = kf.act_dropout(x, name, training=False, backend=any_target.backend)
+        gated = kf.gated_act(x, dy, name, backend=any_target.backend)
+        for result, gradient in ((y, dy), (gated, torch.ones_like(x))):
+            assert torch.autograd.grad(result, x, gradient)[0].eq(0).all()

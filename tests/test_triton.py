@@ -107,6 +107,14 @@ def test_activations_take_nan_and_infinities_as_the_definition(name: str, value:
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
+def test_no_gradient_where_there_is_no_slope(name: str) -> None:
+    """Where the activation is flat the gradient is 0, whatever arrives."""
+    x = torch.full((4,), -4.0, device=DEVICE, requires_grad=True)
+    y = kf.act_dropout(x, name, 0.0, backend="triton")
+    assert torch.autograd.grad(y, x, torch.full_like(x, math.inf))[0].eq(0).all()
+
+
 # Grid rationale. 64: every row begins with a block of random bits; 63: none but the first does; 4099: several tiles.
 @pytest.mark.parametrize("cols", [64, 63, 4099])
 @pytest.mark.parametrize("p", [0.25, 1.0])

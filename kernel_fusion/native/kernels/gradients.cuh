@@ -34,7 +34,7 @@ template <class S> __device__ typename S::Acc incoming(typename S::Acc dy, typen
   using A = typename S::Acc;
   if constexpr (S::kActivation != 0) {
     using M = typename MathFor<A, typename S::DY>::type;
-    return product(dy, Activation<S::kActivation>::type::template slope<M>(fused(xhat, weight, bias)));
+    return times_slope<S::kActivation, M>(dy, fused(xhat, weight, bias));
   } else {
     return dy;
   }

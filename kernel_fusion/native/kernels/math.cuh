@@ -21,6 +21,7 @@ template <class A> struct ScalarMath {
   static KF_INLINE A of(double c) { return static_cast<A>(c); }
   static KF_INLINE A where_gt(A a, A b, A yes, A no) { return a > b ? yes : no; }
   static KF_INLINE A where_ge(A a, A b, A yes, A no) { return a >= b ? yes : no; }
+  static KF_INLINE A where_eq(A a, A b, A yes, A no) { return a == b ? yes : no; }
 };
 
 template <class A> struct Math;

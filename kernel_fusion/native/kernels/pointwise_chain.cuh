@@ -75,14 +75,14 @@ template <class S, class Result> struct Chain {
   // Of g, the gradient of f: those of a and b.
   __device__ static void gradients(A g, A a, A b, A& da, A& db) {
     if constexpr (S::kCombine == kGate) {
-      da = g * b * Act::template slope<M>(a);
+      da = act::times_slope<Act, M>(g * b, a);
       db = g * Act::template value<M>(a);
     } else if constexpr (S::kCombine == kMul) {
-      const A inner = g * Act::template slope<M>(a * b);
+      const A inner = act::times_slope<Act, M>(g, a * b);
       da = inner * b;
       db = inner * a;
     } else {
-      da = g * Act::template slope<M>(S::kCombine == kAdd ? a + b : a);
+      da = act::times_slope<Act, M>(g, S::kCombine == kAdd ? a + b : a);
       db = da;
     }
   }

@@ -29,11 +29,18 @@ template <int kCode, class M, class A, int kVec> __device__ void activate(A (&v)
   }
 }
 
+// g * activation'(at), with the same bits whatever is added to it then.
+template <int kCode, class M, class A> __device__ A times_slope(A g, A at) {
+  A product = act::times_slope<typename Activation<kCode>::type, M>(g, at);
+  settle(product);
+  return product;
+}
+
 // g = g * activation'(at)
 template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(A (&g)[kVec], const A (&at)[kVec]) {
   if constexpr (kCode != 0) {
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) g[e] = product(g[e], Activation<kCode>::type::template slope<M>(at[e]));
+    for (int e = 0; e < kVec; ++e) g[e] = times_slope<kCode, M>(g[e], at[e]);
   }
 }
 

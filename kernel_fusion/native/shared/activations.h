@@ -6,7 +6,7 @@
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, erf, reciprocal
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
-//   where_ge(a, b, yes, no)                  the same of >=
+//   where_ge, where_eq                       the same of >= and ==
 //
 // Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. Names and order are those of
 // core/activations.py, where the definitions stand; tests compare the lists, and every formula with float64.
@@ -175,5 +175,19 @@ struct elu {
     return M::where_gt(x, M::of(0), M::of(1), M::exp(x));
   }
 };
+
+// Whether PyTorch's backward selects instead of multiplying: where the slope is 0, so is the gradient, whatever arrives.
+template <class F> inline constexpr bool kSelects = false;
+template <> inline constexpr bool kSelects<sign> = true;
+template <> inline constexpr bool kSelects<relu> = true;
+template <> inline constexpr bool kSelects<relu_squared> = true;
+template <> inline constexpr bool kSelects<hardswish> = true;
+
+// The gradient at x, of g, which arrives at F(x).
+template <class F, class M> KF_INLINE typename M::V times_slope(typename M::V g, typename M::V x) {
+  const auto slope = F::template slope<M>(x);
+  if constexpr (kSelects<F>) return M::where_eq(slope, M::of(0), M::of(0), g * slope);
+  else return g * slope;
+}
 
 }  // namespace kf::act

@@ -56,11 +56,10 @@ def _gelu_tanh_of(x):
 
 
 @triton.jit
-def _mish_tanh_of(x):
-    """tanh(log(1 + e^x)) = n / (n + 2) with n = e^x (e^x + 2); 1 to the last digit from 20 on."""
+def _mish_n(x):
+    """n = e^x (e^x + 2), of which n / (n + 2) is tanh(log(1 + e^x)): 1 to the last digit from 20 on."""
     e = exp(tl.where(x > 20.0, 20.0, x))
-    n = e * (e + 2.0)
-    return n / (n + 2.0)
+    return e * (e + 2.0)
 
 
 @triton.jit
@@ -69,7 +68,7 @@ def value(x, NAME: tl.constexpr):
     if NAME == "identity":
         y = x
     elif NAME == "sign":
-        y = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+        y = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
     elif NAME == "relu":
         y = _relu(x)
     elif NAME == "relu_squared":
@@ -89,7 +88,8 @@ def value(x, NAME: tl.constexpr):
     elif NAME == "sigmoid":
         y = _sigmoid(x)
     elif NAME == "mish":
-        y = x * _mish_tanh_of(x)
+        n = _mish_n(x)
+        y = x * (n / (n + 2.0))
     elif NAME == "softplus":
         y = tl.where(x > 20.0, x, log1p(exp(x)))
     elif NAME == "hardswish":
@@ -126,14 +126,17 @@ def slope(x, NAME: tl.constexpr):
         s = _sigmoid(x)
         d = s * (1.0 + x * (1.0 - s))
     elif NAME == "tanh":
-        t = tanh(x)
-        d = 1.0 - t * t
+        e = exp(-2.0 * tl.abs(x))
+        r = 1.0 / (1.0 + e)
+        d = 4.0 * e * r * r  # 1 - tanh^2, without its cancellation
     elif NAME == "sigmoid":
         s = _sigmoid(x)
         d = s * (1.0 - s)
     elif NAME == "mish":
-        t = _mish_tanh_of(x)
-        d = t + x * _sigmoid(x) * (1.0 - t * t)
+        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. x - x makes the slope at infinities NaN, as in PyTorch.
+        n = _mish_n(x)
+        r = 1.0 / (n + 2.0)
+        d = tl.where(x > 20.0, 1.0, n * r + x * _sigmoid(x) * (((n + 1.0) * r) * (4.0 * r))) + (x - x)
     elif NAME == "softplus":
         d = tl.where(x > 20.0, 1.0, _sigmoid(x))
     elif NAME == "hardswish":
@@ -142,3 +145,15 @@ def slope(x, NAME: tl.constexpr):
         tl.static_assert(NAME == "elu")
         d = tl.where(x > 0.0, 1.0, exp(x))
     return d.to(x.dtype)
+
+
+@triton.jit
+def times_slope(g, x, NAME: tl.constexpr):
+    """The gradient at x, of g, which arrives at the activation; where PyTorch selects instead of multiplying, so does it."""
+    d = slope(x, NAME)
+    SELECTS: tl.constexpr = NAME == "sign" or NAME == "relu" or NAME == "relu_squared" or NAME == "hardswish"
+    if SELECTS:
+        g = tl.where(d == 0.0, 0.0, g * d)
+    else:
+        g = g * d
+    return g

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import slope, value
+from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
 
@@ -34,21 +34,21 @@ def _chain(a, b, COMBINE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _slopes(a, b, COMBINE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The derivatives of f with respect to a and b."""
+def _derive(g, a, b, COMBINE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Of g, the gradient of f: those of a and b."""
     if COMBINE == "first":
-        da = slope(a, ACTIVATION)
+        da = times_slope(g, a, ACTIVATION)
         db = da
     elif COMBINE == "add":
-        da = slope(a + b, ACTIVATION)
+        da = times_slope(g, a + b, ACTIVATION)
         db = da
     elif COMBINE == "mul":
-        d = slope(a * b, ACTIVATION)
-        da = d * b
-        db = d * a
+        inner = times_slope(g, a * b, ACTIVATION)
+        da = inner * b
+        db = inner * a
     else:
-        da = slope(a, ACTIVATION) * b
-        db = value(a, ACTIVATION)
+        da = times_slope(g * b, a, ACTIVATION)
+        db = g * value(a, ACTIVATION)
     return da, db
 
 
@@ -173,8 +173,7 @@ def _gradients(
         b = a
     else:
         b = load(b_ptr, b_offset, mask, WIDE)
-    da, db = _slopes(a, b, COMBINE, ACTIVATION)
-    return g * da, g * db
+    return _derive(g, a, b, COMBINE, ACTIVATION)
 
 
 @triton.jit

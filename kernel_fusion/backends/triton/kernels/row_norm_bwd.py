@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import slope
+from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
@@ -82,7 +82,7 @@ def _gradient(
             z = z * w
         if HAS_BIAS:
             z = z + load(bias_ptr, col, mask, WIDE)
-        g = tl.where(mask, g * slope(z, ACTIVATION), 0.0)
+        g = tl.where(mask, times_slope(g, z, ACTIVATION), 0.0)
     if HAS_WEIGHT:
         gw = g * w
     else:
@@ -126,7 +126,7 @@ def _write(
         if THRESHOLD > 0:
             dh = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), dh * KEPT_SCALE, 0.0)
         if PRE != "identity":
-            dh = dh * slope(load(x_ptr, x_offset, mask, WIDE), PRE)
+            dh = times_slope(dh, load(x_ptr, x_offset, mask, WIDE), PRE)
         store(dx_ptr, out_offset, dh, mask)
 
 

@@ -177,22 +177,11 @@ template <class A> KF_STAGE void activate_chunk(int32_t code, const A* in, A* ou
   }
 }
 
-// Whether backward selects instead of multiplying, as PyTorch's does: where the slope is 0, so is the gradient, whatever arrives.
-template <class F>
-inline constexpr bool kSelects = std::is_same_v<F, act::relu> || std::is_same_v<F, act::relu_squared> ||
-                                 std::is_same_v<F, act::hardswish> || std::is_same_v<F, act::sign>;
-
 // out = g * the slope of the activation at x; in place where out is g.
 template <class A> KF_STAGE void multiply_slope(int32_t code, const A* g, const A* x, A* out, int64_t n) {
   switch (static_cast<Activation>(code)) {
-#define KF_CASE(name)                                           \
-  case Activation::name:                                        \
-    return zip_chunk(g, x, out, n, [](auto d, auto at) {        \
-      using V = decltype(d);                                    \
-      const V slope = act::name::slope<Math<A>>(at);            \
-      if constexpr (!kSelects<act::name>) return d * slope;     \
-      else return V::blendv(d * slope, V(A(0)), slope == V(A(0))); \
-    });
+#define KF_CASE(name) \
+  case Activation::name: return zip_chunk(g, x, out, n, [](auto d, auto at) { return act::times_slope<act::name, Math<A>>(d, at); });
     KF_ACTIVATIONS(KF_CASE)
 #undef KF_CASE
   }

@@ -21,6 +21,7 @@ template <class A> struct Math {
   static V reciprocal(V x) { return x.reciprocal(); }
   static V where_gt(V a, V b, V yes, V no) { return V::blendv(no, yes, a > b); }
   static V where_ge(V a, V b, V yes, V no) { return V::blendv(no, yes, a >= b); }
+  static V where_eq(V a, V b, V yes, V no) { return V::blendv(no, yes, a == b); }
 };
 
 }  // namespace CPU_CAPABILITY

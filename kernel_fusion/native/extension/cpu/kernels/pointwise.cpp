@@ -100,8 +100,8 @@ template <class A>
 inline void gradients(const Chain& chain, const A* g, const A* a, const A* b, A* da, A* db, const bool (&wants)[2], int64_t n) {
   if (chain.combine == Combine::kGate) {
     if (wants[0]) {
-      multiply_slope<A>(chain.activation, g, a, da, n);
-      multiply_chunk<A>(da, b, da, n);
+      multiply_chunk<A>(g, b, da, n);
+      multiply_slope<A>(chain.activation, da, a, da, n);
     }
     if (wants[1]) {
       activate_chunk<A>(chain.activation, a, db, n);
