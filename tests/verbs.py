@@ -152,6 +152,7 @@ _VERBS = (
         {"a": _matrix, "b": _column},
         lambda a, b, **o: kf.add_act(a, b, "silu", **o),
         lambda a, b: F.silu(a + b),
+        kernels=None,
     ),
     Verb("mul_act", _PAIR, lambda a, b, **o: kf.mul_act(a, b, "tanh", **o), lambda a, b: torch.tanh(a * b)),
     Verb(
@@ -173,6 +174,7 @@ _VERBS = (
         {"gate": _row, "value": _matrix},
         lambda a, b, **o: kf.gated_act(a, b, "gelu_tanh", **o),
         lambda a, b: F.gelu(a, approximate="tanh") * b,
+        kernels=None,
         row_wise=False,
     ),
     Verb(

@@ -39,6 +39,11 @@ class _MaskedCase(Case):
         """The shape of what is masked."""
         return self.shape
 
+    @property
+    def result_size(self) -> int:
+        """That of the mask's gradient, where it has one."""
+        return math.prod(self.mask_shape or self.scores_shape) if self.mask == "additive" else super().result_size
+
     def _make_mask(self, draw: Draw) -> Tensor | None:
         shape = self.mask_shape or self.scores_shape
         if self.mask is None:

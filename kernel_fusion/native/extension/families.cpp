@@ -102,17 +102,23 @@ Tensor pointwise(const Tensor& a, const OptionalTensor& b, std::string_view comb
 // The gradient of one operand. `full` has the shape of y, and is written by the kernel: the gradient itself, or what is then
 // summed over the dimensions in which the operand was broadcast.
 struct Gradient {
+  const Tensor& operand;
   Tensor result, full;
 
-  Gradient(const Tensor& operand, const Tensor& dy, bool wanted) {
+  Gradient(const Tensor& operand, const Tensor& dy, bool wanted) : operand(operand) {
     if (!wanted) return;
-    result = at::empty_like(operand);
-    full = result.numel() == dy.numel() ? result.expand(dy.sizes())
-                                        : at::empty(dy.sizes(), dy.options().dtype(acc_dtype(dy)));
+    if (operand.numel() == dy.numel()) {
+      result = at::empty_like(operand);
+      full = result.expand(dy.sizes());
+    } else {
+      full = at::empty(dy.sizes(), dy.options().dtype(acc_dtype(dy)));
+    }
   }
 
-  void finish() {
-    if (full.defined() && result.numel() != full.numel()) result.copy_(full.sum_to_size(result.sizes()));
+  Tensor finished(const FamilyBackend& backend) {
+    if (!full.defined() || result.defined()) return result;
+    Tensor sum = sum_to(backend, full, operand.sizes(), operand.scalar_type());
+    return operand.is_contiguous() ? sum : at::empty_like(operand).copy_(sum);
   }
 };
 
@@ -165,9 +171,7 @@ std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& 
   if (t.b.defined()) config.add_const_input(t.b);
   auto iter = config.build();
   backend.pointwise_bwd(chain, iter, t.wants);
-  da.finish();
-  db.finish();
-  return {std::move(da.result), std::move(db.result)};
+  return {da.finished(backend), db.finished(backend)};
 }
 
 // Zeros where no kernel is needed, and a tensor without elements where nothing is wanted: an operator returns defined tensors.

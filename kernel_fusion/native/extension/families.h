@@ -33,7 +33,7 @@ struct ColumnCall {
 };
 using PointwiseBwdColumnsKernel = void(const ColumnCall& call, Tensor& da, Tensor& db);
 
-// ---- Reductions: out[o][i] = factor * sum over r of map(in[o][r][i]) -------------------------------------------------------
+// ---- Reductions: out[o][i] = (sum over r of map(in[o][r][i])) / divisor -----------------------------------------------------
 
 // `in` has three strides, in elements; out is contiguous, (outer, inner), of any dtype. Sums are kept in the accumulator type
 // of `in`, in an order that `reduced` alone decides (of reductions over the innermost dimension; of others, the shape).
@@ -43,7 +43,7 @@ struct ReduceCall {
   at::ScalarType in_type;
   int64_t outer, reduced, inner;
   int64_t outer_stride, reduced_stride, inner_stride;
-  double factor;
+  double divisor;
   c10::Device device;
 };
 using ReduceKernel = void(const ReduceCall& call, Tensor& out);
@@ -85,6 +85,9 @@ inline constexpr FamilyBackend kCpuFamilies{pointwise_cpu, pointwise_bwd_cpu, po
                                             reduce_cpu,    softmax_cpu,       softmax_bwd_cpu};
 inline constexpr FamilyBackend kCudaFamilies{pointwise_cuda, pointwise_bwd_cuda, pointwise_bwd_columns_cuda,
                                              reduce_cuda,    softmax_cuda,       softmax_bwd_cuda};
+
+// `input`, which has elements, summed to a shape that broadcasts to its own; contiguous.
+Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype);
 
 // ---- Operators -------------------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,10 @@ Tensor softmax_autograd(const Tensor& input, const OptionalTensor& mask, double 
   const SoftmaxVerbCall call{input, mask, scale, causal};
   if (needs_definition(input, mask) || !accepts(call)) return reference(call);
   if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(call);
-  return SoftmaxFunction::apply(input, mask, scale, causal);
+  // Backward reads y, which for a mask of more digits than the input must have as many.
+  const auto dtype = present(mask) && mask->requires_grad() ? at::promote_types(input.scalar_type(), mask->scalar_type())
+                                                            : input.scalar_type();
+  return SoftmaxFunction::apply(input.to(dtype), mask, scale, causal).to(input.scalar_type());
 }
 
 void implement_family_autograd(torch::Library& m) {

@@ -20,22 +20,22 @@ int64_t tasks_of(int64_t elements_each) { return std::max<int64_t>(1, kGrain / s
 
 const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_null(t)); }
 
-// out[i] = factor * sums[i] for `n` sums, rounded to the compute type and then to that of `out`.
-template <class A, class Out> void store_sums(const double* sums, int64_t n, double factor, Out* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(factor * sums[i]));
+// out[i] = sums[i] / divisor for `n` sums, rounded to the compute type and then to that of `out`.
+template <class A, class Out> void store_sums(const double* sums, int64_t n, double divisor, Out* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(sums[i] / divisor));
 }
 
-void store_sums(const double* sums, int64_t n, double factor, Tensor& out, int64_t first) {
+void store_sums(const double* sums, int64_t n, double divisor, Tensor& out, int64_t first) {
   switch (out.scalar_type()) {
-    case at::kHalf: return store_sums<float>(sums, n, factor, out.data_ptr<at::Half>() + first);
-    case at::kBFloat16: return store_sums<float>(sums, n, factor, out.data_ptr<at::BFloat16>() + first);
-    case at::kFloat: return store_sums<float>(sums, n, factor, out.data_ptr<float>() + first);
-    default: return store_sums<double>(sums, n, factor, out.data_ptr<double>() + first);
+    case at::kHalf: return store_sums<float>(sums, n, divisor, out.data_ptr<at::Half>() + first);
+    case at::kBFloat16: return store_sums<float>(sums, n, divisor, out.data_ptr<at::BFloat16>() + first);
+    case at::kFloat: return store_sums<float>(sums, n, divisor, out.data_ptr<float>() + first);
+    default: return store_sums<double>(sums, n, divisor, out.data_ptr<double>() + first);
   }
 }
 
-// Joins `count` partial rows of `cols` sums, in their order: out[i] = factor * sum over k of partials[k * cols + i].
-void join_rows(const double* partials, int64_t count, int64_t cols, double factor, Tensor& out, int64_t first) {
+// Joins `count` partial rows of `cols` sums, in their order: out[i] = (sum over k of partials[k * cols + i]) / divisor.
+void join_rows(const double* partials, int64_t count, int64_t cols, double divisor, Tensor& out, int64_t first) {
   constexpr int64_t kTile = 256;
   at::parallel_for(0, ceil_div(cols, kTile), tasks_of(kTile * count), [&](int64_t begin, int64_t end) {
     for (int64_t start = begin * kTile; start < std::min(cols, end * kTile); start += kTile) {
@@ -43,7 +43,7 @@ void join_rows(const double* partials, int64_t count, int64_t cols, double facto
       double sums[kTile] = {};
       for (int64_t k = 0; k < count; ++k)
         for (int64_t i = 0; i < width; ++i) sums[i] += partials[k * cols + start + i];
-      store_sums(sums, width, factor, out, first + start);
+      store_sums(sums, width, divisor, out, first + start);
     }
   });
 }
@@ -108,7 +108,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
 namespace {
 
 // inner is 1: rows, of which long ones are cut into blocks.
-void reduce_rows(const cpu::Reduction& args, int64_t outer, double factor, Tensor& out) {
+void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
   constexpr int64_t kBatch = 256;
   const int64_t blocks = ceil_div(args.reduced, kGrain);
   if (blocks == 1) {
@@ -117,7 +117,7 @@ void reduce_rows(const cpu::Reduction& args, int64_t outer, double factor, Tenso
       for (int64_t row = begin; row < end; row += kBatch) {
         const int64_t n = std::min(kBatch, end - row);
         cpu::kernels().reduce_rows(args, 1, args.reduced, row, row + n, sums);
-        store_sums(sums, n, factor, out, row);
+        store_sums(sums, n, divisor, out, row);
       }
     });
     return;
@@ -129,12 +129,12 @@ void reduce_rows(const cpu::Reduction& args, int64_t outer, double factor, Tenso
   for (int64_t row = 0; row < outer; ++row) {
     double sum = 0;
     for (int64_t block = 0; block < blocks; ++block) sum += partials[row * blocks + block];
-    store_sums(&sum, 1, factor, out, row);
+    store_sums(&sum, 1, divisor, out, row);
   }
 }
 
 // inner is more than 1: tiles of columns, and blocks of the reduced index where the tiles are too few to share out.
-void reduce_columns(const cpu::Reduction& args, int64_t outer, double factor, Tensor& out) {
+void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
   constexpr int64_t kEnoughTasks = 64, kLeastRows = 128;
   const int64_t tiles = ceil_div(args.inner, cpu::kMaxColumns);
   const int64_t wanted = ceil_div(kEnoughTasks, outer * tiles);
@@ -149,12 +149,12 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double factor, Te
       const int64_t right = std::min(args.inner, left + cpu::kMaxColumns), first = block * block_rows;
       double* sums = blocks > 1 ? partials.get() + (o * blocks + block) * args.inner + left : local;
       cpu::kernels().reduce_columns(args, o, first, std::min(args.reduced, first + block_rows), left, right, sums);
-      if (blocks == 1) store_sums(sums, right - left, factor, out, o * args.inner + left);
+      if (blocks == 1) store_sums(sums, right - left, divisor, out, o * args.inner + left);
     }
   });
   if (blocks == 1) return;
   for (int64_t o = 0; o < outer; ++o)
-    join_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, factor, out, o * args.inner);
+    join_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, divisor, out, o * args.inner);
 }
 
 }  // namespace
@@ -164,7 +164,7 @@ void reduce_cpu(const ReduceCall& call, Tensor& out) {
                             call.outer_stride, call.reduced_stride, call.inner_stride,
                             call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
   count(Counter::kCpuForward);
-  (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.factor, out);
+  (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.divisor, out);
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------

@@ -184,11 +184,11 @@ struct Reduction {
   }
   ReduceArgs args(void* out, int64_t chunks, int64_t chunk) const {
     return {call.in, out, call.outer, call.reduced, call.inner, call.outer_stride, call.reduced_stride, call.inner_stride,
-            chunks, chunk, chunks == 1 ? call.factor : 1.0};
+            chunks, chunk, chunks == 1 ? call.divisor : 1.0};
   }
   // What is left to do once the chunks are summed: to add `chunks` contiguous values (or rows of values).
   Reduction rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {
-    return {{Map::kNone, sums.const_data_ptr(), acc, outer, chunks, inner, chunks * inner, inner, 1, call.factor, call.device},
+    return {{Map::kNone, sums.const_data_ptr(), acc, outer, chunks, inner, chunks * inner, inner, 1, call.divisor, call.device},
             acc, stream};
   }
 };

@@ -2,7 +2,7 @@
 //
 // Dimensions are ordered by stride, so that memory is read as it lies, and merged where they can be. Then each group of
 // neighbouring reduced dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the
-// others only add up its sums, which are kept in the accumulator type; the last one applies the factor of the mean.
+// others only add up its sums, which are kept in the accumulator type; the last one divides for the mean.
 #include <ATen/WrapDimUtilsMulti.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -89,12 +89,12 @@ struct Steps {
   Map map;
 
   // Reduces one group of levels to a dense tensor of `dtype`.
-  void step(at::ScalarType dtype, double factor) {
+  void step(at::ScalarType dtype, double divisor) {
     const auto [begin, end] = innermost_reduced(levels);
     const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end), inner = merged(levels, end, levels.size());
     Tensor out = at::empty({outer->size * inner->size}, memory.options().dtype(dtype));
     backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer->size, reduced->size, inner->size, outer->stride,
-                    reduced->stride, inner->stride, factor, memory.device()},
+                    reduced->stride, inner->stride, divisor, memory.device()},
                    out);
     levels.erase(levels.begin() + begin, levels.begin() + end);
     make_dense(levels);
@@ -139,16 +139,16 @@ at::DimVector result_shape(const Tensor& input, const std::bitset<64>& reduced, 
   return shape;
 }
 
-Tensor run(const FamilyBackend& backend, const ReduceVerbCall& c, const std::bitset<64>& reduced, at::ScalarType dtype) {
-  Tensor input = c.input;
+// The sum of map(input) over the dimensions in `reduced`, or its mean. There are elements.
+Tensor run(const FamilyBackend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
+           at::ScalarType dtype) {
   auto order = memory_order(input);
   const auto levels_of = [&](const Tensor& t) {
     Levels levels;
     for (const int64_t d : order) levels.push_back({t.size(d), t.stride(d), reduced[d]});
     return coalesced(levels);
   };
-  const bool mean = c.kind == "mean_abs";
-  Steps steps{backend, input, levels_of(input), mean ? Map::kAbs : Map::kSquare};
+  Steps steps{backend, input, levels_of(input), map};
   if (!steps.ready()) {  // too many strides: a dense copy, in the same order
     steps.memory = input.permute(order).contiguous();
     make_dense(steps.levels);
@@ -156,10 +156,10 @@ Tensor run(const FamilyBackend& backend, const ReduceVerbCall& c, const std::bit
   }
   const Kept kept(input, order, reduced);
   const int64_t outputs = c10::multiply_integers(kept.sizes);
-  const double factor = mean ? static_cast<double>(outputs) / static_cast<double>(input.numel()) : 1.0;
+  const double divisor = mean ? static_cast<double>(input.numel() / outputs) : 1.0;
   while (!steps.last()) steps.step(dtype == at::kDouble ? at::kDouble : acc_dtype(input), 1.0);
-  steps.step(dtype, factor);
-  const auto shape = result_shape(input, reduced, c.keepdim);
+  steps.step(dtype, divisor);
+  const auto shape = result_shape(input, reduced, keepdim);
   return steps.memory.view(kept.sizes).permute(kept.position).contiguous().view(shape);
 }
 
@@ -169,12 +169,20 @@ Tensor reduce(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::strin
   if (!accepts(call)) return reference(call);
   const auto reduced = at::dim_list_to_bitset(dim.empty() ? at::OptionalIntArrayRef() : dim, input.dim());
   const auto result = dtype.value_or(input.scalar_type());
-  if (input.numel()) return run(backend, call, reduced, result);
-  const double empty = kind == "mean_abs" ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  const bool mean = kind == "mean_abs";
+  if (input.numel()) return run(backend, input, mean ? Map::kAbs : Map::kSquare, mean, reduced, keepdim, result);
+  const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
   return at::empty(result_shape(input, reduced, keepdim), input.options().dtype(result)).fill_(empty);
 }
 
 }  // namespace
+
+Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {
+  std::bitset<64> reduced;
+  const int64_t leading = input.dim() - static_cast<int64_t>(shape.size());
+  for (int64_t d = 0; d < input.dim(); ++d) reduced[d] = d < leading || shape[d - leading] != input.size(d);
+  return run(backend, input, Map::kNone, /*mean=*/false, reduced, /*keepdim=*/true, dtype).view(shape);
+}
 
 TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce<kCpuFamilies>); }
 TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce<kCudaFamilies>); }

@@ -1,4 +1,4 @@
-// out[o][c][i] = factor * sum of map(in[o][r][i]) over the rows r that chunk c takes, a group of lines at a time, in turn with the
+// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r that chunk c takes, a group of lines at a time, in turn with the
 // other chunks. A second call adds up the chunks. Memory: one read. Block (o * tiles + t, c) takes column tile t of in[o].
 #pragma once
 
@@ -28,7 +28,7 @@ template <class S> __device__ void reduce_columns(const ReduceArgs& args) {
   tile.add_lines(sums);
   if (tile.line > 0 || col >= args.inner) return;
 #pragma unroll
-  for (int e = 0; e < S::kVec; ++e) sums[e] *= static_cast<A>(args.factor);
+  for (int e = 0; e < S::kVec; ++e) sums[e] /= static_cast<A>(args.divisor);
   Out* out = static_cast<Out*>(args.out) + (outer * args.chunks + blockIdx.y) * args.inner + col;
   store<S::kAlignOut>(out, narrow_pack<Out>(sums));
 }

@@ -1,4 +1,4 @@
-// out[row][c] = factor * sum of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk. A
+// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk. A
 // second call adds up the chunks of longer ones. Memory: one read.
 //
 // Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride, which adds up its own; then a
@@ -95,7 +95,7 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
     if (v == vectors && tail) add_mapped<S::kMap>(sums[k], stretch[k].some(v, tail));
     const A sum = sum_threads<S>(sum_elements(sums[k]));
     if (threadIdx.x % kLanes == 0 && first + k * kGroups < units)
-      static_cast<typename S::Out*>(args.out)[first + k * kGroups] = narrow<typename S::Out>(sum * static_cast<A>(args.factor));
+      static_cast<typename S::Out*>(args.out)[first + k * kGroups] = narrow<typename S::Out>(sum / static_cast<A>(args.divisor));
   }
 }
 

@@ -3,7 +3,7 @@
 
 namespace kf {
 
-// out[o][c][i] = factor * sum over r in chunk c of map(in[o][r][i]); strides in elements, out contiguous.
+// out[o][c][i] = (sum over r in chunk c of map(in[o][r][i])) / divisor; strides in elements, out contiguous.
 struct ReduceArgs {
   const void* in;
   void* out;
@@ -11,7 +11,7 @@ struct ReduceArgs {
   long long outer_stride, reduced_stride, inner_stride;
   long long chunks;      // along r: of `chunk` each when rows are summed, blocks that take turns when columns are
   long long chunk;
-  double factor;
+  double divisor;
 };
 
 }  // namespace kf

@@ -63,6 +63,21 @@ template <class A> inline A total(const Pair<A>& v) {
   return result;
 }
 
+// A sum in two levels: its error grows with the length of a block, not of the row. Elements that are equal, such as the zeros that
+// relu leaves, would all round the same way in one long chain.
+template <class A> struct Cascade {
+  static constexpr int64_t kBlock = 16 * Pair<A>::kStep;
+  Pair<A> block = both<A>(0), blocks = both<A>(0);
+
+  // To be called before what lies at i, from 0 on, is added to `block`.
+  void next(int64_t i) {
+    if (i % kBlock != 0) return;
+    blocks = blocks + block;
+    block = both<A>(0);
+  }
+};
+template <class A> inline A total(const Cascade<A>& sum) { return total(sum.blocks + sum.block); }
+
 // Calls vector(i) for each full pair of [0, n) and scalar(i) for the rest.
 template <class A, class Vector, class Scalar> inline void sweep(int64_t n, Vector&& vector, Scalar&& scalar) {
   int64_t i = 0;

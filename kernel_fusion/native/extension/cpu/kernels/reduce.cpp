@@ -2,6 +2,8 @@
 //
 // Sums within a chunk, or of at most kFlush rows, are kept in the compute type in as many lanes as a vector has, and joined in
 // double: the error of a sum does not grow with its length. Every order is a function of the arguments alone.
+#include <cmath>
+
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 
@@ -17,6 +19,18 @@ template <class A> inline Vectorized<A> add_mapped(Map map, Vectorized<A> sum, V
   if (map == Map::kSquare) return at::vec::fmadd(x, x, sum);
   return sum + (map == Map::kAbs ? x.abs() : x);
 }
+
+// A sum of which the rounding errors are summed too (Neumaier), for the many chunks of a long row of doubles.
+struct Compensated {
+  double sum = 0, lost = 0;
+  void add(double v) {
+    const double next = sum + v;
+    lost += std::abs(sum) >= std::abs(v) ? (sum - next) + v : (v - next) + sum;
+    sum = next;
+  }
+  // Without the lost digits where they are none: they are NaN where the sum is infinite.
+  double value() const { return std::isfinite(sum) ? sum + lost : sum; }
+};
 
 // The sum of f over a chunk, whose padding is zero.
 template <Map map, class A> inline double sum_chunk(const A* values, int64_t n) {
@@ -50,14 +64,14 @@ void rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int6
   for (int64_t task = begin; task < end; ++task) {
     const int64_t first = task % blocks * block, last = std::min(c.reduced, first + block);
     const char* in = c.in + task / blocks * c.outer_stride * element;
-    double sum = 0;
+    Compensated sum;
     for (int64_t start = first; start < last; start += kChunk<A>) {
       const int64_t n = std::min(kChunk<A>, last - start);
       load_chunk<A>(c.type, in + start * c.reduced_stride * element, c.reduced_stride, n, values);
       clear<A>(values + n, padded<A>(n) - n);
-      sum += sum_chunk<map, A>(values, n);
+      sum.add(sum_chunk<map, A>(values, n));
     }
-    sums[task - begin] = sum;
+    sums[task - begin] = sum.value();
   }
 }
 

@@ -23,33 +23,37 @@ constexpr int64_t kStatisticsChunk = 2048;
 template <class T, class F> inline AccOf<T> sum_of(const T* x, int64_t n, F&& f) {
   using A = AccOf<T>;
   constexpr int64_t kStep = Pair<A>::kStep;
-  Pair<A> first = both<A>(0), second = both<A>(0);
+  Cascade<A> first, second;
   int64_t i = 0;
   for (; i + 2 * kStep <= n; i += 2 * kStep) {
-    first = f(load_pair(x + i), first);
-    second = f(load_pair(x + i + kStep), second);
+    first.next(i);
+    second.next(i);
+    first.block = f(load_pair(x + i), first.block);
+    second.block = f(load_pair(x + i + kStep), second.block);
   }
   if (i + kStep <= n) {
-    first = f(load_pair(x + i), first);
+    first.block = f(load_pair(x + i), first.block);
     i += kStep;
   }
   A rest = 0;
   for (; i < n; ++i) rest = f(load_one(x + i), rest);
-  return total(first + second) + rest;
+  return total(first) + total(second) + rest;
 }
 
 // Sums of x - center and of its square over [0, n).
 template <class T> inline std::pair<double, double> sums_around(const T* x, int64_t n, AccOf<T> center) {
   using A = AccOf<T>;
   const auto centers = both(center);
-  Pair<A> sums = both<A>(0), squares = both<A>(0);
+  Cascade<A> sums, squares;
   A sum = 0, square = 0;
   sweep<A>(
       n,
       [&](int64_t i) {
         const auto d = load_pair(x + i) - centers;
-        sums = sums + d;
-        squares = fma(d, d, squares);
+        sums.next(i);
+        squares.next(i);
+        sums.block = sums.block + d;
+        squares.block = fma(d, d, squares.block);
       },
       [&](int64_t i) {
         const A d = load_one(x + i) - center;
@@ -157,9 +161,8 @@ void backward_together(const Backward& c, const std::array<Row<X, DY>, kRows>& r
   }
   for (int64_t start = 0; start < c.cols; start += kStatisticsChunk) {
     const int64_t stop = std::min(start + kStatisticsChunk, c.cols);
-    P gs[kRows], gxs[kRows];
+    Cascade<A> gs[kRows], gxs[kRows];
     A g_rest[kRows] = {}, gx_rest[kRows] = {};
-    for (int r = 0; r < kRows; ++r) gs[r] = gxs[r] = both<A>(0);
     int64_t i = start;
     for (; i + P::kStep <= stop; i += P::kStep) {
       const P w = weight ? load_pair(weight + i) : both<A>(1);
@@ -168,8 +171,10 @@ void backward_together(const Backward& c, const std::array<Row<X, DY>, kRows>& r
         const P d = load_pair(dy[r] + i), xhat = (load_pair(x[r] + i) - both(mean[r])) * both(rstd[r]), g = d * w;
         dw = fma(d, xhat, dw);
         db = db + d;
-        gs[r] = gs[r] + g;
-        gxs[r] = fma(g, xhat, gxs[r]);
+        gs[r].next(i);
+        gxs[r].next(i);
+        gs[r].block = gs[r].block + g;
+        gxs[r].block = fma(g, xhat, gxs[r].block);
       }
       if (dweight) store_pair(dweight + i, dw);
       if (dbias) store_pair(dbias + i, db);
