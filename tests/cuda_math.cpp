@@ -46,11 +46,8 @@ std::vector<float> read(const char* path) {
   return all;
 }
 
-template <class V> using Function = V (*)(V);
-
 // What the same formula gives in fp32, exactly computed, says where a result is no number or infinite.
-double largest(const std::vector<float>& xs, Function<float> rough, Function<float> single, Function<double> exact,
-               auto&& scale) {
+double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&& exact, auto&& scale) {
   double most = 0;
   for (const float x : xs) {
     const float got = rough(x), kind = single(x);
@@ -63,6 +60,11 @@ double largest(const std::vector<float>& xs, Function<float> rough, Function<flo
   return most;
 }
 
+// The functions are inlined wherever they are called, so none has an address.
+#define KF_PRINT(name, xs, rough, single, exact, scale)                                              \
+  std::printf(name " %g\n", largest(                                                                 \
+      xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, [](double x) { return exact(x); }, scale));
+
 template <class M> void elementary(const std::vector<float>& xs) {
   using Single = kf::Math<float>;
   using Exact = kf::Math<double>;
@@ -74,11 +76,11 @@ template <class M> void elementary(const std::vector<float>& xs) {
     if (!(fabsf(x) >= 32)) moderate.push_back(x);
     if (!(x < 0)) positive.push_back(x);
   }
-  std::printf("tanh %g\n", largest(xs, M::tanh, Single::tanh, Exact::tanh, relative));
-  std::printf("erf %g\n", largest(xs, M::erf, Single::erf, Exact::erf, absolute));
-  std::printf("exp %g\n", largest(moderate, M::exp, Single::exp, Exact::exp, relative));
-  std::printf("expm1 %g\n", largest(moderate, M::expm1, Single::expm1, Exact::expm1, relative));
-  std::printf("log1p %g\n", largest(positive, M::log1p, Single::log1p, Exact::log1p, relative));
+  KF_PRINT("tanh", xs, M::tanh, Single::tanh, Exact::tanh, relative)
+  KF_PRINT("erf", xs, M::erf, Single::erf, Exact::erf, absolute)
+  KF_PRINT("exp", moderate, M::exp, Single::exp, Exact::exp, relative)
+  KF_PRINT("expm1", moderate, M::expm1, Single::expm1, Exact::expm1, relative)
+  KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)
 }
 
 template <class M> void activations(const std::vector<float>& xs) {
@@ -86,13 +88,12 @@ template <class M> void activations(const std::vector<float>& xs) {
   using Exact = kf::Math<double>;
   // Half an ulp of fp16, of the result or, where a formula cancels, of 1/64 of its argument.
   const auto scale = [](float x, double want) { return 0x1p-12 * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
-#define KF_PRINT(name)                                                                                   \
-  std::printf(#name ".value %g\n", largest(xs, kf::act::name::value<M>, kf::act::name::value<Single>,    \
-                                           kf::act::name::value<Exact>, scale));                         \
-  std::printf(#name ".slope %g\n", largest(xs, kf::act::name::slope<M>, kf::act::name::slope<Single>,    \
-                                           kf::act::name::slope<Exact>, scale));
-  KF_ACTIVATIONS(KF_PRINT)
-#undef KF_PRINT
+  using namespace kf;
+#define KF_PRINT_BOTH(name)                                                                                             \
+  KF_PRINT(#name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale)           \
+  KF_PRINT(#name ".slope", xs, act::name::slope<M>, act::name::slope<Single>, act::name::slope<Exact>, scale)
+  KF_ACTIVATIONS(KF_PRINT_BOTH)
+#undef KF_PRINT_BOTH
 }
 
 }  // namespace

@@ -307,11 +307,10 @@ def test_nothing_drops(drop: Callable[..., Tensor], options: Any, any_target: Ta
 
 
 def test_everything_drops(drop: Callable[..., Tensor], any_target: Target) -> None:
-    """With p = 1 values and gradients are zero."""
+    """With p = 1 values and gradients are zero; a chain then needs no kernel."""
     x = torch.randn(33, 65, device=any_target.device, requires_grad=True)
-    with any_target.ran(forward=1, backward=1):
-        y = drop(x, 1.0, backend=any_target.backend)
-        (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    y = drop(x, 1.0, backend=any_target.backend)
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
     assert torch.equal(y, torch.zeros_like(y))
     assert torch.equal(dx, torch.zeros_like(y))
 

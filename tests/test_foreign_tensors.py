@@ -178,7 +178,7 @@ def test_dispatch_subclass_in_every_verb(operation: Verb) -> None:
 def test_meta_tensors_of_every_verb(operation: Verb, dtype: torch.dtype, target: Target) -> None:
     """On the meta device results have the shapes, dtypes and strides of the real ones."""
     tensors = [t.detach() for t in operation.leaves(target, dtype=dtype)]
-    tensors[0] = tensors[0].T.contiguous().T
+    tensors[0] = tensors[0].movedim(0, -1).contiguous().movedim(-1, 0)
     with operation.ran(target, 1):
         real = results(operation.ours(*tensors))
         meta = results(operation.ours(*(t.to("meta") for t in tensors)))

@@ -196,6 +196,14 @@ def test_scores(
     check(ScoresCase("attention_scores", query, dtype, key_shape=key, normalize=normalize), any_target)
 
 
+def test_scores_of_no_terms_are_zero(any_target: Target) -> None:
+    """Where D is 0 the product is 0 for any scale, and its softmax uniform."""
+    query, key = (torch.empty(2, n, 0, device=any_target.device) for n in (3, 4))
+    assert torch.equal(kf.attention_scores(query, key).cpu(), torch.zeros(2, 3, 4))
+    weights = kf.attention_scores(query, key, normalize=True, backend=any_target.backend)
+    assert torch.equal(weights.cpu(), torch.full((2, 3, 4), 0.25))
+
+
 @pytest.mark.parametrize("layout", ["padded", "transposed", "half", "unaligned"])
 def test_layouts_of_queries_and_keys(layout: str, any_target: Target) -> None:
     """Slices of a fused projection need not be contiguous."""

@@ -30,6 +30,9 @@ Operator = Callable[..., Any]
 # The backend with kernels for the tensors of a device type.
 NATIVE = {"cpu": "cpu", "cuda": "cuda"}
 
+# The verbs whose CUDA kernels need no extension.
+_LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
+
 # Subclasses that stand for a plain tensor while a program is traced.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
 _OPTIONAL_TENSOR = (Tensor, type(None))
@@ -98,10 +101,11 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
         return found if all(t is None or _refusal(t) is None for t in tensors) else definition
     if backend == "eager":
         return definition
+    device = next(t.device for t in tensors if t is not None)
     for tensor in tensors:
-        if tensor is None:
-            continue
-        reason = unavailable_reason(backend, tensor.device) or _refusal(tensor)
+        if tensor is None or (tensor.dim() > 0 and tensor.device != device):
+            continue  # tensors on several devices are an error of their own
+        reason = unavailable_reason(backend, tensor.device, verb) or _refusal(tensor)
         if reason:
             raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     if backend == "triton":
@@ -109,8 +113,8 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
     return found  # type: ignore[no-any-return]
 
 
-def unavailable_reason(name: str, device: torch.device | None = None) -> str | None:
-    """Why backend `name` cannot run on `device` (default: at all, on this machine), or None if it can."""
+def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
+    """Why backend `name` cannot run `verb` on `device` (default: at all, on this machine), or None if it can."""
     if name == "eager":
         return None
     if name == "cpu":
@@ -118,7 +122,10 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str | N
             return f"the input is on {device}"
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if name == "cuda":
-        return _cuda_reason(device)
+        reason = _cuda_reason(device)
+        if reason is None and verb not in _LAUNCHED_FROM_PYTHON and not loader.load():
+            reason = f"what launches it is the extension, which could not be built: {loader.error()}"
+        return reason
     reason = _triton_reason(device)
     if reason is None:
         _define_triton()  # here, where no tracer follows
@@ -206,7 +213,7 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
 
 def _launch_from_python(verb: str, *args: Any) -> Any:
     """The CUDA kernels where there is no extension to launch them."""
-    if verb not in ("layer_norm", "rms_norm") or _cuda_reason(args[0].device):
+    if verb not in _LAUNCHED_FROM_PYTHON or _cuda_reason(args[0].device):
         return _portable(verb, *args)
     input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
     if input.dtype not in checks.FLOATING:
@@ -286,7 +293,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
-        reason = None if candidate == "eager" else _why_not(candidate, arguments.get("mask"), tensors)
+        reason = None if candidate == "eager" else _why_not(candidate, name, arguments.get("mask"), tensors)
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
@@ -311,10 +318,10 @@ def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     return verb.__name__, {name: interop.as_tensor(value) for name, value in bound.arguments.items()}
 
 
-def _why_not(backend: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> str | None:
-    """Why `backend`, one with kernels of ours, does not serve a call that reads these tensors, `mask` among them."""
+def _why_not(backend: str, verb: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> str | None:
+    """Why `backend`, one with kernels of ours, does not serve a call of `verb` that reads these tensors, `mask` among them."""
     for tensor in tensors:
-        reason = unavailable_reason(backend, tensor.device)
+        reason = unavailable_reason(backend, tensor.device, verb)
         # A boolean mask is read as it is; other booleans are PyTorch's affair.
         if reason is None and not (tensor is mask and tensor.dtype == torch.bool):
             reason = _refusal(tensor)

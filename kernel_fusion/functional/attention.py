@@ -120,7 +120,9 @@ def attention_scores(
             return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)
 
         return interop.with_tensors("attention_scores", with_tensors, query, key, mask)  # type: ignore[no-any-return]
-    scores = _scaled_product(query, key, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0  # without terms the product is 0
+    scores = _scaled_product(query, key, scale)
     if normalize:
         return softmax(scores, mask=mask, causal=causal, backend=backend)
     # The scores are ours alone, so they are masked in place.
@@ -135,7 +137,7 @@ def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
     if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1]:
         return torch.matmul(query, key.mT)  # PyTorch's error
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    q, k = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]) for t in (query, key))
+    q, k = (t.expand(*(batch or (1,)), *t.shape[-2:]).flatten(0, -3) for t in (query, key))
     # beta = 0: the first argument is not read.
     product = torch.baddbmm(query.new_empty(()), q, k.mT, beta=0, alpha=scale)
     return product.view(*batch, query.shape[-2], key.shape[-2])
