@@ -319,7 +319,7 @@ def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _why_not(backend: str, verb: str, mask: Tensor | None, tensors: Sequence[Tensor]) -> str | None:
-    """Why `backend`, one with kernels of ours, does not serve a call of `verb` that reads these tensors, `mask` among them."""
+    """Why `backend`, one with kernels of ours, does not serve `verb` of these tensors, `mask` among them."""
     for tensor in tensors:
         reason = unavailable_reason(backend, tensor.device, verb)
         # A boolean mask is read as it is; other booleans are PyTorch's affair.

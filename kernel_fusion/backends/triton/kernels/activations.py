@@ -133,7 +133,8 @@ def slope(x, NAME: tl.constexpr):
         s = _sigmoid(x)
         d = s * (1.0 - s)
     elif NAME == "mish":
-        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. x - x makes the slope at infinities NaN, as in PyTorch.
+        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. At infinities x - x makes the slope NaN, as in
+        # PyTorch.
         n = _mish_n(x)
         r = 1.0 / (n + 2.0)
         d = tl.where(x > 20.0, 1.0, n * r + x * _sigmoid(x) * (((n + 1.0) * r) * (4.0 * r))) + (x - x)
@@ -149,7 +150,7 @@ def slope(x, NAME: tl.constexpr):
 
 @triton.jit
 def times_slope(g, x, NAME: tl.constexpr):
-    """The gradient at x, of g, which arrives at the activation; where PyTorch selects instead of multiplying, so does it."""
+    """The gradient at x, of g, which arrives at the activation. A slope of 0 is selected where PyTorch selects it."""
     d = slope(x, NAME)
     SELECTS: tl.constexpr = NAME == "sign" or NAME == "relu" or NAME == "relu_squared" or NAME == "hardswish"
     if SELECTS:
