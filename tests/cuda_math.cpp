@@ -65,6 +65,11 @@ double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&&
   std::printf(name " %g\n", largest(                                                                 \
       xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, [](double x) { return exact(x); }, scale));
 
+template <class M> typename M::V erf_of(typename M::V x) {
+  typename M::V power;
+  return M::erf(x, power);
+}
+
 template <class M> void elementary(const std::vector<float>& xs) {
   using Single = kf::Math<float>;
   using Exact = kf::Math<double>;
@@ -77,7 +82,7 @@ template <class M> void elementary(const std::vector<float>& xs) {
     if (!(x < 0)) positive.push_back(x);
   }
   KF_PRINT("tanh", xs, M::tanh, Single::tanh, Exact::tanh, relative)
-  KF_PRINT("erf", xs, M::erf, Single::erf, Exact::erf, absolute)
+  KF_PRINT("erf", xs, erf_of<M>, erf_of<Single>, erf_of<Exact>, absolute)
   KF_PRINT("exp", moderate, M::exp, Single::exp, Exact::exp, relative)
   KF_PRINT("expm1", moderate, M::expm1, Single::expm1, Exact::expm1, relative)
   KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)

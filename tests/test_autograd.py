@@ -141,7 +141,7 @@ def test_inputs_and_cotangent_are_unchanged(operation: Verb, any_target: Target)
 def test_result_is_no_alias(operation: Verb, cols: int, requires_grad: bool, any_target: Target) -> None:
     """Every result has memory of its own, and no gradient lies in that of an argument, a result or a cotangent."""
     tensors = [t.detach().requires_grad_(requires_grad) for t in operation.leaves(any_target, 7, cols)]
-    with operation.ran(any_target, 1, int(requires_grad)):
+    with operation.ran(any_target, None, int(requires_grad)):
         y = operation.on(any_target)(*tensors)
         dys = cotangents(y)
         made = results(y) + (gradients(y, tensors, dys) if requires_grad else [])

@@ -67,8 +67,10 @@ def test_row_lengths(dtype: torch.dtype, cols: int, target: Target) -> None:
     full = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
     for verb, options in product(ADDED, ({}, full)):
         check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, residual=dtype, **options), target)
+    # Where relu leaves next to nothing of a short row, dx is a difference times 1 / sqrt(eps), and one row decides.
+    mean = 3.0 if cols < 64 else 0.5
     for verb in PLAIN:
-        check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, pre_activation="relu"), target)
+        check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, pre_activation="relu", mean=mean), target)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

@@ -55,6 +55,17 @@ def cpu_variants() -> list[str]:
     return list(_VARIANTS)
 
 
+def cpu_flags(variant: str) -> list[str]:
+    """The compiler's flags for the CPU kernels of a variant."""
+    return [*_include_flags(), f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}", *_VARIANTS[variant]]
+
+
+def link_flags() -> list[str]:
+    """The linker's flags for what uses PyTorch's libraries, after the objects."""
+    lib = Path(torch.__file__).parent / "lib"
+    return [f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
+
+
 def source_files() -> list[Path]:
     """Every native source, in a fixed order."""
     return sorted(path for path in NATIVE.rglob("*") if path.suffix in _SUFFIXES)
@@ -123,30 +134,31 @@ def _units() -> list[tuple[list[Path], list[str]]]:
     autograd = sorted(_SOURCES.glob("*autograd.cpp"))
     cuda = sorted([*_SOURCES.glob("*_cuda.cpp"), *(_SOURCES / "cuda").glob("*.cpp")])
     operators = sorted({*_SOURCES.glob("*.cpp")} - {*autograd, *cuda})
-    units: list[tuple[list[Path], list[str]]] = [(operators, []), (autograd, [])]
-    for variant in reversed(cpu_variants()):
-        defines = [f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}"]
-        units.append((sorted(_CPU_KERNELS.glob("*.cpp")), [*defines, *_VARIANTS[variant]]))
-    return [*units, (cuda, [])]
+    kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
+    host = _include_flags()
+    units = [(operators, host), (autograd, host), *((kernels, cpu_flags(v)) for v in reversed(cpu_variants()))]
+    return [*units, (cuda, host)]
+
+
+def _include_flags() -> list[str]:
+    """Those that every unit has."""
+    include = Path(torch.__file__).parent / "include"
+    folders = [f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
+    return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def _compile(compiler: str, folder: Path) -> Path:
     """Compile every unit in parallel and link them."""
-    include = Path(torch.__file__).parent / "include"
-    common = [compiler, *_FLAGS, f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
-    common += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
     objects, commands = [], []
     for index, (files, flags) in enumerate(_units()):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_text("".join(f'#include "{file}"\n' for file in files))
         objects.append(out)
-        commands.append([*common, *flags, "-c", str(unit), "-o", str(out)])
+        commands.append([compiler, *flags, "-c", str(unit), "-o", str(out)])
     with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
         list(pool.map(_run, commands))
-    lib = Path(torch.__file__).parent / "lib"
     library = folder / "kernel_fusion.so"
-    link = [compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{lib}", f"-Wl,-rpath,{lib}"]
-    _run([*link, "-lc10", "-ltorch_cpu", "-ltorch", "-ldl", "-o", str(library)])
+    _run([compiler, "-shared", "-fopenmp", *map(str, objects), *link_flags(), "-o", str(library)])
     return library
 
 

@@ -51,15 +51,19 @@ Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
   return offset == 0.0 ? wide : wide.add(offset);
 }
 
-// out = the sum of `count` rows, added in their order, in double.
+// out = the sum of `count` rows, in double: of eight at a time, and then of these sums.
 template <class A, class Out> void add_rows(const A* rows, int64_t count, int64_t cols, Out* out) {
-  constexpr int64_t kTile = 256;
+  constexpr int64_t kTile = 256, kGroup = 8;
   at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, 128 / count), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t start = tile * kTile, width = std::min(kTile, cols - start);
       double sums[kTile] = {};
-      for (int64_t r = 0; r < count; ++r)
-        for (int64_t c = 0; c < width; ++c) sums[c] += rows[r * cols + start + c];
+      for (int64_t first = 0; first < count; first += kGroup) {
+        double group[kTile] = {};
+        for (int64_t r = first; r < std::min(count, first + kGroup); ++r)
+          for (int64_t c = 0; c < width; ++c) group[c] += rows[r * cols + start + c];
+        for (int64_t c = 0; c < width; ++c) sums[c] += group[c];
+      }
       for (int64_t c = 0; c < width; ++c) out[start + c] = static_cast<Out>(static_cast<A>(sums[c]));
     }
   });

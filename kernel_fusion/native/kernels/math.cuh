@@ -31,7 +31,10 @@ template <> struct Math<float> : ScalarMath<float> {
   static KF_INLINE float expm1(float x) { return ::expm1f(x); }
   static KF_INLINE float log1p(float x) { return ::log1pf(x); }
   static KF_INLINE float tanh(float x) { return ::tanhf(x); }
-  static KF_INLINE float erf(float x) { return ::erff(x); }
+  static KF_INLINE float erf(float x, float& power) {
+    power = ::expf(-x * x);
+    return ::erff(x);
+  }
   static KF_INLINE float reciprocal(float x) { return 1.0f / x; }
 };
 
@@ -40,7 +43,10 @@ template <> struct Math<double> : ScalarMath<double> {
   static KF_INLINE double expm1(double x) { return ::expm1(x); }
   static KF_INLINE double log1p(double x) { return ::log1p(x); }
   static KF_INLINE double tanh(double x) { return ::tanh(x); }
-  static KF_INLINE double erf(double x) { return ::erf(x); }
+  static KF_INLINE double erf(double x, double& power) {
+    power = ::exp(-x * x);
+    return ::erf(x);
+  }
   static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
@@ -87,10 +93,11 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
     return x >= 0.0f && x < 0.25f ? near : kLn2 * Instructions::log2(1.0f + x);
   }
   // Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.
-  static KF_INLINE float erf(float x) {
+  static KF_INLINE float erf(float x, float& power) {
     const float size = ::fabsf(x), t = reciprocal(1.0f + 0.3275911f * size);
     const float series = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-    return ::copysignf(1.0f - series * Instructions::exp2(-kLog2E * x * x), x);
+    power = Instructions::exp2(-kLog2E * x * x);
+    return ::copysignf(1.0f - series * power, x);
   }
 };
 

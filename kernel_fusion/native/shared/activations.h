@@ -4,7 +4,8 @@
 // vector on the CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
 //
 //   of(c)                                    a constant
-//   exp, expm1, log1p, tanh, erf, reciprocal
+//   exp, expm1, log1p, tanh, reciprocal
+//   erf(x, power)                            which also gives power = e^(-x^2)
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
 //   where_ge, where_eq                       the same of >= and ==
 //
@@ -67,12 +68,17 @@ struct leaky_relu {
 
 // x Phi(x), with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2
 struct gelu {
-  template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
-    return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440));
+  template <class M> static KF_INLINE typename M::V phi(typename M::V x, typename M::V& power) {
+    return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440), power);
   }
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * phi<M>(x); }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    typename M::V power;
+    return x * phi<M>(x, power);
+  }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    return phi<M>(x) + x * (M::of(0.39894228040143267794) * M::exp(M::of(-0.5) * x * x));
+    typename M::V power;  // e^(-x^2 / 2)
+    const auto p = phi<M>(x, power);
+    return p + x * (M::of(0.39894228040143267794) * power);
   }
 };
 

@@ -110,16 +110,26 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// Where the elements that load_chunk would load can be read: in place if they are what it would copy, and whole vectors.
+// Whether elements in memory are what a chunk of them would be: of type A, neighbours, and whole vectors.
+template <class A> inline bool is_chunk(Dtype dtype, int64_t stride, int64_t n) {
+  return dtype == (std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat) && stride == 1 && padded<A>(n) == n;
+}
+
+// Where the elements that load_chunk would load can be read: in place, or else in `room`, where it loads them.
 template <class A> inline const A* read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
-  constexpr Dtype kOwn = std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat;
-  if (dtype == kOwn && stride == 1 && padded<A>(n) == n) return static_cast<const A*>(p);
+  if (is_chunk<A>(dtype, stride, n)) return static_cast<const A*>(p);
   load_chunk(dtype, p, stride, n, room);
   return room;
 }
 
+// Where elements can be computed that store_chunk will store: in place, where it then does nothing, or else in `room`.
+template <class A> inline A* write_chunk(Dtype dtype, void* p, int64_t stride, int64_t n, A* room) {
+  return is_chunk<A>(dtype, stride, n) ? static_cast<A*>(p) : room;
+}
+
 // p[i * stride] = in[i], rounded.
 template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n, void* p, int64_t stride) {
+  if (in == p) return;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     T* out = static_cast<T*>(p);
@@ -132,10 +142,17 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Arithmetic ------------------------------------------------------------------------------------------------------------
 
-// out = f(in) by vectors; in place where they are the same.
+// out = f(in) by vectors, two at a time, whose latencies overlap; in place where they are the same.
 template <class A, class F> inline void map_chunk(const A* in, A* out, int64_t n, F&& f) {
   using V = at::vec::Vectorized<A>;
-  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(in + i)).store(out + i);
+  constexpr int64_t kStep = V::size();
+  int64_t i = 0;
+  for (; i + 2 * kStep <= n; i += 2 * kStep) {
+    const V first = f(V::loadu(in + i)), second = f(V::loadu(in + i + kStep));
+    first.store(out + i);
+    second.store(out + i + kStep);
+  }
+  for (; i < n; i += kStep) f(V::loadu(in + i)).store(out + i);
 }
 
 // out = f(a, b) by vectors; in place where out is one of them.

@@ -50,6 +50,15 @@ template <class A> struct Loop {
     return found;
   }
 
+  // Where operand k can be computed: in place, or in `room`.
+  A* written(int k, const Tile& tile, A* room) const {
+    A* found = room;
+    for_stretches(region, k, size_of(call.types[k]), tile, [&](char* p, int64_t stride, int64_t n, int64_t) {
+      if (n == tile.size()) found = write_chunk(call.types[k], p, stride, n, room);
+    });
+    return found;
+  }
+
   void store(int k, const Tile& tile, const A* in) const {
     const Dtype type = call.types[k];
     for_stretches(region, k, size_of(type), tile, [&](char* p, int64_t stride, int64_t n, int64_t first) {
@@ -82,9 +91,10 @@ template <class A> inline const A* combine_chunk(Combine combine, const A* a, co
 template <class A> void pointwise_loop(const ChainOperands& call, const Region& region) {
   const Chain& chain = call.chain;
   const Loop<A> loop{call, region};
-  Chunk<A> first, second, y;
+  Chunk<A> first, second, third;
   for_tiles<A>(region, [&](const Tile& tile) {
     const int64_t n = tile.size();
+    A* y = loop.written(0, tile, third);
     const A* a = loop.read(1, tile, first);
     const A* b = chain.combine == Combine::kFirst ? nullptr : loop.read(2, tile, second);
     activate_chunk<A>(chain.activation, combine_chunk<A>(chain.combine, a, b, y, n), y, n);
@@ -129,9 +139,11 @@ template <class A> void pointwise_bwd_loop(const ChainOperands& call, const Regi
   const Chain& chain = call.chain;
   const Loop<A> loop{call, region};
   const int dy = call.wants[0] + call.wants[1];
-  Chunk<A> first, second, third, da, db;
+  Chunk<A> first, second, third, fourth, fifth;
   for_tiles<A>(region, [&](const Tile& tile) {
     const int64_t n = tile.size();
+    A* da = call.wants[0] ? loop.written(0, tile, fourth) : fourth;
+    A* db = call.wants[1] && chain.combine != Combine::kAdd ? loop.written(call.wants[0], tile, fifth) : fifth;
     const A* g = drop_and_scale<A>(chain, loop.read(dy, tile, first), first, n, [&](A* t) { loop.dropout(dy, tile, t); });
     const A* a = loop.read(dy + 1, tile, second);
     const A* b = chain.combine == Combine::kFirst ? nullptr : loop.read(dy + 2, tile, third);
@@ -141,12 +153,13 @@ template <class A> void pointwise_bwd_loop(const ChainOperands& call, const Regi
   });
 }
 
+// The sums of four rows are kept in the compute type before they are added to the others in double.
 template <class A>
 void columns_loop(const ChainColumns& call, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   const Chain& chain = call.chain;
   const int64_t dy_size = size_of(call.dy_type), a_size = size_of(call.a_type), b_size = size_of(call.b_type);
   const bool wants[2] = {call.da != nullptr, true};
-  Chunk<A> first, second, row, da, db;
+  Chunk<A> first, second, row, third, db, partial;
   for (int64_t start = left; start < right; start += kChunk<A>) {
     const int64_t n = std::min(kChunk<A>, right - start);
     load_chunk<A>(call.b_type, call.b + start * b_size, 1, n, row);
@@ -157,10 +170,14 @@ void columns_loop(const ChainColumns& call, int64_t begin, int64_t end, int64_t 
       const A* g = drop_and_scale<A>(chain, dy, first, n, [&](A* t) {
         dropout_chunk<A>(t, n, static_cast<uint64_t>(position), static_cast<uint64_t>(*chain.seed), chain.threshold);
       });
+      A* da = call.da ? write_chunk<A>(call.a_type, call.da + position * a_size, 1, n, third) : third;
       gradients<A>(chain, g, a, row, da, db, wants, n);
       if (call.da) store_chunk<A>(call.a_type, da, n, call.da + position * a_size, 1);
-      const A* sum = (chain.combine == Combine::kAdd ? da : db).values;
-      for (int64_t i = 0; i < n; ++i) sums[start + i] += sum[i];
+      const A* sum = chain.combine == Combine::kAdd ? da : db;
+      add_chunk<A>(partial, sum, partial, n);
+      if ((r - begin) % 4 != 3 && r + 1 < end) continue;
+      for (int64_t i = 0; i < n; ++i) sums[start + i] += partial.values[i];
+      std::fill_n(partial.values, kChunk<A>, A(0));
     }
   }
 }

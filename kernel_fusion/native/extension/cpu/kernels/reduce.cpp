@@ -1,7 +1,7 @@
 // CPU reductions on chunks (cpu/chunk.h). Compiled once per instruction set.
 //
-// Sums within a chunk, or of at most kFlush rows, are kept in the compute type in as many lanes as a vector has, and joined in
-// double: the error of a sum does not grow with its length. Every order is a function of the arguments alone.
+// Sums within a chunk, or of a few rows, are kept in the compute type in as many lanes as a vector has, and joined in double: the
+// error of a sum does not grow with its length. Every order is a function of the arguments alone.
 #include <cmath>
 
 #include "cpu/chunk.h"

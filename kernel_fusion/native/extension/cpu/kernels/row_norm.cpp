@@ -281,10 +281,11 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
     each_chunk<A>(c.cols, [&](int64_t start, int64_t n) { load_h(c, s, row, start, n, h + start); });
     const auto [mean, rstd] = statistics(c, h, row);
     each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-      A* y = h + start;
-      normalize(y, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
+      char* out = element(c.y_type, c.y, row * c.cols + start);
+      A* y = write_chunk<A>(c.y_type, out, 1, n, h + start);
+      normalize(h + start, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
       if (s.activation) activate_chunk<A>(s.activation, y, y, n);
-      store_chunk<A>(c.y_type, y, n, element(c.y_type, c.y, row * c.cols + start), 1);
+      store_chunk<A>(c.y_type, y, n, out, 1);
     });
   }
 }

@@ -1,7 +1,7 @@
 // CPU softmax over rows, forward and backward, on chunks (cpu/chunk.h). Compiled once per instruction set.
 //
-// Forward keeps the logits of a row in one buffer of the compute type: read, maximum, exponentials and their sum, write.
-// Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
+// Forward: the logits of a row and their maximum, the exponentials and their sum, the quotients; in y itself, or in a buffer where
+// that is of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
 #include <limits>
 #include <memory>
 
@@ -26,39 +26,50 @@ template <class A> inline void mask_chunk(const Softmax& c, const char* mask, in
   }
 }
 
-// Reads the first `kept` logits of a row; returns their maximum, which is NaN if one of them is. The padding is kNothing.
-template <class A> A read_logits(const Softmax& c, int64_t row, int64_t kept, A* logits) {
+// The first `kept` logits of a row, in `room` or where they lie, with their maximum, which is NaN if one of them is. In `room` the
+// padding is kNothing.
+template <class A> std::pair<const A*, A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
   using V = Vectorized<A>;
   const char* x = c.x + c.x_rows.offset(row) * size_of(c.type);
   const int64_t mask_element = c.mask_kind == MaskKind::kAdd ? size_of(c.mask_type) : 1;
   const char* mask = c.mask_kind == MaskKind::kNone ? nullptr : c.mask + c.mask_rows.offset(row) * mask_element;
-  Chunk<A> room;
-  V largest(kNothing<A>);
+  const bool there = is_chunk<A>(c.type, 1, kept) && !mask && c.scale == 1.0;
+  const A* logits = there ? reinterpret_cast<const A*>(x) : room;
+  Chunk<A> masks;
+  V first(kNothing<A>), second(kNothing<A>);
   for (int64_t start = 0; start < kept; start += kChunk<A>) {
-    const int64_t n = std::min(kChunk<A>, kept - start);
-    A* chunk = logits + start;
-    load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, chunk);
-    scale_chunk(chunk, c.scale, n);
-    mask_chunk<A>(c, mask, start, n, chunk, room);
-    for (int64_t i = n; i < padded<A>(n); ++i) chunk[i] = kNothing<A>;
-    for (int64_t i = 0; i < n; i += V::size()) largest = at::vec::maximum(largest, V::loadu(chunk + i));
+    const int64_t n = std::min(kChunk<A>, kept - start), stop = start + padded<A>(n);
+    if (!there) {
+      A* chunk = room + start;
+      load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, chunk);
+      scale_chunk(chunk, c.scale, n);
+      mask_chunk<A>(c, mask, start, n, chunk, masks);
+      std::fill(chunk + n, room + stop, kNothing<A>);
+    }
+    int64_t i = start;
+    for (; i + 2 * V::size() <= stop; i += 2 * V::size()) {
+      first = at::vec::maximum(first, V::loadu(logits + i));
+      second = at::vec::maximum(second, V::loadu(logits + i + V::size()));
+    }
+    if (i < stop) first = at::vec::maximum(first, V::loadu(logits + i));
   }
-  A lanes[V::size()], result = kNothing<A>;
-  largest.store(lanes);
-  for (const A lane : lanes) result = lane > result || lane != lane ? lane : result;
-  return result;
+  A lanes[V::size()], largest = kNothing<A>;
+  at::vec::maximum(first, second).store(lanes);
+  for (const A lane : lanes) largest = lane > largest || lane != lane ? lane : largest;
+  return {logits, largest};
 }
 
-// values = exp(values - largest); returns their sum.
-template <class A> double exponentiate(A* values, int64_t n, A largest) {
+// out = exp(in - largest), which may be in place; returns the sum.
+template <class A> double exponentiate(const A* in, int64_t n, A largest, A* out) {
   using V = Vectorized<A>;
+  const V top(largest);
   double total = 0;
   for (int64_t start = 0; start < n; start += kChunk<A>) {
     V sums(0);
     const int64_t stop = std::min(n, start + kChunk<A>);
     for (int64_t i = start; i < stop; i += V::size()) {
-      const V e = (V::loadu(values + i) - V(largest)).exp();
-      e.store(values + i);
+      const V e = Math<A>::exp(V::loadu(in + i) - top);
+      e.store(out + i);
       sums = sums + e;
     }
     A lanes[V::size()];
@@ -70,17 +81,19 @@ template <class A> double exponentiate(A* values, int64_t n, A largest) {
 
 template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t end) {
   const int64_t element = size_of(c.type);
-  const std::unique_ptr<A[]> logits(new A[padded<A>(c.cols)]);
+  const bool in_place = is_chunk<A>(c.type, 1, c.cols);
+  const std::unique_ptr<A[]> buffer(new A[padded<A>(c.cols)]);
   for (int64_t row = begin; row < end; ++row) {
     char* y = c.y + row * c.cols * element;
+    A* result = in_place ? reinterpret_cast<A*>(y) : buffer.get();
     int64_t kept = c.causal_rows ? std::min(c.cols, row % c.causal_rows + 1) : c.cols;
-    const A largest = read_logits(c, row, kept, logits.get());
+    const auto [logits, largest] = read_logits(c, row, kept, result);
     if ((c.causal_rows || c.mask_kind != MaskKind::kNone) && largest == kNothing<A>) kept = 0;  // nothing is left
-    const double total = exponentiate(logits.get(), kept, largest);
+    const double total = exponentiate(logits, kept, largest, result);
     for (int64_t start = 0; start < kept; start += kChunk<A>) {
       const int64_t n = std::min(kChunk<A>, kept - start);
-      scale_chunk(logits.get() + start, 1 / total, n);
-      store_chunk<A>(c.type, logits.get() + start, n, y + start * element, 1);
+      scale_chunk(result + start, 1 / total, n);
+      store_chunk<A>(c.type, result + start, n, y + start * element, 1);
     }
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
   }
@@ -88,10 +101,16 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
 
 template <class A> double dot_chunk(const A* a, const A* b, int64_t n) {
   using V = Vectorized<A>;
-  V sums(0);
-  for (int64_t i = 0; i < n; i += V::size()) sums = at::vec::fmadd(V::loadu(a + i), V::loadu(b + i), sums);
-  A lanes[V::size()];
-  sums.store(lanes);
+  constexpr int64_t kStep = V::size();
+  V first(0), second(0);
+  int64_t i = 0;
+  for (; i + 2 * kStep <= n; i += 2 * kStep) {
+    first = at::vec::fmadd(V::loadu(a + i), V::loadu(b + i), first);
+    second = at::vec::fmadd(V::loadu(a + i + kStep), V::loadu(b + i + kStep), second);
+  }
+  for (; i < n; i += kStep) first = at::vec::fmadd(V::loadu(a + i), V::loadu(b + i), first);
+  A lanes[kStep];
+  (first + second).store(lanes);
   double total = 0;
   for (const A lane : lanes) total += lane;
   return total;
@@ -100,25 +119,29 @@ template <class A> double dot_chunk(const A* a, const A* b, int64_t n) {
 template <class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   using V = Vectorized<A>;
   const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
-  Chunk<A> dy, y;
-  const auto load = [&](int64_t row, int64_t start, int64_t n) {
-    load_chunk<A>(c.dy_type, c.dy + (row * c.cols + start) * dy_element, 1, n, dy);
-    load_chunk<A>(c.type, c.y + (row * c.cols + start) * element, 1, n, y);
+  Chunk<A> first, second, third;
+  const auto read = [&](int64_t row, int64_t start, int64_t n) {
+    const int64_t at = row * c.cols + start;
+    return std::pair(read_chunk<A>(c.dy_type, c.dy + at * dy_element, 1, n, first),
+                     read_chunk<A>(c.type, c.y + at * element, 1, n, second));
   };
   for (int64_t row = begin; row < end; ++row) {
     double dot = 0;
     for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
-      const int64_t n = std::min(kChunk<A>, c.cols - start);
-      load(row, start, n);
-      for (int64_t i = n; i < padded<A>(n); ++i) dy[i] = y[i] = 0;
+      const int64_t n = std::min(kChunk<A>, c.cols - start), rest = padded<A>(n) - n;
+      const auto [dy, y] = read(row, start, n);
+      std::fill_n(first + n, rest, A(0));
+      std::fill_n(second + n, rest, A(0));
       dot += dot_chunk<A>(dy, y, n);
     }
     const V dots(static_cast<A>(dot)), scales(static_cast<A>(c.scale));
     for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
       const int64_t n = std::min(kChunk<A>, c.cols - start);
-      if (c.cols > kChunk<A>) load(row, start, n);  // else the only chunk is still there
-      zip_chunk<A>(dy, y, dy, n, [&](auto d, auto p) { return (d - dots) * p * scales; });
-      store_chunk<A>(c.type, dy, n, c.dx + (row * c.cols + start) * element, 1);
+      const auto [dy, y] = read(row, start, n);
+      char* out = c.dx + (row * c.cols + start) * element;
+      A* dx = write_chunk<A>(c.type, out, 1, n, third);
+      zip_chunk<A>(dy, y, dx, n, [&](auto d, auto p) { return (d - dots) * p * scales; });
+      store_chunk<A>(c.type, dx, n, out, 1);
     }
   }
 }

@@ -1,0 +1,65 @@
+// Measures the float functions of native/extension/cpu/math.h against double, over one in a thousand of all floats in the range of
+// each function's contract, NaN and infinities besides. Prints lines "name error", in ulp of the result, those of erf in ulp of 1.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+#include "cpu/math.h"
+
+namespace {
+
+using kf::cpu::CPU_CAPABILITY::Math;
+using V = Math<float>::V;
+
+float ulp(double v) {
+  const auto size = std::fabs(static_cast<float>(v));
+  return std::nextafter(size, INFINITY) - size;
+}
+
+// A NaN, an infinity or an overflow must be the same in both.
+double error_of(float got, double want, bool absolute) {
+  const auto rounded = static_cast<float>(want);
+  if (got == 0 && std::fabs(want) < 0x1p-126) return 0;
+  if (std::isfinite(rounded)) return std::fabs(got - want) / ulp(absolute ? 1.0 : want);
+  return std::isnan(rounded) ? (std::isnan(got) ? 0 : INFINITY) : (got == rounded ? 0 : INFINITY);
+}
+
+void measure(const char* name, float low, float high, auto&& function, auto&& exact) {
+  const bool absolute = std::strcmp(name, "erf") == 0;
+  double most = 0;
+  float in[V::size()], out[V::size()];
+  const auto run = [&] {
+    function(V::loadu(in)).store(out);
+    for (int i = 0; i < V::size(); ++i) most = std::fmax(most, error_of(out[i], exact(static_cast<double>(in[i])), absolute));
+  };
+  int filled = 0;
+  for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 997) {
+    const auto narrow = static_cast<uint32_t>(bits);
+    float x;
+    std::memcpy(&x, &narrow, sizeof x);
+    if (!(std::isnan(x) || (x >= low && x <= high))) continue;
+    in[filled++] = x;
+    if (filled == V::size()) run(), filled = 0;
+  }
+  for (const float x : {low, high, 0.0f, -0.0f, INFINITY, -INFINITY, NAN}) {
+    if (!(std::isnan(x) || (x >= low && x <= high))) continue;
+    for (float& element : in) element = x;
+    run();
+  }
+  std::printf("%s %g\n", name, most);
+}
+
+}  // namespace
+
+int main() {
+  V power;
+#define KF_MEASURE(name, low, high, ...)                                                                      \
+  measure(#name, low, high, [&](V x) { return Math<float>::name(x __VA_OPT__(, ) __VA_ARGS__); },            \
+          [](double x) { return std::name(x); });
+  KF_MEASURE(exp, -INFINITY, INFINITY)
+  KF_MEASURE(expm1, -INFINITY, 88)
+  KF_MEASURE(log1p, 0, INFINITY)
+  KF_MEASURE(tanh, -INFINITY, INFINITY)
+  KF_MEASURE(erf, -INFINITY, INFINITY, power)
+}

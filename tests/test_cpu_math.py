@@ -1,0 +1,39 @@
+"""The elementary functions of the CPU kernels keep the bounds that their header states, in every instruction set."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernel_fusion.config import cxx_compiler
+from kernel_fusion.native import build
+
+_SOURCE = Path(__file__).with_name("cpu_math.cpp")
+# In ulp of the result, and of 1 for erf: the contract of native/extension/cpu/math.h.
+_CONTRACT = {"exp": 1.5, "expm1": 1.5, "log1p": 1.5, "tanh": 1.5, "erf": 5.0}
+_BEST = torch.backends.cpu.get_cpu_capability()
+_VARIANTS = build.cpu_variants()
+
+
+@pytest.fixture(scope="module", params=_VARIANTS)
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The largest error of every function, by name."""
+    variant = request.param
+    if _BEST in _VARIANTS and _VARIANTS.index(variant) > _VARIANTS.index(_BEST):
+        pytest.skip(f"this machine has no {variant}")
+    compiler = cxx_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    program = str(tmp_path_factory.mktemp("math") / "cpu_math")
+    subprocess.run([compiler, *build.cpu_flags(variant), str(_SOURCE), "-o", program, *build.link_flags()], check=True)
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    return {name: float(error) for name, error in map(str.split, lines)}
+
+
+@pytest.mark.parametrize("name", _CONTRACT)
+def test_elementary_functions_keep_their_contract(name: str, measured: dict[str, float]) -> None:
+    """Errors are within the stated ulp; NaN and infinities are right."""
+    assert 0.4 < measured[name] <= _CONTRACT[name]
