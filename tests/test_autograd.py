@@ -45,7 +45,9 @@ def test_gradgradcheck(operation: Verb, any_target: Target) -> None:
     tensors = operation.leaves(any_target, 3, 5, torch.float64)
     # A differentiated backward is the composite, by design. Where it reads a result of the kernel, y or h, second
     # derivatives go on from there through the backward kernel.
-    from_results = operation.name.startswith(("add_layer_norm", "add_rms_norm", "softmax", "attention_weights"))
+    from_results = operation.name.startswith(
+        ("add_layer_norm", "add_rms_norm", "softmax", "attention_weights", "bias_act-tanh")
+    )
     with operation.ran(any_target, None, None if from_results else 0):
         assert torch.autograd.gradgradcheck(operation.on(any_target), tensors)
 
@@ -257,8 +259,8 @@ def test_changed_input_is_noticed(operation: Verb, any_target: Target) -> None:
     tensors[0] = tensors[0] * 1
     with operation.ran(any_target, 1, 0):
         y = operation.on(any_target)(*tensors)
-        if operation.name.startswith(("softmax", "attention_weights")):
-            y.detach().add_(1)  # softmax keeps its result
+        if operation.name.startswith(("softmax", "attention_weights", "bias_act-tanh")):
+            y.detach().add_(1)  # what is kept is the result
         else:
             tensors[0].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -335,6 +337,7 @@ _KEPT = {
     "add_rms_norm": 7 + 119,
     "softmax": 119,
     "softmax-masked": 119,
+    "bias_act-tanh": 119,  # the result
     "attention_weights": 42,
 }
 

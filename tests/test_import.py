@@ -141,7 +141,7 @@ def test_import_builds_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_import_adds_at_most_50_ms(tmp_path: Path) -> None:
     """After `import torch`, `import kernel_fusion` takes at most 50 ms of processor time (median of 7 interpreters)."""
-    # Processor time, because the time on the clock of a busy machine says little. Bytecode is kept, as by an installation.
+    # Processor time, because the time on the clock of a busy machine says little; bytecode is kept, as by installing.
     env = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     assert statistics.median(json.loads(python(_IMPORT, env=env).stdout)[0] for _ in range(7)) <= 0.050
 

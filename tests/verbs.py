@@ -162,6 +162,12 @@ _VERBS = (
         lambda x, b: F.gelu(x + b),
     ),
     Verb(
+        "bias_act-tanh",
+        {"x": _matrix, "bias": _row},
+        lambda x, b, **o: kf.bias_act(x, b, "tanh", **o),
+        lambda x, b: torch.tanh(x + b),
+    ),
+    Verb(
         "act_dropout",
         {"x": _matrix},
         lambda x, **o: kf.act_dropout(x, "mish", 0.5, training=False, **o),

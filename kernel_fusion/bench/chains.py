@@ -43,6 +43,7 @@ class Operation:
             not show it. Where it contradicts a result or a gradient, that one is wrong.
         backward_reads: the arguments that backward must read; by default all. One that was never an argument may stand
             for a tensor of its size that the forward makes and keeps.
+        backward_writes: the arguments whose gradients are written; by default all. The terms of a sum share one.
         reduces_rows, has_kernels: as in `Workload`.
         products: the bare matrix products of a direction.
         product_pass: whether more than the products is computed: a pass over their result.
@@ -60,6 +61,7 @@ class Operation:
     dropout_p: float = 0.0
     kept: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
     backward_reads: tuple[str, ...] | None = None
+    backward_writes: tuple[str, ...] | None = None
     reduces_rows: bool = False
     has_kernels: bool = True
     products: Callable[[str, Inputs], list[Call]] | None = None
@@ -183,8 +185,9 @@ class Chain:
         if direction == "forward":
             return Traffic(sum(arguments.values()), results)
         reads = arguments if self.what.backward_reads is None else self.what.backward_reads
-        gradients = sum(a.num_bytes for a in self.arguments if a.gradient)
-        return Traffic(sum(arguments[name] for name in reads) + results, gradients)
+        gradients = {a.name: a.num_bytes for a in self.arguments if a.gradient}
+        writes = gradients if self.what.backward_writes is None else self.what.backward_writes
+        return Traffic(sum(arguments[name] for name in reads) + results, sum(gradients[name] for name in writes))
 
     def products(self, direction: Literal["forward", "backward"], inputs: Inputs) -> list[Call]:
         """See `Workload`."""

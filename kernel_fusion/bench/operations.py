@@ -50,11 +50,11 @@ def _halves(shape: Shape, dtype: torch.dtype) -> list[Argument]:
 
 
 def _pointwise() -> list[Operation]:
-    def two(name: str, verb: Callable[..., Tensor], chain: Function, activation: str) -> Operation:
+    def two(name: str, verb: Callable[..., Tensor], chain: Function, activation: str, **options: Any) -> Operation:
         def fused(a: Tensor, b: Tensor, p: float, backend: str | None) -> Tensor:
             return verb(a, b, activation, backend=backend)
 
-        return Operation(name, verb.__name__, _tensors("a", "b"), lambda _, a, b: chain(a, b), fused)
+        return Operation(name, verb.__name__, _tensors("a", "b"), lambda _, a, b: chain(a, b), fused, **options)
 
     def bias_gelu(x: Tensor, bias: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.bias_act(x, bias, "gelu", dropout_p=p, backend=backend)
@@ -69,7 +69,8 @@ def _pointwise() -> list[Operation]:
     gate = Operation("silu gate", "gated_act", _halves, lambda _, gate, value: F.silu(gate) * value, silu_gate)
     gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
     return [
-        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu"),
+        # Where the result is 0 tells as much as both operands: one tensor of their size.
+        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu", backward_reads=("a",), backward_writes=("a",)),
         two("mul+tanh", kf.mul_act, lambda a, b: torch.tanh(a * b), "tanh"),
         bias,
         replace(bias, name="bias+gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero),
@@ -160,6 +161,7 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         kept=kept if dropout else None,
         # h, which has the residual's size
         backward_reads=("residual", *parameters),
+        backward_writes=None if dropout or wide_residual else ("residual", *parameters),
         dtypes=_HALF if wide_residual else None,
     )
 

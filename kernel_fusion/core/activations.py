@@ -30,9 +30,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": F.elu,
 }
 
-# What an absent activation is called in specs and operators, and the slope of |x|, which backward of `mean_abs` takes.
+# What an absent activation is called in specs and operators; the slope of |x|, which backward of `mean_abs` takes; and
+# what backward takes that knows the value y of a tanh or sigmoid: functions whose slopes at y are theirs.
 IDENTITY = "identity"
-_INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {IDENTITY: lambda x: x, "sign": torch.sign}
+_INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
+    IDENTITY: lambda x: x,
+    "sign": torch.sign,
+    "from_tanh": lambda y: y - y**3 / 3,
+    "from_sigmoid": lambda y: y**2 / 2 - y**3 / 3,
+}
 
 # The position of a name is its code in C++; the internal ones come first.
 CODES = {name: code for code, name in enumerate([*_INTERNAL, *ACTIVATIONS])}

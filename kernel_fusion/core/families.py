@@ -24,7 +24,8 @@ class PointwiseSpec:
     Attributes:
         combine, activation: what f is.
         dropout: whether there is any.
-        a, b: dtypes of the operands; b is None for "first" alone.
+        a, b: dtypes of the operands; b is None for "first" alone, in backward but for the row that a's gradient is
+            summed to.
         y: dtype of the result, in forward; dy, da, db: dtypes in backward, None where a gradient is not wanted.
     """
 

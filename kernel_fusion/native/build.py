@@ -132,12 +132,10 @@ def _units() -> list[tuple[list[Path], list[str]]]:
     PyTorch's headers take most of the time, and several files that include the same ones share it.
     """
     autograd = sorted(_SOURCES.glob("*autograd.cpp"))
-    cuda = sorted([*_SOURCES.glob("*_cuda.cpp"), *(_SOURCES / "cuda").glob("*.cpp")])
-    operators = sorted({*_SOURCES.glob("*.cpp")} - {*autograd, *cuda})
+    operators = sorted({*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")} - {*autograd})
     kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     host = _include_flags()
-    units = [(operators, host), (autograd, host), *((kernels, cpu_flags(v)) for v in reversed(cpu_variants()))]
-    return [*units, (cuda, host)]
+    return [(autograd, host), (operators, host), *((kernels, cpu_flags(v)) for v in reversed(cpu_variants()))]
 
 
 def _include_flags() -> list[str]:

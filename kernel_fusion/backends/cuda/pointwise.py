@@ -31,8 +31,8 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     if access.lanes:  # b is read once
         vector_bytes -= ITEMSIZE[spec.b or spec.a] * access.vec
     unroll = min(_MAX_UNROLL, max(1, _BYTES_IN_FLIGHT // vector_bytes))
-    # 64 registers a thread, 128 where it keeps sums of columns; fp64 takes what it needs.
-    min_blocks = 1 if spec.acc == "f64" else 2 if access.lanes else 4
+    # 64 registers a thread, 80 with coordinates, 128 where it keeps sums of columns; fp64 takes what it needs.
+    min_blocks = 1 if spec.acc == "f64" else 2 if access.lanes else 4 if access.dims == 1 else 3
     per_block = access.lanes * access.vec if access.lanes else _THREADS * access.vec * unroll
     return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=min_blocks)
 

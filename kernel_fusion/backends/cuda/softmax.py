@@ -38,8 +38,8 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
     # Vectors of fewer bytes than 16 take a register for each element.
     elements = 64 // itemsize if access.vec * itemsize == 16 else 16 if itemsize < 8 else 8
-    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some; fp64 has 128.
-    most = 8 if itemsize == 8 else 32 if access.vec * itemsize == 16 else 24
+    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some, as does sm_120; fp64 has 128.
+    most = 8 if itemsize == 8 else 32 if access.vec * itemsize == 16 and device.arch < 120 else 24
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
     if backward:  # which holds two tensors
         elements, most = elements // 2, (16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most)
@@ -54,7 +54,8 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     if vectors * access.vec > most:
         return SoftmaxPlan(threads=max_threads, lanes=max_threads, vectors=0)
     threads = max(lanes, _ROWS_THREADS) if lanes <= 32 else lanes
-    resident = 512 if spec.acc == "f64" else 1024  # threads per multiprocessor that registers must allow
+    # Threads per multiprocessor that registers must allow; where elements are loaded one by one, addresses take some.
+    resident = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
     min_blocks = max(1, resident // threads)
     return SoftmaxPlan(threads=threads, per_block=threads // lanes, lanes=lanes, vectors=vectors, min_blocks=min_blocks)
 

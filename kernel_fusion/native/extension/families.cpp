@@ -31,12 +31,14 @@ std::optional<Combine> combine_of(std::string_view name) {
   return std::nullopt;
 }
 
-bool accepts(const PointwiseCall& c) {
-  const auto combine = combine_of(c.combine);
-  if (!combine || activation_code(c.activation) < 0 || !readable(c.a) || present(c.b) != (*combine != Combine::kFirst)) return false;
+// Whether there are kernels for this, but for the question which operands there are.
+bool known(const PointwiseCall& c) {
+  if (!combine_of(c.combine) || activation_code(c.activation) < 0 || !readable(c.a)) return false;
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
   return !present(c.seed) || (c.seed->device() == c.a.device() && c.seed->scalar_type() == at::kLong && c.seed->dim() == 1);
 }
+
+bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
 
 Tensor reference(const PointwiseCall& c) {
   static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
@@ -155,13 +157,18 @@ bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOpe
     backend.pointwise_bwd_columns(call, dmatrix, drow);
     return true;
   };
-  if (t.wants[1] && (symmetric || chain.combine == Combine::kGate) && serve(t.a, t.b, t.wants[0], da, db)) return true;
+  if (t.wants[1] && serve(t.a, t.b, t.wants[0], da, db)) return true;
   return t.wants[0] && symmetric && serve(t.b, t.a, t.wants[1], db, da);
 }
 
 std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t) {
   Tensor row_da, row_db;
   if (columns(backend, chain, t, row_da, row_db)) return {std::move(row_da), std::move(row_db)};
+  if (chain.combine == Combine::kFirst && t.wants[1]) {
+    Tensor da = std::get<0>(gradients(backend, chain, {t.dy, t.a, Tensor(), {true, false}}));
+    Tensor db = sum_to(backend, da, t.b.sizes(), t.b.scalar_type());
+    return {t.wants[0] ? std::move(da) : Tensor(), std::move(db)};
+  }
   Gradient da(t.a, t.dy, t.wants[0]), db(t.b, t.dy, t.wants[1]);
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).resize_outputs(false);
@@ -181,7 +188,8 @@ std::tuple<Tensor, Tensor> pointwise_bwd(const Tensor& dy, const Tensor& a, cons
                                          const OptionalTensor& seed, std::array<bool, 2> wants) {
   const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
   const Tensor second = present(b) ? *b : Tensor();
-  TORCH_CHECK(accepts(call) && readable(dy) && dy.device() == a.device() && (second.defined() || !wants[1]) &&
+  TORCH_CHECK(known(call) && (second.defined() || call.combine == "first") && readable(dy) && dy.device() == a.device() &&
+                  (second.defined() || !wants[1]) &&
                   dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
   TORCH_CHECK(threshold_of(call) == 0 || dy.is_non_overlapping_and_dense(),

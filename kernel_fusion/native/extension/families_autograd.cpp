@@ -72,6 +72,23 @@ Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
 }
 
+// The activation that has at y the slope which `activation` has where its value is y; none where y does not tell, or not
+// exactly enough because it is rounded to 16 bits.
+std::string_view of_result(std::string_view activation, at::ScalarType type) {
+  if (activation == "identity" || activation == "relu" || activation == "leaky_relu") return activation;
+  if (type != at::kFloat && type != at::kDouble) return {};
+  return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
+}
+
+// Whether backward reads y, and need not read a, nor b but as the row that its gradient is summed to.
+bool reads_result(const PointwiseCall& c) {
+  if (present(c.seed) || c.scale != 1.0 || of_result(c.activation, c.a.scalar_type()).empty()) return false;
+  if (c.combine != "add") return c.combine == "first";
+  return c.a.scalar_type() == c.b->scalar_type() &&
+         (c.a.sym_sizes() == c.b->sym_sizes() ||
+          (c.b->dim() == 1 && c.a.dim() > 1 && c.b->sym_size(0) == c.a.sym_size(-1)));
+}
+
 struct PointwiseFunction : Function<PointwiseFunction> {
   static constexpr bool is_traceable = true;
   static constexpr size_t kArguments = 7;
@@ -79,10 +96,13 @@ struct PointwiseFunction : Function<PointwiseFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const OptionalTensor& b, std::string_view combine,
                         std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
     ctx->set_materialize_grads(false);
-    Tensor y = below_autograd({a, b, combine, activation, scale, dropout_p, seed});
-    ctx->save_for_backward({a, b.value_or(Tensor()), seed.value_or(Tensor())});
-    ctx->saved_data["combine"] = std::string(combine);
-    ctx->saved_data["activation"] = std::string(activation);
+    const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+    Tensor y = below_autograd(call);
+    const bool by_result = reads_result(call), shared = same_gradients(call);
+    ctx->save_for_backward({by_result ? y : a, by_result && shared ? Tensor() : b.value_or(Tensor()), seed.value_or(Tensor())});
+    ctx->saved_data["combine"] = std::string(by_result ? "first" : combine);
+    ctx->saved_data["activation"] = std::string(by_result ? of_result(activation, a.scalar_type()) : activation);
+    ctx->saved_data["flags"] = std::vector<int64_t>{present(b), shared};
     ctx->saved_data["numbers"] = std::vector<double>{scale, dropout_p};  // in a list, which compiled autograd specialises on
     ctx->saved_data["strides"] = present(seed) && !y.is_contiguous() ? y.strides().vec() : std::vector<int64_t>();
     return y;
@@ -97,24 +117,30 @@ struct PointwiseFunction : Function<PointwiseFunction> {
     const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
     const OptionalTensor second = some(b), dropout_seed = some(seed);
     const PointwiseCall call{a, second, combine, activation, numbers[0], numbers[1], dropout_seed};
-    const std::array<bool, 2> wants{ctx->needs_input_grad(0), b.defined() && ctx->needs_input_grad(1)};
+    const auto flags = ctx->saved_data["flags"].toIntVector();
+    const bool binary = flags[0], shared = flags[1];
+    const std::array<bool, 2> needs{ctx->needs_input_grad(0), binary && ctx->needs_input_grad(1)};
     const Tensor& dy = grads[0];
-    if (at::GradMode::is_enabled()) {
-      // Aliases, so that neither operand's gradient is also looked for in the other, which may depend on it or be the same.
-      const Tensor first = at::alias(a), other = b.defined() ? at::alias(b) : b;
-      const PointwiseCall again{first, some(other), combine, activation, numbers[0], numbers[1], dropout_seed};
-      return padded_to(differentiated(reference(again), dy, {first, other}, {wants[0], wants[1]}), kArguments);
-    }
-    variable_list result(kArguments);
+    if (at::GradMode::is_enabled()) return padded_to(differentiable(call, dy, needs, shared), kArguments);
     const Tensor laid = present(dropout_seed) ? laid_out(dy, ctx->saved_data["strides"].toIntVector()) : dy;
-    if (wants[0] && wants[1] && same_gradients(call)) {
-      result[0] = result[1] = std::get<0>(call_pointwise_bwd(laid, call, {true, false}));
-      return result;
-    }
-    auto [da, db] = call_pointwise_bwd(laid, call, wants);
-    if (wants[0]) result[0] = std::move(da);
-    if (wants[1]) result[1] = std::move(db);
+    auto [da, db] = call_pointwise_bwd(laid, call, {needs[0] || shared, needs[1] && !shared});
+    variable_list result(kArguments);
+    if (needs[0]) result[0] = da;
+    if (needs[1]) result[1] = shared ? da : db;
     return result;
+  }
+
+  // The same as differentiable functions of everything. Aliases, so that neither operand's gradient is also looked for in the
+  // other, which may depend on it or be the same.
+  static variable_list differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs, bool shared) {
+    const Tensor first = at::alias(call.a), other = present(call.b) ? at::alias(*call.b) : Tensor();
+    const bool by_row = call.combine == "first" && other.defined();
+    const OptionalTensor operand = by_row ? std::nullopt : some(other);
+    const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
+    if (call.combine != "first") return differentiated(reference(again), dy, {first, other}, {needs[0], needs[1]});
+    const Tensor gradient = differentiated(reference(again), dy, {first}, {true})[0];
+    const Tensor second = by_row ? gradient.sum_to_size_symint(other.sym_sizes()) : gradient;
+    return {needs[0] ? gradient : Tensor(), needs[1] ? second : Tensor()};
   }
 
   // The terms of a sum have one gradient, where they are of one kind.

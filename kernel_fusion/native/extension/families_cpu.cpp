@@ -7,7 +7,7 @@
 
 #include "counters.h"
 #include "cpu/kernels.h"
-#include "cpu/dtype_code.h"
+#include "cpu/cpu_dtype.h"
 #include "families.h"
 
 namespace kf {
@@ -63,7 +63,7 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
 cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
   cpu::ChainOperands operands{chain, {}, static_cast<const char*>(iter.data_ptr(base)), {wants[0], wants[1]},
                               iter.dtype(base) == at::kDouble};
-  for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = dtype_code(iter.dtype(k));
+  for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = cpu_dtype(iter.dtype(k));
   return operands;
 }
 
@@ -83,8 +83,8 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   count(Counter::kCpuBackward);
   const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b),
                                da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr, call.cols,
-                               dtype_code(call.dy.scalar_type()), dtype_code(call.a.scalar_type()),
-                               dtype_code(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble};
+                               cpu_dtype(call.dy.scalar_type()), cpu_dtype(call.a.scalar_type()),
+                               cpu_dtype(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble};
   // At most 64 blocks of rows, so that their partial rows stay a small part of the traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
@@ -160,7 +160,7 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
 }  // namespace
 
 void reduce_cpu(const ReduceCall& call, Tensor& out) {
-  const cpu::Reduction args{call.map, static_cast<const char*>(call.in), dtype_code(call.in_type), call.reduced, call.inner,
+  const cpu::Reduction args{call.map, static_cast<const char*>(call.in), cpu_dtype(call.in_type), call.reduced, call.inner,
                             call.outer_stride, call.reduced_stride, call.inner_stride,
                             call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
   count(Counter::kCpuForward);
@@ -196,13 +196,13 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   args.cols = cols;
   args.causal_rows = call.causal ? x.size(-2) : 0;
   args.scale = call.scale;
-  args.type = dtype_code(x.scalar_type());
+  args.type = cpu_dtype(x.scalar_type());
   if (call.mask.defined()) {
     const bool keep = call.mask.scalar_type() == at::kBool;
     args.mask_rows = row_strides(call.mask);
     args.mask_stride = call.mask.stride(-1);
     args.mask_kind = keep ? cpu::MaskKind::kKeep : cpu::MaskKind::kAdd;
-    if (!keep) args.mask_type = dtype_code(call.mask.scalar_type());
+    if (!keep) args.mask_type = cpu_dtype(call.mask.scalar_type());
   }
   count(Counter::kCpuForward);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
@@ -211,7 +211,7 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
 void softmax_bwd_cpu(const Tensor& dy, const Tensor& y, double scale, Tensor& dx) {
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
   const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
-                                  dtype_code(dy.scalar_type()), dtype_code(y.scalar_type())};
+                                  cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type())};
   count(Counter::kCpuBackward);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
 }

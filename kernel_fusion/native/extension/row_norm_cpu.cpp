@@ -8,7 +8,7 @@
 
 #include "counters.h"
 #include "cpu/kernels.h"
-#include "cpu/dtype_code.h"
+#include "cpu/cpu_dtype.h"
 #include "row_norm.h"
 
 namespace kf {
@@ -100,7 +100,7 @@ void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t r
   const Stages& s = *call.stages;
   const OptionalRows residual(s.residual, call.num_dims);
   const cpu::ForwardStages stages{common(s), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
-                                  dtype_code(dtype_of(s.residual).value_or(at::kFloat))};
+                                  cpu_dtype(dtype_of(s.residual).value_or(at::kFloat))};
   at::parallel_for(0, rows, grain(args.cols),
                    [&](int64_t begin, int64_t end) { cpu::kernels().forward_staged(args, stages, begin, end); });
 }
@@ -117,7 +117,7 @@ struct StagedBackward {
         bias(prepared(call.stages->bias, 0.0, acc_dtype(call.input))) {
     const BackwardStages& s = *call.stages;
     args = {common(s), s.has_residual, dh.data(), x.data(), data_or_null(bias), call.wants[3] ? dresidual.data_ptr() : nullptr,
-            dh.layout(), x.layout(), dtype_code(call.x_dtype)};
+            dh.layout(), x.layout(), cpu_dtype(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;
@@ -138,7 +138,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype)};
+                          x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype)};
   count(Counter::kCpuForward);
   if (call.stages) return forward_staged(args, call, x.rows, h);
   at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
@@ -152,7 +152,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           dtype_code(call.input.scalar_type()), dtype_code(call.dy.scalar_type())};
+                           cpu_dtype(call.input.scalar_type()), cpu_dtype(call.dy.scalar_type())};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);

@@ -17,8 +17,8 @@
 
 // The names in the order of their codes.
 #define KF_ACTIVATIONS(X) \
-  X(identity) X(sign) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) X(quick_gelu) X(silu) X(tanh) X(sigmoid) \
-  X(mish) X(softplus) X(hardswish) X(elu)
+  X(identity) X(sign) X(from_tanh) X(from_sigmoid) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) X(quick_gelu) \
+  X(silu) X(tanh) X(sigmoid) X(mish) X(softplus) X(hardswish) X(elu)
 
 namespace kf::act {
 
@@ -37,6 +37,20 @@ struct sign {
     return M::where_gt(x, M::of(0), M::of(1), M::where_gt(M::of(0), x, M::of(-1), M::of(0)));  // NaN: 0, as in PyTorch
   }
   template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
+};
+
+// Of a value x of tanh, what has tanh's slope there, 1 - x^2.
+struct from_tanh {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x - x * x * x * M::of(1.0 / 3); }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(1) - x * x; }
+};
+
+// Of a value x of sigmoid, what has its slope there, x (1 - x).
+struct from_sigmoid {
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return x * x * (M::of(0.5) - x * M::of(1.0 / 3));
+  }
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
 };
 
 // max(x, 0)

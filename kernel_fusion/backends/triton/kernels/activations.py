@@ -17,6 +17,8 @@ from kernel_fusion.backends.triton.kernels.elementary import exp, expm1, log1p, 
 NAMES = (
     "identity",
     "sign",
+    "from_tanh",
+    "from_sigmoid",
     "relu",
     "relu_squared",
     "leaky_relu",
@@ -69,6 +71,10 @@ def value(x, NAME: tl.constexpr):
         y = x
     elif NAME == "sign":
         y = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+    elif NAME == "from_tanh":
+        y = x - x * x * x / 3.0
+    elif NAME == "from_sigmoid":
+        y = x * x * (0.5 - x / 3.0)
     elif NAME == "relu":
         y = _relu(x)
     elif NAME == "relu_squared":
@@ -107,6 +113,10 @@ def slope(x, NAME: tl.constexpr):
         d = tl.full(x.shape, 1.0, x.dtype)
     elif NAME == "sign":
         d = tl.full(x.shape, 0.0, x.dtype)
+    elif NAME == "from_tanh":
+        d = 1.0 - x * x
+    elif NAME == "from_sigmoid":
+        d = x * (1.0 - x)
     elif NAME == "relu":
         d = tl.where(x <= 0.0, 0.0, 1.0)
     elif NAME == "relu_squared":

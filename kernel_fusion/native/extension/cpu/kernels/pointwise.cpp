@@ -173,7 +173,7 @@ void columns_loop(const ChainColumns& call, int64_t begin, int64_t end, int64_t 
       A* da = call.da ? write_chunk<A>(call.a_type, call.da + position * a_size, 1, n, third) : third;
       gradients<A>(chain, g, a, row, da, db, wants, n);
       if (call.da) store_chunk<A>(call.a_type, da, n, call.da + position * a_size, 1);
-      const A* sum = chain.combine == Combine::kAdd ? da : db;
+      const A* sum = chain.combine == Combine::kAdd || chain.combine == Combine::kFirst ? da : db;
       add_chunk<A>(partial, sum, partial, n);
       if ((r - begin) % 4 != 3 && r + 1 < end) continue;
       for (int64_t i = 0; i < n; ++i) sums[start + i] += partial.values[i];

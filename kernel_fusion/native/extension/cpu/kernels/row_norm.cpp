@@ -3,8 +3,8 @@
 // A row is read in chunks of kStatisticsChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
 // and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
 // lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
-// The order of every sum depends on the row length alone. With stages a row is first brought, chunk by chunk, to the
-// accumulator type in a buffer, where the same code finds it.
+// The order of every sum depends on the row length alone. With stages a row is first brought, chunk by chunk, to the accumulator
+// type in a buffer, unless it lies in memory like that, and the same code finds it there.
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 #include "cpu/pairs.h"
@@ -245,6 +245,12 @@ template <class A> void load_row(Dtype type, const void* tensor, const RowLayout
   load_chunk<A>(type, element(type, tensor, row_offset(rows, row) + start), 1, n, out);
 }
 
+// The same where it lies if it can be read there, else in `room`.
+template <class A>
+const A* read_row(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start, int64_t n, A* room) {
+  return read_chunk<A>(type, element(type, tensor, row_offset(rows, row) + start), 1, n, room);
+}
+
 // Dropout of elements that begin at `position`, with the scale of those that are kept.
 template <class A> void drop(const Stages& s, int64_t position, int64_t n, A* x) {
   if (!s.threshold) return;
@@ -252,37 +258,53 @@ template <class A> void drop(const Stages& s, int64_t position, int64_t n, A* x)
   scale_chunk<A>(x, s.threshold < 65536 ? 65536.0 / (65536 - s.threshold) : 0.0, n);
 }
 
-// u = dropout(pre_activation(x)), in place.
-template <class A> void before_norm(const Stages& s, int64_t position, int64_t n, A* x) {
-  if (s.pre_activation) activate_chunk<A>(s.pre_activation, x, x, n);
-  drop(s, position, n, x);
+// u = dropout(pre_activation(x)) of a chunk: x itself where there is nothing to do, else in `room`, where x may lie already.
+template <class A> const A* before_norm(const Stages& s, int64_t position, int64_t n, const A* x, A* room) {
+  if (!s.pre_activation && !s.threshold) return x;
+  if (s.pre_activation) activate_chunk<A>(s.pre_activation, x, room, n);
+  else if (x != room) std::memcpy(room, x, n * sizeof(A));
+  drop(s, position, n, room);
+  return room;
 }
 
-// h = residual + u of a chunk, rounded to the residual's dtype and stored there; u where there is no residual.
+// What is normalised, a chunk of it: h = residual + u, rounded to the residual's dtype and stored there; u where there is no
+// residual. Where it lies already, or in `room`.
 template <class A>
-void load_h(const Forward& c, const ForwardStages& s, int64_t row, int64_t start, int64_t n, A* h) {
+const A* make_h(const Forward& c, const ForwardStages& s, int64_t row, int64_t start, int64_t n, A* room) {
   const int64_t position = row * c.cols + start;
-  load_row(c.x_type, c.x, c.x_rows, row, start, n, h);
-  before_norm(s, position, n, h);
-  if (!s.residual) return;
+  const A* u = before_norm(s, position, n, read_row(c.x_type, c.x, c.x_rows, row, start, n, room), room);
+  if (!s.residual) return u;
   Chunk<A> residual;
-  load_row<A>(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
-  add_chunk<A>(h, residual, h, n);
+  const A* other = read_row<A>(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
   void* stored = element(s.residual_type, s.h, position);
+  A* h = write_chunk<A>(s.residual_type, stored, 1, n, room);
+  add_chunk<A>(u, other, h, n);
   store_chunk<A>(s.residual_type, h, n, stored, 1);
-  if (size_of(s.residual_type) != sizeof(A)) load_chunk<A>(s.residual_type, stored, 1, n, h);
+  return read_chunk<A>(s.residual_type, stored, 1, n, room);
+}
+
+// Whether the chunks that make_h gives are one row in memory: of x, or of the stored h. Else they are collected in a buffer.
+template <class A> bool lies_in_memory(const Forward& c, const ForwardStages& s) {
+  if (!is_chunk<A>(s.residual ? s.residual_type : c.x_type, 1, c.cols)) return false;
+  return s.residual || (!s.pre_activation && !s.threshold);
 }
 
 template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
-  const auto buffer = std::make_unique<A[]>(padded<A>(c.cols));
-  A* h = buffer.get();
+  const bool in_memory = lies_in_memory<A>(c, s);
+  const std::unique_ptr<A[]> buffer(new A[padded<A>(c.cols)]());
   for (int64_t row = begin; row < end; ++row) {
-    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) { load_h(c, s, row, start, n, h + start); });
+    const A* h = nullptr;
+    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+      A* room = buffer.get() + start;
+      const A* chunk = make_h(c, s, row, start, n, room);
+      if (!in_memory && chunk != room) std::memcpy(room, chunk, n * sizeof(A));
+      if (start == 0) h = in_memory ? chunk : room;
+    });
     const auto [mean, rstd] = statistics(c, h, row);
     each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
       char* out = element(c.y_type, c.y, row * c.cols + start);
-      A* y = write_chunk<A>(c.y_type, out, 1, n, h + start);
+      A* y = write_chunk<A>(c.y_type, out, 1, n, buffer.get() + start);
       normalize(h + start, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
       if (s.activation) activate_chunk<A>(s.activation, y, y, n);
       store_chunk<A>(c.y_type, y, n, out, 1);
@@ -290,18 +312,30 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
   }
 }
 
-// h of a row and dz, the gradient before the activation, whose argument is computed again, in the buffers of `r`.
-template <class A> void load_row_and_dz(const Backward& c, const BackwardStages& s, int64_t row, const Row<A, A>& r, A* h, A* dz) {
+// What was normalised, a row of it, as accumulators: where it lies, or in `room`.
+template <class A> const A* load_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
+  const bool changes = !s.has_residual && (s.pre_activation || s.threshold);
+  if (!changes && is_chunk<A>(c.x_type, 1, c.cols)) return static_cast<const A*>(c.x) + row_offset(c.x_rows, row);
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    load_row(c.x_type, c.x, c.x_rows, row, start, n, room + start);
+    if (changes) before_norm<A>(s, row * c.cols + start, n, room + start, room + start);
+  });
+  return room;
+}
+
+// dz, the gradient of a row before the activation, whose argument is computed again: where dy lies, or in `room`.
+template <class A>
+const A* load_dz(const Backward& c, const BackwardStages& s, int64_t row, const A* h, A mean, A rstd, A* room) {
+  if (!s.activation && is_chunk<A>(c.dy_type, 1, c.cols)) return static_cast<const A*>(c.dy) + row_offset(c.dy_rows, row);
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    load_row(c.x_type, c.x, c.x_rows, row, start, n, h + start);
-    if (!s.has_residual) before_norm(s, row * c.cols + start, n, h + start);
-    load_row(c.dy_type, c.dy, c.dy_rows, row, start, n, dz + start);
+    load_row(c.dy_type, c.dy, c.dy_rows, row, start, n, room + start);
     if (!s.activation) return;
     Chunk<A> z;
-    normalize(h + start, r.mean, r.rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z.values);
-    multiply_slope<A>(s.activation, dz + start, z, dz + start, n);
+    normalize(h + start, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z.values);
+    multiply_slope<A>(s.activation, room + start, z, room + start, n);
   });
+  return room;
 }
 
 // From the norm's gradient `g` with respect to h: dh is added, dresidual stored; back through dropout and pre-activation, dx.
@@ -330,9 +364,10 @@ void backward_staged_together(const Backward& c, const BackwardStages& s, int64_
   const bool wants_g = c.dx || s.dresidual;
   std::array<Row<A, A>, kRows> rows;
   for (int64_t i = 0; i < static_cast<int64_t>(kRows); ++i) {
-    A *h = buffer + 2 * i * padded<A>(c.cols), *dz = h + padded<A>(c.cols);
-    rows[i] = {h, dz, wants_g ? dz : nullptr, saved_mean<A>(c, first + i), static_cast<const A*>(c.rstd)[first + i]};
-    load_row_and_dz(c, s, first + i, rows[i], h, dz);
+    A *first_room = buffer + 2 * i * padded<A>(c.cols), *second_room = first_room + padded<A>(c.cols);
+    const A mean = saved_mean<A>(c, first + i), rstd = static_cast<const A*>(c.rstd)[first + i];
+    const A* h = load_h(c, s, first + i, first_room);
+    rows[i] = {h, load_dz(c, s, first + i, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd};
   }
   backward_together(c, rows);
   if (!wants_g) return;

@@ -7,7 +7,7 @@
 
 namespace kf {
 
-inline cpu::Dtype dtype_code(at::ScalarType type) {
+inline cpu::Dtype cpu_dtype(at::ScalarType type) {
   switch (type) {
     case at::kHalf: return cpu::Dtype::kHalf;
     case at::kBFloat16: return cpu::Dtype::kBFloat16;
