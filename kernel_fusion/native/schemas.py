@@ -161,8 +161,8 @@ def _register_meta() -> None:
     def softmax(input: Tensor, *_: Any) -> Tensor:
         return torch.empty_like(input, memory_format=torch.contiguous_format)
 
-    def softmax_bwd(dy: Tensor, *_: Any) -> Tensor:
-        return torch.empty_like(dy, memory_format=torch.contiguous_format)
+    def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(y, memory_format=torch.contiguous_format)
 
     for function in (pointwise, pointwise_bwd, reduce, softmax, softmax_bwd):
         library.impl(function.__name__, function, "Meta")
