@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import Buffer, Parameter
 
 from kernel_fusion.backends import eager, interop, triton
 from kernel_fusion.config import BACKENDS, check_backend_name, state, triton_is_interpreted
@@ -30,8 +32,13 @@ Operator = Callable[..., Any]
 # The backend with kernels for the tensors of a device type.
 NATIVE = {"cpu": "cpu", "cuda": "cuda"}
 
+_OVERLOADS: dict[str, Any] = {name: getattr(torch.ops.kernel_fusion, name).default for name in schemas.VERBS}
+
 # The verbs whose CUDA kernels need no extension.
 _LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
+
+# What needs no closer look.
+PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
 
 # Subclasses that stand for a plain tensor while a program is traced.
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
@@ -91,12 +98,16 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
         ValueError: `backend` is not a backend.
         BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
     """
+    if backend is None and state.backend is None and all(map(_is_plain, tensors)):
+        # The object behind an overload costs 0.5 µs less to call, and torch.compile knows the overload alone.
+        overload = _OVERLOADS[name]
+        return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
     check_backend_name(backend)
     backend = backend or state.backend
     for tensor in tensors:
         if not isinstance(tensor, _OPTIONAL_TENSOR):
             raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
-    definition, found = partial(schemas.reference_call, name), getattr(torch.ops.kernel_fusion, name).default
+    definition, found = partial(schemas.reference_call, name), _OVERLOADS[name]
     if backend is None:
         return found if all(t is None or _refusal(t) is None for t in tensors) else definition
     if backend == "eager":
@@ -111,6 +122,11 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
     if backend == "triton":
         return partial(triton.serve, name)
     return found  # type: ignore[no-any-return]
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether the operators themselves know what to do with an argument: PyTorch's own tensors, and None."""
+    return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
 
 
 def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:

@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Buffer, Parameter
 
 from kernel_fusion.backends import eager, interop
-from kernel_fusion.backends.select import call, operator
+from kernel_fusion.backends.select import PLAIN_TENSORS, call, operator
 from kernel_fusion.config import state
 from kernel_fusion.core import checks
 from kernel_fusion.native import schemas
-
-_PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
 
 # The operators as C++ functions. Calling them through their Python object costs 0.3 µs more, and only Dynamo needs it.
 _layer_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.layer_norm.default._op
@@ -287,7 +284,7 @@ def _staged(
 
 def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
     """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
-    if type(input) not in _PLAIN_TENSORS or input.is_nested:
+    if type(input) not in PLAIN_TENSORS or input.is_nested:
         return 0
     shape = input.shape
     expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape

@@ -3,46 +3,22 @@
 // The fused path is left for the eager definition, a composition of ATen operations, wherever a transform must see
 // through the operator: under torch.func, with a forward-mode tangent, and in a backward that is itself differentiated.
 // (Without that, each of the three silently gives wrong results.)
-//
-// The node is written as PyTorch generates its own, and calls kernels without the dispatcher where nothing else listens.
-// With torch::autograd::Function and the dispatcher a training forward of 1x64 took 10.0 µs instead of 7.1 (AMD EPYC).
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
 #include "activation_codes.h"
+#include "node.h"
 #include "row_norm.h"
 
 namespace kf {
 namespace {
 
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
-// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside.
-// Null where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
-const Backend* direct(c10::DispatchKeySet keys) {
-  constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-                          c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  switch ((keys - passed).highestPriorityTypeId()) {
-    case c10::DispatchKey::CPU: return &kCpu;
-    case c10::DispatchKey::CUDA: return &kCuda;
-    default: return nullptr;
-  }
-}
-
 ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
-  if (const auto* backend = direct(keys)) return forward(*backend, c);
+  if (const auto* backend = direct(keys, kCpu, kCuda)) return forward(*backend, c);
   static const auto op =
       find_op<ForwardResult(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, double, OptionalDtype,
                             bool, const OptionalTensor&, std::string_view, std::string_view, double, const OptionalTensor&)>(
@@ -58,11 +34,8 @@ ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
 BackwardResult call_backward(const BackwardCall& c) {
   static const BackwardStages none;
   const BackwardStages& s = c.stages ? *c.stages : none;
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  auto keys = c.dy.key_set() | c.input.key_set() | c.stats.key_set() | local.included_;
-  for (const auto* t : {&c.weight, &s.dh, &s.x})
-    if (present(*t)) keys = keys | (*t)->key_set();
-  if (const auto* backend = direct(keys - local.excluded_)) return backward(*backend, c);
+  const auto keys = keys_of(c.dy, c.input, c.stats, c.weight.value_or(Tensor()), s.dh.value_or(Tensor()), s.x.value_or(Tensor()));
+  if (const auto* backend = direct(keys, kCpu, kCuda)) return backward(*backend, c);
   static const auto op =
       find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, int64_t, const OptionalTensor&, OptionalDtype, double,
                              bool, Wanted, OptionalDtype, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
@@ -74,8 +47,6 @@ BackwardResult call_backward(const BackwardCall& c) {
 }
 
 // ---- The node ------------------------------------------------------------------------------------------------------
-
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 // What the node of a norm with stages keeps beyond a bare one's.
 struct SavedStages {
@@ -96,7 +67,7 @@ torch::autograd::edge_list edges_of(const ForwardCall& call) {
 }
 
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
-struct RowNormBackward : Node {
+struct RowNormBackward : SavingNode<RowNormBackward> {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
   // activation's argument and double backward; it is a parameter, so keeping it costs no memory.
   SavedVariable input, weight, bias, stats;
@@ -106,7 +77,7 @@ struct RowNormBackward : Node {
   const bool rms;
 
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
-      : Node(edges_of(call)),
+      : SavingNode(edges_of(call)),
         weight(call.weight, /*is_output=*/false),
         bias(call.bias, /*is_output=*/false),
         stats(call_stats, /*is_output=*/false),
@@ -142,13 +113,7 @@ struct RowNormBackward : Node {
       for (auto* saved : {&stages->x, &stages->seed}) f(*saved);
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    each_saved([](SavedVariable& saved) { saved.reset_data(); });
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables
+  variable_list gradients(variable_list&& grads) {
     const Tensor dh = grads.size() > 1 ? std::move(grads[1]) : Tensor();
     if (!grads[0].defined() && !dh.defined()) return variable_list(num_outputs());
     const Tensor saved = stages && stages->saves_output ? input.unpack(getptr()) : input.unpack();
@@ -207,10 +172,6 @@ struct RowNormBackward : Node {
     return result;
   }
 
-  static variable_list differentiate(const Tensor& y, const variable_list& inputs, const Tensor& dy) {
-    return torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
-  }
-
   // y of the input, in the definition; behind an h there is only the norm and its activation left.
   Tensor definition(const Tensor& x, const OptionalTensor& w, const OptionalTensor& b, at::ScalarType dtype) const {
     if (!stages) return reference(x, num_dims, w, b, eps, weight_offset, dtype, rms);
@@ -240,7 +201,6 @@ struct RowNormBackward : Node {
                    optional(stages->seed.unpack()));
   }
 
-  // Compiled autograd: `args` identify the graph, and `apply` is traced with stand-ins for the saved tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(input, /*is_output=*/stages && stages->saves_output);
     for (const auto* saved : {&weight, &bias, &stats}) args.collect(*saved, /*is_output=*/false);
@@ -255,29 +215,9 @@ struct RowNormBackward : Node {
     for (const int32_t code : {stages->pre_activation, stages->activation}) args.collect(code);
     args.collect(stages->threshold);
   }
-
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    each_saved([&](SavedVariable& saved) { swap.before(saved); });
-    auto result = apply(variable_list(grads));
-    each_saved([&](SavedVariable& saved) { swap.after(saved); });
-    return result;
-  }
 };
 
-// PyTorch 2.13 counts a node's references in the node, 2.11 in a shared_ptr.
-template <class T, class... Args> auto new_node(const Args&... args) {
-  if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<Node>>)
-    return std::shared_ptr<T>(new T(args...), [](T* node) { deleteNode(node); });  // without recursion in a deep graph
-  else
-    return c10::make_intrusive<T>(args...);
-}
-
 // ---- The verbs -----------------------------------------------------------------------------------------------------
-
-bool inside_functorch() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
 
 void set_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
   const auto node = new_node<RowNormBackward>(call, stats);
@@ -297,7 +237,7 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& input, int64_t num_dims,
                 const OptionalTensor& bias, Eps<rms> optional_eps, double weight_offset, OptionalDtype out_dtype) {
   using torch::autograd::isFwGradDefined;
   const double eps = resolve_eps(input, optional_eps);
-  if (inside_functorch() || isFwGradDefined(input) || isFwGradDefined(weight) || isFwGradDefined(bias) ||
+  if (transformed() || isFwGradDefined(input) || isFwGradDefined(weight) || isFwGradDefined(bias) ||
       !accepts(input, num_dims, weight, bias, weight_offset, out_dtype))
     return reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms);
   const bool training = torch::autograd::compute_requires_grad(input, weight, bias);
@@ -308,7 +248,7 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& input, int64_t num_dims,
     const at::AutoDispatchBelowADInplaceOrView below;
     if (training) {
       std::tie(y, stats, h) = call_forward(keys, call);
-    } else if (const auto* backend = direct(keys)) {
+    } else if (const auto* backend = direct(keys, kCpu, kCuda)) {
       y = std::get<0>(forward(*backend, call));
     } else {
       y = verb<rms>().redispatch(keys & c10::after_ADInplaceOrView_keyset, input, num_dims, weight, bias, optional_eps,
@@ -330,7 +270,7 @@ StagedResult staged_autograd(c10::DispatchKeySet keys, const Tensor& input, cons
                              double dropout_p, const OptionalTensor& seed) {
   using torch::autograd::isFwGradDefined;
   const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
-  if (inside_functorch() || isFwGradDefined(input) || isFwGradDefined(residual) || isFwGradDefined(weight) ||
+  if (transformed() || isFwGradDefined(input) || isFwGradDefined(residual) || isFwGradDefined(weight) ||
       isFwGradDefined(bias) || !accepts(input, num_dims, weight, bias, weight_offset, out_dtype) || !accepts(input, stages))
     return staged_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages);
   if (!torch::autograd::compute_requires_grad(input, residual, weight, bias)) {

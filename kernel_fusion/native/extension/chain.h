@@ -2,10 +2,22 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace kf {
 
 enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
+inline constexpr std::string_view kCombineNames[] = {"first", "add", "mul", "gate"};
+
+inline std::optional<Combine> combine_of(std::string_view name) {
+  int32_t code = 0;
+  for (const auto known : kCombineNames) {
+    if (known == name) return static_cast<Combine>(code);
+    ++code;
+  }
+  return std::nullopt;
+}
 
 struct Chain {
   Combine combine;

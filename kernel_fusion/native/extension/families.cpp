@@ -23,14 +23,6 @@ bool readable(const Tensor& t) {
   return floating && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
 }
 
-std::optional<Combine> combine_of(std::string_view name) {
-  if (name == "first") return Combine::kFirst;
-  if (name == "add") return Combine::kAdd;
-  if (name == "mul") return Combine::kMul;
-  if (name == "gate") return Combine::kGate;
-  return std::nullopt;
-}
-
 // Whether there are kernels for this, but for the question which operands there are.
 bool known(const PointwiseCall& c) {
   if (!combine_of(c.combine) || activation_code(c.activation) < 0 || !readable(c.a)) return false;
@@ -80,15 +72,13 @@ at::ScalarType result_type(const PointwiseCall& c) {
   return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type();
 }
 
-template <const FamilyBackend& backend>
-Tensor pointwise(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation, double scale,
-                 double dropout_p, const OptionalTensor& seed) {
-  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
-  if (!accepts(call)) return reference(call);
+}  // namespace
+
+Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call) {
   at::TensorIteratorConfig config;
-  config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), a.device());
-  config.add_owned_output(Tensor()).add_const_input(a);
-  if (present(b)) config.add_const_input(*b);
+  config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), call.a.device());
+  config.add_owned_output(Tensor()).add_const_input(call.a);
+  if (present(call.b)) config.add_const_input(*call.b);
   auto iter = config.build();
   Tensor y = iter.output();
   if (threshold_of(call) == kAll) {
@@ -98,6 +88,8 @@ Tensor pointwise(const Tensor& a, const OptionalTensor& b, std::string_view comb
   }
   return y;
 }
+
+namespace {
 
 // ---- Pointwise, backward ---------------------------------------------------------------------------------------------------
 
@@ -181,44 +173,33 @@ std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& 
   return {da.finished(backend), db.finished(backend)};
 }
 
-// Zeros where no kernel is needed, and a tensor without elements where nothing is wanted: an operator returns defined tensors.
-template <const FamilyBackend& backend>
-std::tuple<Tensor, Tensor> pointwise_bwd(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                                         std::string_view activation, double scale, double dropout_p,
-                                         const OptionalTensor& seed, std::array<bool, 2> wants) {
-  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
-  const Tensor second = present(b) ? *b : Tensor();
-  TORCH_CHECK(known(call) && (second.defined() || call.combine == "first") && readable(dy) && dy.device() == a.device() &&
+}  // namespace
+
+PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
+                                 std::array<bool, 2> wants) {
+  const Tensor second = present(call.b) ? *call.b : Tensor();
+  TORCH_CHECK(known(call) && (second.defined() || call.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
-                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()),
+                  dy.sizes().equals(second.defined() ? at::infer_size(call.a.sizes(), second.sizes()) : call.a.sizes().vec()),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
   TORCH_CHECK(threshold_of(call) == 0 || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
-  Tensor da, db;
-  if (threshold_of(call) == kAll || dy.numel() == 0) {
-    if (wants[0]) da = at::zeros_like(a);
-    if (wants[1]) db = at::zeros_like(second);
-  } else if (wants[0] || wants[1]) {
-    std::tie(da, db) = gradients(backend, chain_of(call), {dy, a, second, wants});
-  }
-  for (auto* gradient : {&da, &db})
-    if (!gradient->defined()) *gradient = at::empty({0}, a.options());
-  return {std::move(da), std::move(db)};
+  if (threshold_of(call) == kAll || dy.numel() == 0)
+    return {wants[0] ? at::zeros_like(call.a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
+  if (!wants[0] && !wants[1]) return {};
+  return gradients(backend, chain_of(call), {dy, call.a, second, wants});
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-template <const FamilyBackend& backend>
-Tensor softmax(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  const SoftmaxVerbCall call{input, mask, scale, causal};
-  if (!accepts(call)) return reference(call);
-  const Tensor expanded = present(mask) ? mask->expand(input.sizes()) : Tensor();
-  Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
-  if (y.numel()) backend.softmax({input, expanded, scale, causal}, y);
+Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call) {
+  const Tensor expanded = present(call.mask) ? call.mask->expand(call.input.sizes()) : Tensor();
+  Tensor y = at::empty_like(call.input, at::MemoryFormat::Contiguous);
+  if (y.numel()) backend.softmax({call.input, expanded, call.scale, call.causal}, y);
   return y;
 }
 
-template <const FamilyBackend& backend> Tensor softmax_bwd(const Tensor& dy, const Tensor& y, double scale) {
+Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale) {
   TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
               "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
   Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
@@ -226,11 +207,43 @@ template <const FamilyBackend& backend> Tensor softmax_bwd(const Tensor& dy, con
   return dx;
 }
 
+// ---- Operators -------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+template <const FamilyBackend& backend>
+Tensor pointwise_op(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation, double scale,
+                    double dropout_p, const OptionalTensor& seed) {
+  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+  return accepts(call) ? pointwise(backend, call) : reference(call);
+}
+
+// A tensor without elements where nothing is wanted: an operator returns defined tensors.
+template <const FamilyBackend& backend>
+PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
+                                    std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed,
+                                    std::array<bool, 2> wants) {
+  auto [da, db] = pointwise_bwd(backend, dy, {a, b, combine, activation, scale, dropout_p, seed}, wants);
+  for (auto* gradient : {&da, &db})
+    if (!gradient->defined()) *gradient = at::empty({0}, a.options());
+  return {std::move(da), std::move(db)};
+}
+
+template <const FamilyBackend& backend>
+Tensor softmax_op(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
+  const SoftmaxVerbCall call{input, mask, scale, causal};
+  return accepts(call) ? softmax(backend, call) : reference(call);
+}
+
+template <const FamilyBackend& backend> Tensor softmax_bwd_op(const Tensor& dy, const Tensor& y, double scale) {
+  return softmax_bwd(backend, dy, y, scale);
+}
+
 template <const FamilyBackend& backend> void implement_families(torch::Library& m) {
-  m.impl("pointwise", pointwise<backend>);
-  m.impl("pointwise_bwd", pointwise_bwd<backend>);
-  m.impl("softmax", softmax<backend>);
-  m.impl("softmax_bwd", softmax_bwd<backend>);
+  m.impl("pointwise", pointwise_op<backend>);
+  m.impl("pointwise_bwd", pointwise_bwd_op<backend>);
+  m.impl("softmax", softmax_op<backend>);
+  m.impl("softmax_bwd", softmax_bwd_op<backend>);
 }
 
 }  // namespace

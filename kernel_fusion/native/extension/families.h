@@ -119,6 +119,16 @@ struct SoftmaxVerbCall {
 };
 using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
 
+// The operators on a device, of calls that its kernels accept.
+Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call);
+Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& call);
+Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call);
+
+// Their backward. What is not wanted is undefined.
+using PointwiseGradients = std::tuple<Tensor, Tensor>;
+PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call, std::array<bool, 2> wants);
+Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale);
+
 // Whether the kernels can serve a call. What they can't serve goes to the definition, which serves it or says what is wrong.
 bool accepts(const PointwiseCall& call);
 bool accepts(const ReduceVerbCall& call);

@@ -1,67 +1,41 @@
-// Pointwise chains, reductions and softmax at autograd: which calls the kernels take, and their backward.
+// Pointwise chains, reductions and softmax at autograd: which calls the kernels take, and their backward nodes.
 //
 // As for the row norms (autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
 // backward that is itself differentiated.
 #include <ATen/ops/alias.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "activation_codes.h"
 #include "families.h"
+#include "node.h"
 
 namespace kf {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
-OptionalTensor some(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
-bool transformed() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
 
 bool needs_definition(const Tensor& first, const OptionalTensor& second = std::nullopt) {
   return transformed() || torch::autograd::isFwGradDefined(first) || torch::autograd::isFwGradDefined(second);
 }
 
-// The gradients of y = definition(...) with respect to the wanted ones of `inputs`, as differentiable functions of everything.
-variable_list differentiated(const Tensor& y, const Tensor& dy, const variable_list& inputs, const std::vector<bool>& wants) {
-  variable_list wanted, result(inputs.size());
-  for (size_t i = 0; i < inputs.size(); ++i)
-    if (wants[i]) wanted.push_back(inputs[i]);
-  auto gradients = torch::autograd::grad({y}, wanted, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
-  for (size_t i = 0, next = 0; i < inputs.size(); ++i)
-    if (wants[i]) result[i] = std::move(gradients[next++]);
-  return result;
-}
-
-// As many gradients as the forward has arguments.
-variable_list padded_to(variable_list gradients, size_t arguments) {
-  gradients.resize(arguments);
-  return gradients;
-}
+const FamilyBackend* direct(c10::DispatchKeySet keys) { return direct(keys, kCpuFamilies, kCudaFamilies); }
 
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
-Tensor below_autograd(const PointwiseCall& c) {
+Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (const auto* backend = direct(keys)) return pointwise(*backend, c);
   static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise");
   return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
 }
 
-std::tuple<Tensor, Tensor> call_pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
+PointwiseGradients call_pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
+  const auto keys = keys_of(dy, c.a, c.b.value_or(Tensor()), c.seed.value_or(Tensor()));
+  if (const auto* backend = direct(keys)) return pointwise_bwd(*backend, dy, c, wants);
   static const auto op =
-      find_op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
-                                         double, double, const OptionalTensor&, std::array<bool, 2>)>(
-          "kernel_fusion::pointwise_bwd");
+      find_op<PointwiseGradients(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double,
+                                 double, const OptionalTensor&, std::array<bool, 2>)>("kernel_fusion::pointwise_bwd");
   return op.call(dy, c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed, wants);
 }
 
@@ -89,42 +63,54 @@ bool reads_result(const PointwiseCall& c) {
           (c.b->dim() == 1 && c.a.dim() > 1 && c.b->sym_size(0) == c.a.sym_size(-1)));
 }
 
-struct PointwiseFunction : Function<PointwiseFunction> {
-  static constexpr bool is_traceable = true;
-  static constexpr size_t kArguments = 7;
+// The terms of a sum have one gradient, where they are of one kind.
+bool shares_gradient(const PointwiseCall& c) {
+  return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
+}
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                        std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
-    ctx->set_materialize_grads(false);
-    const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
-    Tensor y = below_autograd(call);
-    const bool by_result = reads_result(call), shared = same_gradients(call);
-    ctx->save_for_backward({by_result ? y : a, by_result && shared ? Tensor() : b.value_or(Tensor()), seed.value_or(Tensor())});
-    ctx->saved_data["combine"] = std::string(by_result ? "first" : combine);
-    ctx->saved_data["activation"] = std::string(by_result ? of_result(activation, a.scalar_type()) : activation);
-    ctx->saved_data["flags"] = std::vector<int64_t>{present(b), shared};
-    ctx->saved_data["numbers"] = std::vector<double>{scale, dropout_p};  // in a list, which compiled autograd specialises on
-    ctx->saved_data["strides"] = present(seed) && !y.is_contiguous() ? y.strides().vec() : std::vector<int64_t>();
-    return y;
+struct PointwiseBackward : SavingNode<PointwiseBackward> {
+  SavedVariable a, b, seed;  // a: y, where backward reads that
+  const bool by_result, shared, binary;
+  const std::string_view combine, activation;  // of the lists, not of the call, which ends
+  const double scale, dropout_p;
+  std::vector<int64_t> strides;  // of y under dropout, where it is not contiguous
+
+  explicit PointwiseBackward(const PointwiseCall& c)
+      : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)),
+        by_result(reads_result(c)),
+        shared(shares_gradient(c)),
+        binary(present(c.b)),
+        combine(by_result ? "first" : kCombineNames[static_cast<int32_t>(*combine_of(c.combine))]),
+        activation(kActivationNames[activation_code(by_result ? of_result(c.activation, c.a.scalar_type()) : c.activation)]),
+        scale(c.scale),
+        dropout_p(c.dropout_p) {}
+
+  // After the history of y is set, because it may be kept.
+  void save(const PointwiseCall& c, const Tensor& y) {
+    a = SavedVariable(by_result ? y : c.a, /*is_output=*/by_result);
+    b = SavedVariable(by_result && shared ? std::nullopt : c.b, /*is_output=*/false);
+    seed = SavedVariable(c.seed, /*is_output=*/false);
+    if (present(c.seed) && !y.is_contiguous()) strides = y.strides().vec();
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(kArguments);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &a = saved[0], &b = saved[1], &seed = saved[2];
-    const std::string combine = ctx->saved_data["combine"].toStringRef();
-    const std::string activation = ctx->saved_data["activation"].toStringRef();
-    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    const OptionalTensor second = some(b), dropout_seed = some(seed);
-    const PointwiseCall call{a, second, combine, activation, numbers[0], numbers[1], dropout_seed};
-    const auto flags = ctx->saved_data["flags"].toIntVector();
-    const bool binary = flags[0], shared = flags[1];
-    const std::array<bool, 2> needs{ctx->needs_input_grad(0), binary && ctx->needs_input_grad(1)};
+  std::string name() const override { return "PointwiseBackward"; }
+
+  template <class F> void each_saved(F&& f) {
+    for (auto* saved : {&a, &b, &seed}) f(*saved);
+  }
+
+  variable_list gradients(variable_list&& grads) {
+    variable_list result(num_outputs());
+    if (!grads[0].defined()) return result;
     const Tensor& dy = grads[0];
-    if (at::GradMode::is_enabled()) return padded_to(differentiable(call, dy, needs, shared), kArguments);
-    const Tensor laid = present(dropout_seed) ? laid_out(dy, ctx->saved_data["strides"].toIntVector()) : dy;
-    auto [da, db] = call_pointwise_bwd(laid, call, {needs[0] || shared, needs[1] && !shared});
-    variable_list result(kArguments);
+    const Tensor first = by_result ? a.unpack(getptr()) : a.unpack();
+    const OptionalTensor second = optional(b.unpack()), dropout_seed = optional(seed.unpack());
+    const PointwiseCall call{first, second, combine, activation, scale, dropout_p, dropout_seed};
+    const std::array<bool, 2> needs{task_should_compute_output(0), binary && task_should_compute_output(1)};
+    auto [da, db] = at::GradMode::is_enabled()
+                        ? differentiable(call, dy, needs)
+                        : call_pointwise_bwd(present(dropout_seed) ? laid_out(dy, strides) : dy, call,
+                                             {needs[0] || shared, needs[1] && !shared});
     if (needs[0]) result[0] = da;
     if (needs[1]) result[1] = shared ? da : db;
     return result;
@@ -132,35 +118,51 @@ struct PointwiseFunction : Function<PointwiseFunction> {
 
   // The same as differentiable functions of everything. Aliases, so that neither operand's gradient is also looked for in the
   // other, which may depend on it or be the same.
-  static variable_list differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs, bool shared) {
-    const Tensor first = at::alias(call.a), other = present(call.b) ? at::alias(*call.b) : Tensor();
-    const bool by_row = call.combine == "first" && other.defined();
-    const OptionalTensor operand = by_row ? std::nullopt : some(other);
+  PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) const {
+    const Tensor first = at::alias(call.a), second = present(call.b) ? at::alias(*call.b) : Tensor();
+    const bool by_row = call.combine == "first";  // where there is a second one, it is only summed to
+    const OptionalTensor operand = by_row ? std::nullopt : optional(second);
     const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
-    if (call.combine != "first") return differentiated(reference(again), dy, {first, other}, {needs[0], needs[1]});
-    const Tensor gradient = differentiated(reference(again), dy, {first}, {true})[0];
-    const Tensor second = by_row ? gradient.sum_to_size_symint(other.sym_sizes()) : gradient;
-    return {needs[0] ? gradient : Tensor(), needs[1] ? second : Tensor()};
+    variable_list inputs;
+    if (needs[0] || shared || by_row) inputs.push_back(first);
+    if (needs[1] && !shared && !by_row) inputs.push_back(second);
+    auto gradients = differentiate(reference(again), inputs, dy);
+    if (by_row && second.defined()) gradients.push_back(gradients[0].sum_to_size_symint(second.sym_sizes()));
+    const bool has_first = needs[0] || shared || by_row;
+    return {has_first ? gradients[0] : Tensor(), gradients.size() > has_first ? gradients[has_first] : Tensor()};
   }
 
-  // The terms of a sum have one gradient, where they are of one kind.
-  static bool same_gradients(const PointwiseCall& c) {
-    return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(a, by_result);
+    args.collect(b, /*is_output=*/false);
+    args.collect(seed, /*is_output=*/false);
+    for (const bool flag : {by_result, shared, binary}) args.collect(flag);
+    args.collect(std::string(combine));
+    args.collect(std::string(activation));
+    args.collect(scale);
+    args.collect(dropout_p);
+    args.collect(strides);
   }
 };
 
-Tensor pointwise_autograd(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation,
-                          double scale, double dropout_p, const OptionalTensor& seed) {
+Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const OptionalTensor& b, std::string_view combine,
+                          std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
   const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
   if (needs_definition(a, b) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(a, b)) return below_autograd(call);
-  return PointwiseFunction::apply(a, b, combine, activation, scale, dropout_p, seed);
+  Tensor y = below_autograd(keys, call);
+  if (torch::autograd::compute_requires_grad(a, b)) {
+    const auto node = new_node<PointwiseBackward>(call);
+    torch::autograd::set_history(y, node);
+    node->save(call, y);
+  }
+  return y;
 }
 
 // ---- Reductions ------------------------------------------------------------------------------------------------------------
 
-Tensor below_autograd(const ReduceVerbCall& c) {
+Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (const auto* backend = direct(keys)) return reduce(*backend, c);
   static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce");
   return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
 }
@@ -195,40 +197,50 @@ Tensor reduce_backward(const Tensor& dy, const Tensor& x, const ReduceVerbCall& 
       call_pointwise_bwd(expanded(scaled, x, c.dim, c.keepdim), {x, x, "gate", "sign", factor, 0.0, {}}, {false, true}));
 }
 
-struct ReduceFunction : Function<ReduceFunction> {
-  static constexpr bool is_traceable = true;
-  static constexpr size_t kArguments = 5;
+struct ReduceBackward : SavingNode<ReduceBackward> {
+  SavedVariable input;
+  const std::vector<int64_t> dim;
+  const bool keepdim, mean;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
-                        OptionalDtype dtype) {
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward({input});
-    ctx->saved_data["dim"] = dim.vec();
-    ctx->saved_data["flags"] = std::vector<int64_t>{keepdim, kind == "mean_abs"};
-    return below_autograd(ReduceVerbCall{input, dim, keepdim, kind, dtype});
+  explicit ReduceBackward(const ReduceVerbCall& c)
+      : SavingNode(torch::autograd::collect_next_edges(c.input)),
+        input(c.input, /*is_output=*/false),
+        dim(c.dim.vec()),
+        keepdim(c.keepdim),
+        mean(c.kind == "mean_abs") {}
+
+  std::string name() const override { return "ReduceBackward"; }
+
+  template <class F> void each_saved(F&& f) { f(input); }
+
+  variable_list gradients(variable_list&& grads) {
+    if (!grads[0].defined()) return variable_list(1);
+    const Tensor x = input.unpack(), &dy = grads[0];
+    const ReduceVerbCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
+    return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(kArguments);
-    const Tensor x = ctx->get_saved_variables()[0], &dy = grads[0];
-    const auto dim = ctx->saved_data["dim"].toIntVector(), flags = ctx->saved_data["flags"].toIntVector();
-    const ReduceVerbCall call{x, dim, flags[0] != 0, flags[1] ? "mean_abs" : "sum_squared", dy.scalar_type()};
-    if (at::GradMode::is_enabled()) return padded_to(differentiated(reference(call), dy, {x}, {true}), kArguments);
-    return padded_to({reduce_backward(dy, x, call)}, kArguments);
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(input, /*is_output=*/false);
+    args.collect(dim);
+    for (const bool flag : {keepdim, mean}) args.collect(flag);
   }
 };
 
-Tensor reduce_autograd(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
+Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
+                       OptionalDtype dtype) {
   const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
   if (needs_definition(input) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(input)) return below_autograd(call);
-  return ReduceFunction::apply(input, dim, keepdim, kind, dtype);
+  Tensor y = below_autograd(keys, call);
+  if (torch::autograd::compute_requires_grad(input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
+  return y;
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-Tensor below_autograd(const SoftmaxVerbCall& c) {
+Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (const auto* backend = direct(keys)) return softmax(*backend, c);
   static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax");
   return op.call(c.input, c.mask, c.scale, c.causal);
 }
@@ -236,6 +248,7 @@ Tensor below_autograd(const SoftmaxVerbCall& c) {
 // scale * (dy - sum(dy * y)) * y; with ATen where it is itself differentiated. y determines it, so x need not be kept.
 Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale) {
   if (!at::GradMode::is_enabled()) {
+    if (const auto* backend = direct(keys_of(dy, y))) return softmax_bwd(*backend, dy, y, scale);
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double)>("kernel_fusion::softmax_bwd");
     return op.call(dy, y, scale);
   }
@@ -244,45 +257,62 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale) {
   return wide_dy.sub(dot).mul(wide_y).mul(scale).to(y.scalar_type());
 }
 
-struct SoftmaxFunction : Function<SoftmaxFunction> {
-  static constexpr bool is_traceable = true;
-  static constexpr size_t kArguments = 4;
+struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
+  SavedVariable y, mask;  // the mask, if it has a gradient, for its shape and dtype
+  const double scale;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-    ctx->set_materialize_grads(false);
-    Tensor y = below_autograd(SoftmaxVerbCall{input, mask, scale, causal});
-    const bool additive = present(mask) && mask->requires_grad();
-    ctx->save_for_backward({y, additive ? *mask : Tensor()});  // the mask for its shape and dtype
-    ctx->saved_data["numbers"] = std::vector<double>{scale};
-    return y;
+  explicit SoftmaxBackward(const SoftmaxVerbCall& c)
+      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)), scale(c.scale) {}
+
+  // After the history of the result is set.
+  void save(const SoftmaxVerbCall& c, const Tensor& result) {
+    y = SavedVariable(result, /*is_output=*/true);
+    mask = SavedVariable(present(c.mask) && c.mask->requires_grad() ? c.mask : std::nullopt, /*is_output=*/false);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(kArguments);
-    if (!grads[0].defined()) return result;
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &dy = grads[0], &y = saved[0], &mask = saved[1];
-    const double scale = ctx->saved_data["numbers"].toDoubleVector()[0];
-    if (!mask.defined() || !ctx->needs_input_grad(1)) {
-      result[0] = softmax_backward(dy, y, scale);
-      return result;
+  std::string name() const override { return "SoftmaxBackward"; }
+
+  template <class F> void each_saved(F&& f) {
+    for (auto* saved : {&y, &mask}) f(*saved);
+  }
+
+  variable_list gradients(variable_list&& grads) {
+    variable_list list(num_outputs());
+    if (!grads[0].defined()) return list;
+    const Tensor& dy = grads[0];
+    const Tensor result = y.unpack(getptr()), additive = mask.unpack();
+    if (!additive.defined() || !task_should_compute_output(1)) {
+      list[0] = softmax_backward(dy, result, scale);
+      return list;
     }
     // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
-    const Tensor dlogits = softmax_backward(dy, y.to(acc_dtype(y)), 1.0);
-    if (ctx->needs_input_grad(0)) result[0] = at::mul(dlogits, scale).to(y.scalar_type());
-    result[1] = dlogits.sum_to_size_symint(mask.sym_sizes()).to(mask.scalar_type());
-    return result;
+    const Tensor dlogits = softmax_backward(dy, result.to(acc_dtype(result)), 1.0);
+    if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
+    list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
+    return list;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(y, /*is_output=*/true);
+    args.collect(mask, /*is_output=*/false);
+    args.collect(scale);
   }
 };
 
-Tensor softmax_autograd(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
+Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
   const SoftmaxVerbCall call{input, mask, scale, causal};
   if (needs_definition(input, mask) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(call);
+  if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(keys, call);
   // Backward reads y, which for a mask of more digits than the input must have as many.
   const auto dtype = present(mask) && mask->requires_grad() ? at::promote_types(input.scalar_type(), mask->scalar_type())
                                                             : input.scalar_type();
-  return SoftmaxFunction::apply(input.to(dtype), mask, scale, causal).to(input.scalar_type());
+  const Tensor wide = input.to(dtype);
+  const SoftmaxVerbCall of_wide{wide, mask, scale, causal};
+  Tensor y = below_autograd(keys, of_wide);
+  const auto node = new_node<SoftmaxBackward>(of_wide);
+  torch::autograd::set_history(y, node);
+  node->save(of_wide, y);
+  return y.to(input.scalar_type());
 }
 
 void implement_family_autograd(torch::Library& m) {

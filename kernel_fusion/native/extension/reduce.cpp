@@ -163,19 +163,16 @@ Tensor run(const FamilyBackend& backend, const Tensor& input, Map map, bool mean
   return steps.memory.view(kept.sizes).permute(kept.position).contiguous().view(shape);
 }
 
-template <const FamilyBackend& backend>
-Tensor reduce(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
-  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
-  if (!accepts(call)) return reference(call);
-  const auto reduced = at::dim_list_to_bitset(dim.empty() ? at::OptionalIntArrayRef() : dim, input.dim());
-  const auto result = dtype.value_or(input.scalar_type());
-  const bool mean = kind == "mean_abs";
-  if (input.numel()) return run(backend, input, mean ? Map::kAbs : Map::kSquare, mean, reduced, keepdim, result);
-  const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
-  return at::empty(result_shape(input, reduced, keepdim), input.options().dtype(result)).fill_(empty);
-}
-
 }  // namespace
+
+Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& c) {
+  const auto reduced = at::dim_list_to_bitset(c.dim.empty() ? at::OptionalIntArrayRef() : c.dim, c.input.dim());
+  const auto result = c.dtype.value_or(c.input.scalar_type());
+  const bool mean = c.kind == "mean_abs";
+  if (c.input.numel()) return run(backend, c.input, mean ? Map::kAbs : Map::kSquare, mean, reduced, c.keepdim, result);
+  const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+  return at::empty(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
+}
 
 Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {
   std::bitset<64> reduced;
@@ -184,7 +181,17 @@ Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef
   return run(backend, input, Map::kNone, /*mean=*/false, reduced, /*keepdim=*/true, dtype).view(shape);
 }
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce<kCpuFamilies>); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce<kCudaFamilies>); }
+namespace {
+
+template <const FamilyBackend& backend>
+Tensor reduce_op(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
+  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
+  return accepts(call) ? reduce(backend, call) : reference(call);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce_op<kCpuFamilies>); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce_op<kCudaFamilies>); }
 
 }  // namespace kf
