@@ -166,6 +166,7 @@ _VERBS = (
         {"x": _matrix, "bias": _row},
         lambda x, b, **o: kf.bias_act(x, b, "tanh", **o),
         lambda x, b: torch.tanh(x + b),
+        kernels=None,
     ),
     Verb(
         "act_dropout",
