@@ -38,8 +38,10 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
     # Vectors of fewer bytes than 16 take a register for each element.
     elements = 64 // itemsize if access.vec * itemsize == 16 else 16 if itemsize < 8 else 8
-    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some, as does sm_120; fp64 has 128.
-    most = 8 if itemsize == 8 else 32 if access.vec * itemsize == 16 and device.arch < 120 else 24
+    # What 64 registers a thread hold beside a mask, whose vectors in pieces need some, as does fp32 on sm_120; fp64 has
+    # 128.
+    roomy = access.vec * itemsize == 16 and (itemsize == 2 or device.arch < 120)
+    most = 8 if itemsize == 8 else 32 if roomy else 24
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
     if backward:  # which holds two tensors
         elements, most = elements // 2, (16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most)
