@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from verbs import VERBS, Verb, cotangents, gradients, results
 
+import kernel_fusion as kf
+from kernel_fusion.core.activations import formula
+
 AFFINE = [(True, False), (False, True), (False, False)]
 
 
@@ -265,6 +268,30 @@ def test_changed_input_is_noticed(operation: Verb, any_target: Target) -> None:
             tensors[0].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             sum(one.sum() for one in results(y)).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [None, *kf.ACTIVATIONS])
+def test_a_result_may_be_changed_where_pytorch_lets_it(
+    name: str | None, dtype: torch.dtype, any_target: Target
+) -> None:
+    """What PyTorch's backward does not read may be changed in place before it, after our verb too."""
+    function = formula(name or "identity")
+    a, b = (torch.randn(3, 8, device=any_target.device, dtype=dtype, requires_grad=True) for _ in range(2))
+
+    def changed(y: Tensor) -> Tensor | None:
+        y.add_(1)
+        try:
+            return torch.autograd.grad(y, a, torch.ones_like(y))[0]
+        except RuntimeError:
+            return None
+
+    ours = changed(kf.add_act(a, b, name, backend=any_target.backend))
+    theirs = changed(function(a + b))
+    if theirs is not None:
+        assert ours is not None
+        if dtype == torch.float32:  # in 16 bits PyTorch rounds the sum
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_hooks(operation: Verb, any_target: Target) -> None:

@@ -46,10 +46,16 @@ Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
 }
 
+// The terms of a sum have one gradient, where they are of one kind.
+bool shares_gradient(const PointwiseCall& c) {
+  return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
+}
+
 // The activation that has at y the slope which `activation` has where its value is y; none where y does not tell, or not
-// exactly enough because it is rounded to 16 bits.
+// exactly enough because it is rounded to 16 bits. Only of those whose result PyTorch keeps too: what is kept must not be changed
+// in place, and users change the results of others.
 std::string_view of_result(std::string_view activation, at::ScalarType type) {
-  if (activation == "identity" || activation == "relu" || activation == "leaky_relu") return activation;
+  if (activation == "relu") return activation;
   if (type != at::kFloat && type != at::kDouble) return {};
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
@@ -58,14 +64,8 @@ std::string_view of_result(std::string_view activation, at::ScalarType type) {
 bool reads_result(const PointwiseCall& c) {
   if (present(c.seed) || c.scale != 1.0 || of_result(c.activation, c.a.scalar_type()).empty()) return false;
   if (c.combine != "add") return c.combine == "first";
-  return c.a.scalar_type() == c.b->scalar_type() &&
-         (c.a.sym_sizes() == c.b->sym_sizes() ||
-          (c.b->dim() == 1 && c.a.dim() > 1 && c.b->sym_size(0) == c.a.sym_size(-1)));
-}
-
-// The terms of a sum have one gradient, where they are of one kind.
-bool shares_gradient(const PointwiseCall& c) {
-  return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
+  return shares_gradient(c) || (c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
+                                c.b->sym_size(0) == c.a.sym_size(-1));
 }
 
 struct PointwiseBackward : SavingNode<PointwiseBackward> {

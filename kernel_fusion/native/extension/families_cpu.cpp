@@ -6,8 +6,9 @@
 #include <memory>
 
 #include "counters.h"
-#include "cpu/kernels.h"
 #include "cpu/cpu_dtype.h"
+#include "cpu/kernels.h"
+#include "cpu/sum_rows.h"
 #include "families.h"
 
 namespace kf {
@@ -19,34 +20,6 @@ constexpr int64_t kGrain = 32768;
 int64_t tasks_of(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements_each)); }
 
 const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_null(t)); }
-
-// out[i] = sums[i] / divisor for `n` sums, rounded to the compute type and then to that of `out`.
-template <class A, class Out> void store_sums(const double* sums, int64_t n, double divisor, Out* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(sums[i] / divisor));
-}
-
-void store_sums(const double* sums, int64_t n, double divisor, Tensor& out, int64_t first) {
-  switch (out.scalar_type()) {
-    case at::kHalf: return store_sums<float>(sums, n, divisor, out.data_ptr<at::Half>() + first);
-    case at::kBFloat16: return store_sums<float>(sums, n, divisor, out.data_ptr<at::BFloat16>() + first);
-    case at::kFloat: return store_sums<float>(sums, n, divisor, out.data_ptr<float>() + first);
-    default: return store_sums<double>(sums, n, divisor, out.data_ptr<double>() + first);
-  }
-}
-
-// Joins `count` partial rows of `cols` sums, in their order: out[i] = (sum over k of partials[k * cols + i]) / divisor.
-void join_rows(const double* partials, int64_t count, int64_t cols, double divisor, Tensor& out, int64_t first) {
-  constexpr int64_t kTile = 256;
-  at::parallel_for(0, ceil_div(cols, kTile), tasks_of(kTile * count), [&](int64_t begin, int64_t end) {
-    for (int64_t start = begin * kTile; start < std::min(cols, end * kTile); start += kTile) {
-      const int64_t width = std::min(kTile, cols - start);
-      double sums[kTile] = {};
-      for (int64_t k = 0; k < count; ++k)
-        for (int64_t i = 0; i < width; ++i) sums[i] += partials[k * cols + start + i];
-      store_sums(sums, width, divisor, out, first + start);
-    }
-  });
-}
 
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
@@ -100,7 +73,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
                                            right, sums);
     }
   });
-  join_rows(partials.get(), blocks, call.cols, 1.0, db, 0);
+  sum_rows(partials.get(), blocks, call.cols, 1.0, db, 0);
 }
 
 // ---- Reductions ------------------------------------------------------------------------------------------------------------
@@ -154,7 +127,7 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
   });
   if (blocks == 1) return;
   for (int64_t o = 0; o < outer; ++o)
-    join_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, divisor, out, o * args.inner);
+    sum_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, divisor, out, o * args.inner);
 }
 
 }  // namespace

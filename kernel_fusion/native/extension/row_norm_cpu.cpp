@@ -7,8 +7,9 @@
 #include <string>
 
 #include "counters.h"
-#include "cpu/kernels.h"
 #include "cpu/cpu_dtype.h"
+#include "cpu/kernels.h"
+#include "cpu/sum_rows.h"
 #include "row_norm.h"
 
 namespace kf {
@@ -51,33 +52,10 @@ Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
   return offset == 0.0 ? wide : wide.add(offset);
 }
 
-// out = the sum of `count` rows, in double: of eight at a time, and then of these sums.
-template <class A, class Out> void add_rows(const A* rows, int64_t count, int64_t cols, Out* out) {
-  constexpr int64_t kTile = 256, kGroup = 8;
-  at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, 128 / count), [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t start = tile * kTile, width = std::min(kTile, cols - start);
-      double sums[kTile] = {};
-      for (int64_t first = 0; first < count; first += kGroup) {
-        double group[kTile] = {};
-        for (int64_t r = first; r < std::min(count, first + kGroup); ++r)
-          for (int64_t c = 0; c < width; ++c) group[c] += rows[r * cols + start + c];
-        for (int64_t c = 0; c < width; ++c) sums[c] += group[c];
-      }
-      for (int64_t c = 0; c < width; ++c) out[start + c] = static_cast<Out>(static_cast<A>(sums[c]));
-    }
-  });
-}
-
-// The same for rows in the accumulator type of `out`.
+// out = the sum of `count` rows, which are in the accumulator type of `out`.
 void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
-  const auto* narrow = static_cast<const float*>(rows);
-  switch (out.scalar_type()) {
-    case at::kHalf: return add_rows(narrow, count, cols, out.data_ptr<at::Half>());
-    case at::kBFloat16: return add_rows(narrow, count, cols, out.data_ptr<at::BFloat16>());
-    case at::kFloat: return add_rows(narrow, count, cols, out.data_ptr<float>());
-    default: return add_rows(static_cast<const double*>(rows), count, cols, out.data_ptr<double>());
-  }
+  if (out.scalar_type() == at::kDouble) sum_rows(static_cast<const double*>(rows), count, cols, 1.0, out, 0);
+  else sum_rows(static_cast<const float*>(rows), count, cols, 1.0, out, 0);
 }
 
 // What both directions have of the stages.

@@ -1,0 +1,43 @@
+// Sums over partial rows, which the blocks of a backward pass or of a reduction leave behind.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+namespace kf {
+
+// out[i] = sums[i] / divisor for `n` sums, rounded to the compute type and then to that of `out`.
+template <class A, class Out> void store_sums(const double* sums, int64_t n, double divisor, Out* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(sums[i] / divisor));
+}
+
+inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor& out, int64_t first) {
+  switch (out.scalar_type()) {
+    case at::kHalf: return store_sums<float>(sums, n, divisor, out.data_ptr<at::Half>() + first);
+    case at::kBFloat16: return store_sums<float>(sums, n, divisor, out.data_ptr<at::BFloat16>() + first);
+    case at::kFloat: return store_sums<float>(sums, n, divisor, out.data_ptr<float>() + first);
+    default: return store_sums<double>(sums, n, divisor, out.data_ptr<double>() + first);
+  }
+}
+
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, in double: of eight rows at a time, and then of these sums.
+template <class A> void sum_rows(const A* rows, int64_t count, int64_t cols, double divisor, at::Tensor& out, int64_t first) {
+  constexpr int64_t kTile = 256, kGroup = 8, kGrain = 32768;
+  at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, kGrain / (kTile * count)), [&](int64_t begin, int64_t end) {
+    for (int64_t start = begin * kTile; start < std::min(cols, end * kTile); start += kTile) {
+      const int64_t width = std::min(kTile, cols - start);
+      double sums[kTile] = {};
+      for (int64_t r = 0; r < count; r += kGroup) {
+        double group[kTile] = {};
+        for (int64_t k = r; k < std::min(count, r + kGroup); ++k)
+          for (int64_t i = 0; i < width; ++i) group[i] += rows[k * cols + start + i];
+        for (int64_t i = 0; i < width; ++i) sums[i] += group[i];
+      }
+      store_sums(sums, width, divisor, out, first + start);
+    }
+  });
+}
+
+}  // namespace kf
