@@ -3,7 +3,7 @@
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of erf absolute), "name.value error" and "name.slope error" (halves of an ulp of fp16).
+// prints lines "name error" (relative; of normal_cdf absolute), "name.value error" and "name.slope error" (halves of an ulp of fp16).
 #include <math.h>
 
 #include <cstdio>
@@ -65,9 +65,9 @@ double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&&
   std::printf(name " %g\n", largest(                                                                 \
       xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, [](double x) { return exact(x); }, scale));
 
-template <class M> typename M::V erf_of(typename M::V x) {
+template <class M> typename M::V phi_of(typename M::V x) {
   typename M::V power;
-  return M::erf(x, power);
+  return kf::act::gelu::phi<M>(x, power);
 }
 
 template <class M> void elementary(const std::vector<float>& xs) {
@@ -82,7 +82,7 @@ template <class M> void elementary(const std::vector<float>& xs) {
     if (!(x < 0)) positive.push_back(x);
   }
   KF_PRINT("tanh", xs, M::tanh, Single::tanh, Exact::tanh, relative)
-  KF_PRINT("erf", xs, erf_of<M>, erf_of<Single>, erf_of<Exact>, absolute)
+  KF_PRINT("normal_cdf", xs, phi_of<M>, phi_of<Single>, phi_of<Exact>, absolute)
   KF_PRINT("exp", moderate, M::exp, Single::exp, Exact::exp, relative)
   KF_PRINT("expm1", moderate, M::expm1, Single::expm1, Exact::expm1, relative)
   KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)

@@ -115,12 +115,25 @@ def widened(tree: Any) -> Any:
     return pytree.tree_map(widen, tree)
 
 
+Draw = tuple[Any, Callable[..., Any], tuple[Any, ...]]
+
+
 def assert_as_accurate(ours: Any, pytorch: Callable[..., Any], *args: Any) -> None:
     """Judge every tensor of `ours` by the oracle's budget beside `pytorch(*args)`, against it on float64 arguments."""
-    trees = (ours, pytorch(*widened(args)), pytorch(*args))
-    for index, (one, expected, theirs) in enumerate(zip(*map(pytree.tree_leaves, trees), strict=True)):
-        exact = expected.detach().cpu().numpy().astype(np.longdouble)
-        judged = oracle.judge(f"result {index}", [(one, exact, theirs)])
+    assert_draws_as_accurate([(ours, pytorch, args)])
+
+
+def assert_draws_as_accurate(draws: list[Draw]) -> None:
+    """The same of several draws of (ours, pytorch, args) together, where results are few."""
+    leaves = [
+        list(zip(*map(pytree.tree_leaves, (ours, pytorch(*widened(args)), pytorch(*args))), strict=True))
+        for ours, pytorch, args in draws
+    ]
+    for index, several in enumerate(zip(*leaves, strict=True)):
+        judged = oracle.judge(
+            f"result {index}",
+            [(one, wide.detach().cpu().numpy().astype(np.longdouble), theirs) for one, wide, theirs in several],
+        )
         assert judged.ok, judged
 
 

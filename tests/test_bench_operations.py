@@ -25,6 +25,7 @@ from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
 from kernel_fusion.cli import app
+from kernel_fusion.core.spec import dtype_name
 
 # Enough rows that not all of them are compared, a length that no vector divides, and more columns than rows, so that a
 # causal mask leaves something out of every row.
@@ -385,16 +386,18 @@ def test_selections_that_a_suite_cannot_serve(arguments: list[str], message: str
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("suite", ["fused-ops", "relu-layernorm", "memory"])
-def test_operations_on_a_gpu(suite: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("suite", "dtype"), [("fused-ops", FP32), ("fused-ops", BF16), ("relu-layernorm", FP32), ("memory", BF16)], ids=str
+)
+def test_operations_on_a_gpu(suite: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Every operation passes its check on our kernels and is measured."""
-    command = ["bench", suite, "--quick", "--device", "cuda", "--shape", "256x512", "--output-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
+    options = ["--quick", "--device", "cuda", "--shape", "256x512", "--dtypes", dtype_name(dtype)]
+    result = CliRunner().invoke(app, ["bench", suite, *options, "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / f"{suite}-quick.json").read_text())
     assert not data["failures"]
     chosen = SUITES[suite].quick().with_shapes([(256, 512)])
-    workloads = chosen.workloads("cuda", chosen.dtypes["cuda"], chosen.verbs)
+    workloads = chosen.workloads("cuda", [dtype], chosen.verbs)
     measured = {(r["verb"], r.get("operation"), r["dtype"]) for r in data["measurements"] if r["provider"] == "kf-cuda"}
     assert measured == {(w.verb, w.facts.get("operation"), w.facts["dtype"]) for w in workloads}
 

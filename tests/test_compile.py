@@ -213,6 +213,7 @@ def test_automatic_backend_compiles(operation: Verb, target: Target) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about products in fp32
 @pytest.mark.parametrize("training", [False, True])
 def test_inductor(operation: Verb, training: bool, target: Target) -> None:
     """Inductor's graph runs our kernels between its own."""

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import CUDA, assert_as_accurate
+from support import CUDA, Draw, assert_as_accurate, assert_draws_as_accurate
 from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.backends.cuda.compile import counters
-from kernel_fusion.backends.eager import dropout
 from kernel_fusion.backends.eager.pointwise import COMBINES
 from kernel_fusion.core.activations import ACTIVATIONS, formula
 from kernel_fusion.testing import oracle
@@ -38,7 +37,7 @@ def chain(combine: str, activation: str, p: float = 0.0, seed: Tensor | None = N
 
     def unfused(a: Tensor, b: Tensor | None = None) -> Tensor:
         y = COMBINES[combine](formula(activation), a, a if b is None else b)
-        return dropout.dropout(y, p, seed)
+        return eager.dropout(y, p, seed)
 
     return unfused
 
@@ -61,7 +60,7 @@ def with_grads(function: Callable[..., Tensor], dy: Tensor) -> Callable[..., lis
 
 def new_seed() -> Tensor:
     """A seed of dropout on the GPU."""
-    return dropout.draw_seed(torch.device("cuda"))
+    return eager.draw_seed(torch.device("cuda"))
 
 
 # Grid rationale. Every activation in the dtypes whose arithmetic differs; a size that is no multiple of a block, nor of
@@ -116,11 +115,14 @@ _LAYOUTS: dict[str, Callable[[torch.dtype], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_layouts(layout: str, dtype: torch.dtype, p: float) -> None:
     """Operands of any strides, broadcast, unaligned: the kernel reads them where they lie."""
-    a, b = _LAYOUTS[layout](dtype)
-    dy, seed = torch.randn_like(a + b), new_seed() if p else None
-    with CUDA.ran(forward=1, backward=None):
-        ours = with_grads(fused("mul", "gelu", p, seed), dy)(a, b)
-    assert_as_accurate(ours, with_grads(chain("mul", "gelu", p, seed), dy), a, b)
+    draws: list[Draw] = []
+    for _ in range(8 if layout == "scalar" else 1):  # its gradient is a single number, which may happen to be exact
+        a, b = _LAYOUTS[layout](dtype)
+        dy, seed = torch.randn_like(a + b), new_seed() if p else None
+        with CUDA.ran(forward=1, backward=None):
+            ours = with_grads(fused("mul", "gelu", p, seed), dy)(a, b)
+        draws.append((ours, with_grads(chain("mul", "gelu", p, seed), dy), (a, b)))
+    assert_draws_as_accurate(draws)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -137,10 +139,10 @@ def test_bias_gradient_takes_two_launches(dtype: torch.dtype) -> None:
 def test_dropout_drops_what_the_definition_drops(dtype: torch.dtype, p: float) -> None:
     """Bit for bit: relu of positive numbers is exact, so is the scale of p = 1/2; p = 1 leaves nothing."""
     x, seed = randn(129, 257, dtype=dtype, grad=False).abs(), new_seed()
-    with CUDA.ran(forward=1):
+    with CUDA.ran(forward=int(p < 1)):
         y = fused("first", "relu", p, seed)(x)
     assert torch.equal(y, eager.pointwise(x, None, "first", "relu", 1.0, p, seed))
-    with CUDA.ran(forward=1):
+    with CUDA.ran(forward=int(p < 1)):
         rows = fused("first", "relu", p, seed)(x.t())
     assert torch.equal(rows, eager.pointwise(x.t(), None, "first", "relu", 1.0, p, seed))
 
@@ -218,7 +220,7 @@ def test_reductions_of_views_have_the_same_bits() -> None:
     expected = ops.reduce(x, [1], False, "sum_squared", None)
     padded = torch.empty(50, 5003, device="cuda")
     padded[:, 1:-1] = x
-    for view in (padded[:, 1:-1], x.t().contiguous().t(), x[:1]):
+    for view in (padded[:, 1:-1], x.repeat_interleave(2, 1)[:, ::2], x[:1]):
         with CUDA.ran(forward=1):
             ours = ops.reduce(view, [1], False, "sum_squared", None)
         assert torch.equal(ours, expected[: len(view)])

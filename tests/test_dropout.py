@@ -140,7 +140,7 @@ def test_plain_philox_gives_the_known_answers(counter: str, key: str, expected: 
 
 
 def _bits(seed: int, block: int, rounds: int) -> list[int]:
-    words = philox([block % 2**32, block >> 32, 0, 0], [seed % 2**32, (seed >> 32) % 2**32], rounds)
+    words = philox([block % 2**32, block >> 32, seed % 2**32, (seed >> 32) % 2**32], [0, 0], rounds)
     return [half for word in words for half in (word & 0xFFFF, word >> 16)]
 
 

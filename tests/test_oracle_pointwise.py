@@ -127,9 +127,8 @@ _HUGE = (104.0, -104.0, 720.0, -720.0, 1e4, -1e4, 6e4, -6e4, 1e-6, -1e-6)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_special_values_as_in_pytorch(name: str, dtype: torch.dtype, any_target: Target) -> None:
-    """NaN, infinities, kinks and saturation give PyTorch's value and slope."""
+    """NaN, infinities, kinks and saturation give PyTorch's value and slope, as it computes them in float64."""
     x = torch.tensor([*_SPECIAL, *_HUGE], dtype=dtype).repeat(9)  # in vectors and in tails
-    compute = F64 if dtype == F64 else F32
 
     def value_and_slope(function: object, x: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
@@ -140,7 +139,8 @@ def test_special_values_as_in_pytorch(name: str, dtype: torch.dtype, any_target:
         ours = value_and_slope(
             lambda t: kf.act_dropout(t, name, training=False, backend=any_target.backend), x.to(any_target.device)
         )
-    theirs = value_and_slope(ACTIVATIONS[name], x.to(compute))
+    # In float32 some vectors of some processors give NaN for gelu of infinity.
+    theirs = value_and_slope(ACTIVATIONS[name], x.double())
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.to(dtype), equal_nan=True)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.providers import Provider, pytorch
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.timing import Setup, reason
 from kernel_fusion.bench.workloads import Inputs, Workload
@@ -109,7 +109,12 @@ class _Judge:
             few = inputs.map(lambda name, t: t if name in workload.shared else picked(t))
             few = replace(few, cotangents=tuple(map(picked, inputs.cotangents)))
             inputs = replace(inputs, cotangents=tuple(map(masked, inputs.cotangents)))
-        return cls(workload, rows, inputs, few, *workload.references(few, None))
+        judge = cls(workload, rows, inputs, few, *workload.references(few, None))
+        if workload.products("forward", inputs):
+            # Of products of another size the vendor's library makes other kernels, with other errors.
+            theirs = pytorch().results(workload, inputs)
+            judge = replace(judge, pytorch={name: judge._rows_of(name, t) for name, t in theirs.items()})
+        return judge
 
     def verdict(self, provider: Provider) -> list[Comparison] | str:
         """The comparisons with float64, or what is wrong."""

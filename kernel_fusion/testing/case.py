@@ -115,7 +115,7 @@ class Case(ABC):
     def draws(self) -> int:
         """How many draws are judged together, so that PyTorch's largest error is a fair measure."""
         size = max(1, math.prod(self.shape))
-        few = max(512 // size, 64 // max(1, self.result_size))
+        few = max(2048 // size, 64 // max(1, self.result_size))
         return max(1, min(_MAX_DRAWS, _MAX_DRAWN // size, few))
 
     def __str__(self) -> str:

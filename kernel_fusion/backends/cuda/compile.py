@@ -6,6 +6,7 @@ headers.
 
 from __future__ import annotations
 
+import io
 import threading
 from dataclasses import dataclass, field
 from functools import cache as memoize
@@ -16,6 +17,7 @@ from kernel_fusion.errors import CompileError
 
 _NATIVE = Path(__file__).parents[2] / "native"
 _OPTIONS = ("-std=c++20", "fmad", "no fast math")
+_importing = threading.Lock()
 
 
 @dataclass
@@ -63,9 +65,8 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
         CompileError: NVRTC is missing or refuses the source.
     """
     try:
-        import io
-
-        from cuda.core import Program, ProgramOptions
+        with _importing:  # two threads at once can meet the package half imported
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"compiling CUDA kernels needs the package cuda-core: {error}") from error
     log = io.StringIO()

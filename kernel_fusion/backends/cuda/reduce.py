@@ -14,6 +14,8 @@ _WARP_CAPACITY = 128  # vectors of the longest rows that some lanes of a warp su
 _WARP_THREADS = 128
 _COLUMN_THREADS = 256
 _LOADS = 4  # that a thread has in flight
+# The same where a block takes a row: 8192x8192 fp32 on an H200, 70 us with 4, 61 with 2; the floor is 60.
+_BLOCK_LOADS = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
         per_block = _WARP_THREADS // lanes * each
         return ReducePlan(threads=_WARP_THREADS, per_block=per_block, lanes=lanes, each=each, unroll=unroll)
     threads = 128 if access.capacity <= 512 else 256
-    return ReducePlan(threads=threads, per_block=1, lanes=threads, unroll=min(_LOADS, access.capacity // threads))
+    unroll = min(_BLOCK_LOADS, access.capacity // threads)
+    return ReducePlan(threads=threads, per_block=1, lanes=threads, unroll=unroll)
 
 
 def source(spec: ReduceSpec, access: ReduceAccess, plan: ReducePlan) -> Source:

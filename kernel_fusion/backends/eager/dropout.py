@@ -1,10 +1,11 @@
 """Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is ever stored.
 
 The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3,
-SC 2011, who found that 7 rounds pass BigCrush). One block of 128 bits serves eight neighbouring elements, 16 bits each:
-element i takes half i % 2 of word i / 2 % 4 of the block with counter (i / 8, 0) and key seed. An element is dropped
-where its 16 bits are below round(p * 2^16), so p is rounded to a multiple of 2^-16, and the scale of the others is
-that of the rounded p. native/shared/philox.h is the same, for the kernels.
+SC 2011, who found that 7 rounds pass BigCrush). One block of 128 bits serves eight neighbouring elements, 16 bits
+each: element i takes half i % 2 of word i / 2 % 4 of the block with counter (i / 8, seed) and key 0, so that the keys
+of all rounds are constants. An element is dropped where its 16 bits are below round(p * 2^16), so p is rounded to a
+multiple of 2^-16, and the scale of the others is that of the rounded p. native/shared/philox.h is the same, for the
+kernels.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ def draw_seed(device: torch.device) -> Tensor:
 def random_bits(seed: Tensor, count: int) -> Tensor:
     """The 16 random bits of elements 0 ... count - 1, as int64."""
     blocks = torch.arange(-(-count // 8), device=seed.device)
-    zero = torch.zeros_like(blocks)
-    words = [blocks & _LOW, blocks >> 32, zero, zero]
-    key = [seed[0] & _LOW, (seed[0] >> 32) & _LOW]
-    for _ in range(_ROUNDS):
+    words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
+    for number in range(_ROUNDS):
+        key = [number * step & _LOW for step in _KEY_STEPS]
         # int64 products wrap, which leaves all 64 bits of the unsigned product in place.
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
@@ -40,7 +40,6 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
             ((first >> 32) & _LOW) ^ words[3] ^ key[1],
             first & _LOW,
         ]
-        key = [(k + step) & _LOW for k, step in zip(key, _KEY_STEPS, strict=True)]
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).flatten()[:count]
 

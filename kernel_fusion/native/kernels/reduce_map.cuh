@@ -7,9 +7,12 @@ namespace kf {
 
 enum Map : int { kSquare, kAbs, kNone };
 
+__device__ inline float magnitude(float v) { return fabsf(v); }
+__device__ inline double magnitude(double v) { return fabs(v); }
+
 template <int kMap, class A> __device__ A add_mapped(A sum, A v) {
   if constexpr (kMap == kSquare) return fused(v, v, sum);
-  if constexpr (kMap == kAbs) return sum + (v < A(0) ? -v : v);
+  if constexpr (kMap == kAbs) return sum + magnitude(v);
   return sum + v;
 }
 

@@ -4,7 +4,7 @@
 // the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; of causal rows only the
 // columns that are kept are read. Rows longer than a block's registers are read a second time (softmax_long.cuh).
 //
-// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and 1 / s as 0. Without, it gives NaN.
+// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN.
 #pragma once
 
 #include "chain.cuh"
@@ -80,8 +80,8 @@ template <class S> struct Logits {
 
   // What is subtracted from the logits: their maximum, or nothing where all are -inf.
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
-  // 1 / sum; 0 for a masked row of which nothing is left.
-  __device__ static A inverse(A sum) { return kMasked && sum == A(0) ? A(0) : A(1) / sum; }
+  // What divides the exponentials; those of a masked row of which nothing is left are zeros.
+  __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 };
 
 template <class S> __device__ void softmax(const SoftmaxArgs& args) {
@@ -122,12 +122,12 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
       l[i][e] = exp_below(l[i][e], shift);
       sums[e] += l[i][e];
     }
-  const A inverse = Logits<S>::inverse(sum_of_threads<kLanes>(sum_elements(sums), slots[1]));
+  const Divisor<A> divisor = Logits<S>::divisor(sum_of_threads<kLanes>(sum_elements(sums), slots[1]));
   X* y = static_cast<X*>(args.y) + row * args.cols;
 #pragma unroll
   for (int i = 0; i < S::kVectors; ++i) {
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) l[i][e] *= inverse;
+    for (int e = 0; e < kVec; ++e) l[i][e] = divisor(l[i][e]);
     if (inside && col_of(i) < args.cols) store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
   }
 }

@@ -51,18 +51,18 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
   over_logits<S>(logits, [&](int, const A(&l)[kVec]) { running.add(l); });
   running.raise(max_of_threads<S::kThreads>(running.max, slots[0]));
   const A shift = Logits<S>::shift(running.max);
-  const A inverse = Logits<S>::inverse(sum_of_threads<S::kThreads>(running.sum, slots[1]));
+  const Divisor<A> divisor = Logits<S>::divisor(sum_of_threads<S::kThreads>(running.sum, slots[1]));
   X* y = static_cast<X*>(args.y) + blockIdx.x * args.cols;
   over_logits<S>(logits, [&](int col, const A(&l)[kVec]) {
     A v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = exp_below(l[e], shift) * inverse;
+    for (int e = 0; e < kVec; ++e) v[e] = divisor(exp_below(l[e], shift));
     store<S::kAlignY>(y + col, narrow_pack<X>(v));
   });
   if constexpr (S::kCausal) {
     A v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = A(0) * inverse;  // NaN in a row of NaN
+    for (int e = 0; e < kVec; ++e) v[e] = divisor(A(0));  // NaN in a row of NaN
     // The thread's first vector behind those kept.
     const int skipped = (logits.kept - static_cast<int>(threadIdx.x) * kVec + kSpan - 1) / kSpan;
     for (int col = threadIdx.x * kVec + (skipped > 0 ? skipped : 0) * kSpan; col < args.cols; col += kSpan)

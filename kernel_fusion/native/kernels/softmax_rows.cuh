@@ -19,6 +19,19 @@ __device__ inline float exp_below(float v, float max) {
 }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 
+// Divides the elements of a row: in float by one product each, in double, whose errors nothing hides, exactly.
+template <class A> struct Divisor;
+template <> struct Divisor<float> {
+  float inverse;
+  __device__ explicit Divisor(float by) : inverse(1 / by) {}
+  __device__ float operator()(float v) const { return v * inverse; }
+};
+template <> struct Divisor<double> {
+  double by;
+  __device__ explicit Divisor(double by) : by(by) {}
+  __device__ double operator()(double v) const { return v / by; }
+};
+
 // Combines the values of a row's threads, for each of them. `slots` is in shared memory, one for each warp of the row.
 template <int kLanes, class A, class Combine> __device__ A combine_threads(A v, A* slots, Combine&& combine) {
   constexpr int kWarps = kLanes / 32;

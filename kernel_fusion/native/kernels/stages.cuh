@@ -6,9 +6,9 @@
 // residual u itself is normalised, unrounded. Everything here works on one vector of a row.
 #pragma once
 
+#include "dropout.cuh"
 #include "math.cuh"
 #include "rows.cuh"
-#include "shared/philox.h"
 
 namespace kf {
 
@@ -46,43 +46,22 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
 
 template <class S> struct Dropout {
   using A = typename S::Acc;
-  unsigned long long seed = 0;
-  unsigned threshold = 0;
+  Dropper dropper;
   A scale = 0;
 
-  // The seed is in global memory: after wait_for_previous_kernel().
   template <class Args> __device__ explicit Dropout(const Args& args) {
     if constexpr (S::kDropout) {
-      seed = *static_cast<const unsigned long long*>(args.seed);
-      threshold = static_cast<unsigned>(args.dropout_threshold);
+      dropper = Dropper(args.seed, static_cast<unsigned>(args.dropout_threshold));
       scale = static_cast<A>(args.dropout_scale);
     }
   }
 
-  // Of the elements at `position` and after it, a multiple of kVec, so that they share a block of random bits.
+  // Of the elements at `position` and after it, a multiple of kVec.
   template <int kVec> __device__ void apply(i64 position, A (&v)[kVec]) const {
     if constexpr (S::kDropout) {
-      static_assert(kVec <= 8);
-      const auto bits = random_bits(seed, static_cast<unsigned long long>(position) / 8);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const bool kept = half<kVec>(bits, static_cast<int>(position) & 7, e) >= threshold;
-        v[e] = kept ? product(v[e], scale) : A(0);
-      }
-    }
-  }
-
- private:
-  // The 16 bits of element first + e of the block. The words are chosen by comparisons: an index would put them into memory.
-  template <int kVec> __device__ static unsigned half(const RandomBits& bits, int first, int e) {
-    if constexpr (kVec == 8) return bits.of(e);
-    const unsigned* w = bits.word;
-    if constexpr (kVec == 4) {
-      const unsigned word = first ? w[2 + e / 2] : w[e / 2];
-      return e % 2 ? word >> 16 : word & 0xffffu;
-    } else {
-      const unsigned word = first & 4 ? (first & 2 ? w[3] : w[2]) : (first & 2 ? w[1] : w[0]);
-      return (kVec == 2 ? e : first & 1) ? word >> 16 : word & 0xffffu;
+      for (int e = 0; e < kVec; ++e) v[e] = product(v[e], scale);
+      dropper.drop_neighbours(static_cast<unsigned long long>(position), v);
     }
   }
 };

@@ -5,7 +5,8 @@
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, reciprocal
-//   erf(x, power)                            which also gives power = e^(-x^2)
+//   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
+//   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
 //   where_ge, where_eq                       the same of >= and ==
 //
@@ -83,7 +84,10 @@ struct leaky_relu {
 // x Phi(x), with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2
 struct gelu {
   template <class M> static KF_INLINE typename M::V phi(typename M::V x, typename M::V& power) {
-    return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440), power);
+    if constexpr (requires { M::normal_cdf(x, power); })
+      return M::normal_cdf(x, power);
+    else
+      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440), power);
   }
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     typename M::V power;

@@ -17,7 +17,9 @@ def _words(seed, block):
     low = (block & 0xFFFFFFFF).to(tl.uint32)
     high = (block >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
-    return tl.philox(seed, low, high, zero, zero, n_rounds=7)
+    seed_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    seed_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(0, low, high, zero + seed_low, zero + seed_high, n_rounds=7)
 
 
 @triton.jit
