@@ -171,7 +171,7 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
     # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
     # fp32 1.15, afterwards 1.04.
-    # A residual that is wider than x has registers to spare on its way: 8192x8192 bf16 with one in fp32 1.08, ahead 1.03.
+    # So are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03, afterwards 1.08.
     wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
     ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
@@ -307,8 +307,8 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
     if tree.lanes < 32 or short or tree.vectors * tree.vec > _max_staged_elements(spec, device):
         return None
     # Vectors of one element, and vectors put together from pieces, take more registers, and so do stages: on sm_90 all
-    # but an activation after the norm, 8192x8192 bf16 with relu 1.47 of the floor without, 1.28 with the bias beside the
-    # weight in registers (1.22 without relu).
+    # but an activation after the norm. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in
+    # registers, 1.47 without; and 1.22 where there is no relu.
     activated = device.arch == 90 and spec.residual is None and not spec.changes_x
     roomy = tree.vec > 1 and min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
     roomy = roomy and (not spec.has_stages or activated)
