@@ -182,6 +182,20 @@ def test_causal_is_the_mask_of_scaled_dot_product_attention(any_target: Target) 
     torch.testing.assert_close(weights @ v, expected)
 
 
+# Grid rationale. More rows than one product computes at a time; square, wide, and fewer columns than rows.
+@pytest.mark.parametrize("cols", [1100, 1600, 300])
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_causal_weights_in_parts(cols: int, dtype: torch.dtype, any_target: Target) -> None:
+    """Without gradients most scores above the diagonal are never computed; the weights are those of all scores."""
+    q = torch.randn(2, 1, 1100, 16, device=any_target.device, dtype=dtype)
+    k = torch.randn(3, cols, 16, device=any_target.device, dtype=dtype)
+    with any_target.ran(forward=2):
+        weights = kf.attention_scores(q, k, causal=True, normalize=True, backend=any_target.backend)
+        q.requires_grad_()
+        whole = kf.attention_scores(q, k, causal=True, normalize=True, backend=any_target.backend)
+    torch.testing.assert_close(weights, whole.detach())
+
+
 # Grid rationale. What broadcasts in front of the matrices, one query as in decoding, and a depth of one.
 _QUERIES = [((9, 16), (9, 16)), ((2, 3, 1, 16), (2, 3, 40, 16)), ((2, 3, 9, 16), (12, 16)), ((9, 1), (5, 9, 1))]
 

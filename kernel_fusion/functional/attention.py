@@ -6,9 +6,13 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from kernel_fusion.backends import eager, interop
-from kernel_fusion.backends.select import operator
+from kernel_fusion.backends.select import PLAIN_TENSORS, operator
+
+# Rows that a causal product computes at a time: of 2048 columns five eighths are left.
+_PANEL_ROWS = 512
 
 
 def softmax(
@@ -122,9 +126,10 @@ def attention_scores(
         return interop.with_tensors("attention_scores", with_tensors, query, key, mask)  # type: ignore[no-any-return]
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0  # without terms the product is 0
-    scores = _scaled_product(query, key, scale)
     if normalize:
-        return softmax(scores, mask=mask, causal=causal, backend=backend)
+        product = _causal_product if causal and _nothing_records(query, key) else _scaled_product
+        return softmax(product(query, key, scale), mask=mask, causal=causal, backend=backend)
+    scores = _scaled_product(query, key, scale)
     # The scores are ours alone, so they are masked in place.
     if mask is not None and mask.dtype != torch.bool:
         scores = scores.add_(mask)
@@ -136,8 +141,40 @@ def attention_scores(
 def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
     if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1]:
         return torch.matmul(query, key.mT)  # PyTorch's error
+    q, k, shape = _batched(query, key)
+    # beta = 0: the first argument is not read.
+    return torch.baddbmm(query.new_empty(()), q, k.mT, beta=0, alpha=scale).view(shape)
+
+
+def _causal_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """The same without most of what lies above the diagonal, which is left as it was: whatever memory holds."""
+    if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1] or query.shape[-2] <= _PANEL_ROWS:
+        return _scaled_product(query, key, scale)
+    q, k, shape = _batched(query, key)
+    scores = q.new_empty(q.shape[0], *shape[-2:])
+    for first in range(0, q.shape[1], _PANEL_ROWS):
+        rows = slice(first, first + _PANEL_ROWS)
+        cols = slice(0, first + _PANEL_ROWS)
+        out = scores[:, rows, cols]
+        torch.baddbmm(query.new_empty(()), q[:, rows], k[:, cols].mT, beta=0, alpha=scale, out=out)
+    return scores.view(shape)
+
+
+def _batched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Both with one batch dimension, and the shape of the scores."""
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     q, k = (t.expand(*(batch or (1,)), *t.shape[-2:]).flatten(0, -3) for t in (query, key))
-    # beta = 0: the first argument is not read.
-    product = torch.baddbmm(query.new_empty(()), q, k.mT, beta=0, alpha=scale)
-    return product.view(*batch, query.shape[-2], key.shape[-2])
+    return q, k, (*batch, query.shape[-2], key.shape[-2])
+
+
+def _nothing_records(*tensors: Tensor) -> bool:
+    """Whether a result may be written in parts: no gradient, transform, trace or mode is to see it whole."""
+    return (
+        all(type(t) in PLAIN_TENSORS and not t.is_nested for t in tensors)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and all(unpack_dual(t).tangent is None for t in tensors)
+        and not torch.is_autocast_enabled(tensors[0].device.type)
+        and tensors[0].dtype == tensors[1].dtype
+    )

@@ -164,7 +164,8 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
     tree = _tree(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
     per_thread = tree.vectors * tree.vec
-    if tree.cluster > 1 and per_thread <= 32 and spec.acc == "f32":
+    most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
+    if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
         staged = _staged(spec, access, device, tree, groups=1, max_stages=4)
         if staged is not None:
             return staged

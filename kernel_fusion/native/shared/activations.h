@@ -100,18 +100,17 @@ struct gelu {
   }
 };
 
-// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+// x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3): where tanh is nearly -1, its sum with 1 would
+// cancel.
 struct gelu_tanh {
-  static constexpr double kBeta = 0.79788456080286535588, kCube = 0.044715;
-  template <class M> static KF_INLINE typename M::V tanh_of(typename M::V x) {
-    return M::tanh(M::of(kBeta) * (x + M::of(kCube) * x * x * x));
+  static constexpr double kTwice = 1.59576912160573071176, kCube = 0.044715;  // 2 sqrt(2 / pi)
+  template <class M> static KF_INLINE typename M::V gate(typename M::V x) {
+    return sigmoid_of<M>(x * (M::of(kTwice) + M::of(kTwice * kCube) * (x * x)));
   }
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::of(0.5) * x * (M::of(1) + tanh_of<M>(x));
-  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * gate<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto t = tanh_of<M>(x), inner = M::of(kBeta) * (M::of(1) + M::of(3 * kCube) * x * x);
-    return M::of(0.5) * (M::of(1) + t) + M::of(0.5) * x * (M::of(1) - t * t) * inner;
+    const auto s = gate<M>(x);
+    return s + x * s * (M::of(1) - s) * (M::of(kTwice) + M::of(3 * kTwice * kCube) * (x * x));
   }
 };
 
