@@ -35,14 +35,15 @@ struct PointwiseArgs {
   unsigned stride[kDims][kOperands];   // in elements
 };
 
-// The gradients where b is a row: dy, a and da are contiguous, and each block row writes a partial row of db.
+// The same where b is a row of `cols` elements, and the others are contiguous rows of so many. In backward each block row writes
+// a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;
   const void* b;
-  void* da;
-  void* partials;
+  void* out;  // y or da
   long long rows, cols;
+  void* partials;
   long long pitch;  // of the partial rows, in elements
   const void* seed;
   double scale;
