@@ -90,6 +90,17 @@ def use_cpu_variant(name: str) -> None:
         raise ValueError(f"`name` must be a build of the CPU kernels that this machine can run, got {name!r}")
 
 
+def keep_memory(keep: bool) -> None:
+    """Keep what tensors on the CPU free and hand it out again, until `keep` is False: memory without page faults.
+
+    For measurements only: nothing is given back to the system in between.
+
+    Raises:
+        BuildError: the extension cannot be loaded.
+    """
+    library().kf_keep_memory(keep)
+
+
 def _open() -> ctypes.CDLL:
     from kernel_fusion.native import build  # here, because filelock alone would double the time of our import
 
@@ -100,6 +111,7 @@ def _open() -> ctypes.CDLL:
         raise BuildError(f"the extension {path} could not be loaded: {error}") from error
     opened.kf_count.restype = ctypes.c_int64
     opened.kf_cpu_variant.restype = ctypes.c_char_p
+    opened.kf_keep_memory.argtypes = [ctypes.c_bool]
     opened.kf_use_cpu_variant.restype = ctypes.c_bool
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     for hook in _hooks:
