@@ -53,7 +53,7 @@ def _record(timings: Mapping[str, Timing]) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Passes over 64 MB in memory that the process has, and into new memory of small and of huge pages."""
+    """Passes over 64 MB, into memory that the process has and into memory that is new to it, in small or huge pages."""
     x, y = torch.randn(ROWS, COLS), torch.empty(ROWS, COLS)
     norms: dict[str, Call] = {
         "layer_norm": lambda: kf.layer_norm(x, (COLS,), backend="cpu"),
@@ -73,8 +73,8 @@ def memory() -> dict[str, Any]:
     }
     with pages.reused():
         warm = measure(reused)
-    pages.renew()
-    fresh = measure(new)
+    with pages.settled():
+        fresh = measure(new)
     faults = fresh["read and store"].page_faults
     more = fresh["read and store"].median_ms - warm["read and store"].median_ms
     figures = {"reused_memory": _record(warm), "new_memory": _record(fresh)}

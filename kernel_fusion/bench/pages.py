@@ -2,26 +2,25 @@
 
 Memory that is new to a process is given to it page by page, as it is first written: a fault each, in which the system
 clears the page. A result pays for that whenever its memory was handed back in between, which glibc does with blocks
-above a threshold. The threshold grows with what a program frees, so that a time would depend on which shapes were
-measured before. Here results are in new memory, or all in memory that the process has had.
+above a threshold. The threshold grows with what a program frees, and a hole in the heap may take a block of any size,
+so that a time would depend on what was measured before. Here it is settled which results are in new memory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from kernel_fusion.native import loader
 
-_M_MMAP_THRESHOLD = -3  # of <malloc.h>
-_THRESHOLD = 128 << 10  # where glibc begins
+# The largest threshold that glibc chooses by itself, on freeing a block of that size.
+_THRESHOLD = 32 << 20
 
 METHOD = (
-    f"results of {_THRESHOLD >> 10} KB and more are in memory that is new to the process where the heap has no hole "
-    "for them, as in a program on Linux that has freed no larger tensor; reused_median_ms: the median where freed "
-    "tensors are kept and handed out again, so that results of every size are in memory that the process has had"
+    f"as by glibc in a program that has freed a tensor of {_THRESHOLD >> 20} MB: larger tensors are in memory that is "
+    "new to the process, others in memory of before, once one of their size was freed; reused_median_ms: the median "
+    "where tensors of every size are in memory of before"
 )
 
 
@@ -34,27 +33,20 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def renew() -> None:
-    """From now on every large result is in new memory: glibc's threshold stays where it begins.
-
-    Other systems' allocators are left as they are.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
-
-
 @contextmanager
-def reused() -> Iterator[None]:
-    """Within, what tensors on the CPU free is kept and handed out again: a call repeated faults no more.
+def settled(largest: int = _THRESHOLD) -> Iterator[None]:
+    """Within, tensors on the CPU up to `largest` bytes are in memory that was freed before, larger ones in new memory.
 
     Raises:
-        BuildError: the extension, which keeps it, cannot be loaded.
+        BuildError: the extension, which sees to it, cannot be loaded.
     """
-    loader.keep_memory(True)
+    loader.keep_memory(largest)
     try:
         yield
     finally:
-        loader.keep_memory(False)
+        loader.keep_memory(None)
+
+
+def reused() -> AbstractContextManager[None]:
+    """As `settled`, whatever the size: a call repeated faults no more."""
+    return settled(sys.maxsize)

@@ -44,7 +44,7 @@ def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
         "host": ("time", "errors"),
         "memory": ("saved_memory", "training_memory", "errors"),
     }
-    names = [*apply[kind], *(["memory_of_results"] if any(setup.reuses_memory for setup in setups) else [])]
+    names = [*apply[kind], *(["memory_of_results"] if any(setup.settles_memory for setup in setups) else [])]
     return {name: facts[name] for name in names}
 
 
@@ -98,11 +98,11 @@ def time_direction(
 
 
 def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, setup: Setup) -> Outcomes:
-    """Time single calls; where the setup wants it in new memory, and forward in reused memory as well."""
-    if not setup.reuses_memory:
+    """Time single calls; where the setup says so in settled memory, and forward in reused memory as well."""
+    if not setup.settles_memory:
         return timing.time_calls(calls, setup.effort, setup.device)
-    pages.renew()
-    outcomes = timing.time_calls(calls, setup.effort, setup.device)
+    with pages.settled():
+        outcomes = timing.time_calls(calls, setup.effort, setup.device)
     if direction != "forward":
         return outcomes
     with pages.reused():

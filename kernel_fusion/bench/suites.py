@@ -122,7 +122,7 @@ class Suite:
         directions: those measured by default.
         peers, quick_peers: those measured by default and under `--quick`.
         single_thread: whether a CPU is measured with one thread, too.
-        reuses_memory: as in `Setup`.
+        settles_memory: as in `Setup`.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Suite:
     peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = ()
     single_thread: bool = False
-    reuses_memory: bool = False
+    settles_memory: bool = False
 
     @property
     def verbs(self) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def _cpu() -> Suite:
         peers=("torch.compile", "portable"),
         quick_peers=("portable",),
         single_thread=True,
-        reuses_memory=True,
+        settles_memory=True,
     )
 
 

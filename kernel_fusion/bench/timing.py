@@ -94,7 +94,8 @@ class Setup:
         providers, directions, effort: see there.
         device: whose kernels are timed.
         threads: of a CPU; None for as many as PyTorch has.
-        reuses_memory: whether a CPU's forward is also timed in reused memory; see `pages`.
+        settles_memory: whether it is settled which results of a CPU are in new memory, and forward also timed in reused
+            memory; see `pages`.
     """
 
     providers: Sequence[Provider]
@@ -102,7 +103,7 @@ class Setup:
     directions: Sequence[Direction]
     effort: Effort
     threads: int | None = None
-    reuses_memory: bool = False
+    settles_memory: bool = False
 
     @property
     def place(self) -> Place:

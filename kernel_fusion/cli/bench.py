@@ -190,7 +190,7 @@ def _setups(
                 selection.directions or suite.directions,
                 QUICK if selection.quick else FULL,
                 threads,
-                suite.reuses_memory and device.type == "cpu" and loader.load(),
+                suite.settles_memory and device.type == "cpu" and loader.load(),
             )
             for threads in dict.fromkeys(selection.threads_of(suite, device))
         ]

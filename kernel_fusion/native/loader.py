@@ -90,15 +90,18 @@ def use_cpu_variant(name: str) -> None:
         raise ValueError(f"`name` must be a build of the CPU kernels that this machine can run, got {name!r}")
 
 
-def keep_memory(keep: bool) -> None:
-    """Keep what tensors on the CPU free and hand it out again, until `keep` is False: memory without page faults.
+def keep_memory(largest: int | None) -> None:
+    """Keep what tensors on the CPU free and hand it out again, up to a size; larger ones are in new memory each time.
 
-    For measurements only: nothing is given back to the system in between.
+    For measurements only: nothing that is kept goes back to the system before the next call of this function.
+
+    Args:
+        largest: in bytes; None gives PyTorch its own allocator back.
 
     Raises:
         BuildError: the extension cannot be loaded.
     """
-    library().kf_keep_memory(keep)
+    library().kf_keep_memory(-1 if largest is None else largest)
 
 
 def _open() -> ctypes.CDLL:
@@ -111,7 +114,7 @@ def _open() -> ctypes.CDLL:
         raise BuildError(f"the extension {path} could not be loaded: {error}") from error
     opened.kf_count.restype = ctypes.c_int64
     opened.kf_cpu_variant.restype = ctypes.c_char_p
-    opened.kf_keep_memory.argtypes = [ctypes.c_bool]
+    opened.kf_keep_memory.argtypes = [ctypes.c_int64]
     opened.kf_use_cpu_variant.restype = ctypes.c_bool
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     for hook in _hooks:
