@@ -9,10 +9,8 @@ left out, by name, on a machine without one.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cpu_costs import huge
 
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import compile as compiler
@@ -110,19 +109,10 @@ def cpu_memory() -> dict[str, Any]:
     """What a fresh output costs on the CPU: 4096 x 4096 fp32 by `torch.neg`, and what huge pages change."""
     x = torch.randn(4096, 4096)
     warm = torch.empty_like(x)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def advised() -> torch.Tensor:
-        out = torch.empty_like(x)
-        start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        libc.madvise(start, out.nbytes - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-        return torch.neg(x, out=out)
-
     cases: dict[str, Callable[[], object]] = {
         "neg_fresh_output": lambda: torch.neg(x),
         "neg_warm_output": lambda: torch.neg(x, out=warm),
-        "neg_fresh_output_huge_pages": advised,
+        "neg_fresh_output_huge_pages": lambda: torch.neg(x, out=huge(x)),
         "layer_norm_fresh_output": lambda: kf.layer_norm(x, (4096,), backend="cpu"),
         "pytorch_layer_norm_fresh_output": lambda: F.layer_norm(x, (4096,)),
     }

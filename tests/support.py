@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import kernel_fusion as kf
-from kernel_fusion.native import loader
+from kernel_fusion.native import build, loader
 from kernel_fusion.testing import oracle
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,13 @@ def assert_draws_as_accurate(draws: list[Draw]) -> None:
             [(one, wide.detach().cpu().numpy().astype(np.longdouble), theirs) for one, wide, theirs in several],
         )
         assert judged.ok, judged
+
+
+def skip_unless_cpu_runs(variant: str) -> None:
+    """Skip a test where the processor lacks the instructions of a build of the CPU kernels, and say so."""
+    known, best = build.cpu_variants(), torch.backends.cpu.get_cpu_capability()
+    if best in known and known.index(variant) > known.index(best):
+        pytest.skip(f"this processor has no {variant}")
 
 
 def python(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_support import scaled
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from kernel_fusion.native import loader
 # What a result file promises for every contender that was checked and timed; `compare` relies on these names.
 KEYS = {
     *("configuration", "verb", "rows", "cols", "dtype", "weight_dtype", "bias_dtype", "layout", "direction"),
+    *("device", "threads", "page_faults"),
     *("provider", "provider_version", "median_ms", "q1_ms", "q3_ms", "iterations", "calls_per_iteration"),
     *("speedup_over_pytorch", "percent_of_floor", "gigabytes_per_second", "bytes_moved", "training_memory_bytes"),
     *(f"max_abs_error_{name}" for name in ("y", "dx", "dweight", "dbias")),
@@ -79,6 +81,36 @@ def test_derived_values_follow_from_the_medians(tmp_path: Path) -> None:
     assert 0 < ours["max_abs_error_dx"] < 1e-4
     assert ours["error_over_budget_dx"] <= 1
     assert "max_abs_error_y" not in cell["floor"]
+
+
+def test_devices_and_threads_stand_side_by_side(tmp_path: Path) -> None:
+    """Each cell in every place, a table of all of them, plots, and the command that does it again."""
+    assert loader.load(), loader.error()
+    # To PyTorch, two devices.
+    command = ["bench", "cpu", "--quick", "--device", "cpu,cpu:0", "--threads", "1,2", "--shape", "64x96"]
+    result = CliRunner().invoke(app, [*command, "--directions", "forward", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "cpu-quick.json").read_text())
+    assert data["command"] == (
+        "kernel-fusion bench cpu --quick --device cpu,cpu:0 --threads 1,2 --dtypes f32 --verbs layer_norm "
+        "--directions forward --backends cpu --peers portable --shape 64x96"
+    )
+    assert {"time", "memory_of_results"} <= data["method"].keys()
+    places = [(device, threads) for device in ("cpu", "cpu:0") for threads in (1, 2)]
+    assert [(r["device"], r["threads"]) for r in data["measurements"] if r["provider"] == "kf-cpu"] == places
+    assert all(record["reused_median_ms"] > 0 for record in data["measurements"])
+    assert {r["provider"] for r in data["measurements"]} == {"floor", "pytorch", "kf-cpu", "portable"}
+    assert "layer_norm, f32, forward, side by side" in (tmp_path / "cpu-quick.md").read_text()
+    assert (tmp_path / "cpu-quick-layer_norm-forward.png").exists()
+
+
+def test_the_cpu_suite_has_one_thread_and_all(tmp_path: Path) -> None:
+    """By default, and as often as they differ."""
+    arguments = ["--quick", "--shape", "8x16", "--directions", "forward", "--peers", "none"]
+    result = CliRunner().invoke(app, ["bench", "cpu", "--device", "cpu", *arguments, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "cpu-quick.json").read_text())["measurements"]
+    assert {record["threads"] for record in records} == {1, torch.get_num_threads()}
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +189,9 @@ def test_a_run_that_is_killed_leaves_what_it_measured(tmp_path: Path, monkeypatc
         (["--backends", "fast"], "`backend` must be one of"),
         (["--verbs", "batch_norm"], "no verb is called batch_norm; there are: layer_norm, rms_norm"),
         (["--directions", "sideways"], "no direction is called sideways; there are: forward"),
-        (["--peers", "cudnn"], "no peer is called cudnn; there are: torch.compile, liger"),
+        (["--peers", "cudnn"], "no peer is called cudnn; there are: torch.compile, portable"),
         (["--weights", "int8"], "'int8' is no dtype"),
+        (["--threads", "0"], "expected numbers with commas, from 1 on, got '0'"),
     ],
 )
 def test_bad_options_say_what_is_expected(arguments: list[str], message: str) -> None:
@@ -189,6 +222,17 @@ def test_bench_on_a_gpu(tmp_path: Path) -> None:
         calls = record["calls_per_iteration"]
         assert calls * read_and_written >= 300e6 or calls == 256
         assert record["percent_of_floor"] > 0, record  # tests beside this one use the same GPU
+
+
+@pytest.mark.cuda
+def test_a_cpu_beside_a_gpu(tmp_path: Path) -> None:
+    """Our kernels of each device, each on its own device alone."""
+    command = ["bench", "cpu", "--quick", "--device", "cpu,cuda", "--shape", "256x512", "--output-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "cpu-quick.json").read_text())["measurements"]
+    ours = {(r["provider"], r["device"]) for r in records if r["provider"].startswith("kf-")}
+    assert ours == {("kf-cpu", "cpu"), ("kf-cuda", "cuda")}
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ import torch
 from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
 from torch import Tensor
 
-from kernel_fusion.bench import check, host, memory, peers, providers, runner, timing
+from kernel_fusion.bench import check, host, memory, pages, peers, providers, runner, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.row_norms import RowNorm
@@ -59,16 +59,17 @@ def checked(provider: Provider, case: RowNormCase = CASE, max_elements: int = 1 
 
 
 def test_median_and_quartiles_of_known_samples() -> None:
-    """The summary of 1, 2, 3, 4, 5 ms."""
+    """The summary of 1, 2, 3, 4, 5 ms; of page faults, where they are counted, the median."""
     assert timing.summarise([5.0, 1.0, 3.0, 2.0, 4.0], 7) == Timing(3.0, 2.0, 4.0, 5, 7)
     assert timing.summarise([2.5], 1) == Timing(2.5, 2.5, 2.5, 1, 1)
+    assert timing.summarise([1.0, 1.0, 1.0], 1, [9, 2, 3]).page_faults == 3
 
 
 def test_cpu_times_are_those_of_the_calls() -> None:
     """Each contender gets its own times, in ms, and the warm-up call is not among them."""
     clock = Clock()
     calls = {"slow": clock.work("slow", 99.0, 0.2), "fast": clock.work("fast", 0.001)}
-    timings = timing.time_cpu(calls, effort(max_rounds=1), clock)
+    timings = timing.time_calls(calls, effort(max_rounds=1), CPU, clock)
     assert timings["slow"].median_ms == pytest.approx(200)
     assert timings["fast"].median_ms == pytest.approx(1)
 
@@ -76,7 +77,7 @@ def test_cpu_times_are_those_of_the_calls() -> None:
 def test_cpu_contenders_take_turns_at_being_first() -> None:
     """No contender always runs after the same other one, whose data may still be in the cache."""
     clock = Clock()
-    timing.time_cpu({name: clock.work(name, 1.0) for name in "abc"}, effort(max_rounds=3), clock)
+    timing.time_calls({name: clock.work(name, 1.0) for name in "abc"}, effort(max_rounds=3), CPU, clock)
     assert "".join(clock.order) == "abc" + "abc" + "bca" + "cab"
 
 
@@ -85,7 +86,7 @@ def test_cpu_time_cap(min_rounds: int, max_seconds: float, rounds: int) -> None:
     """At least `min_rounds`, then until the time is up, and never more than `max_rounds`."""
     clock = Clock()
     limits = effort(min_rounds=min_rounds, max_rounds=10, max_seconds=max_seconds)
-    assert timing.time_cpu({"a": clock.work("a", 1.0)}, limits, clock)["a"].iterations == rounds
+    assert timing.time_calls({"a": clock.work("a", 1.0)}, limits, CPU, clock)["a"].iterations == rounds
 
 
 def test_host_time_is_per_call() -> None:
@@ -104,9 +105,50 @@ def test_a_contender_that_raises_has_a_reason_instead_of_a_time() -> None:
 
     clock = Clock()
     contenders = {"call": lambda: broken, "prepare": broken, "right": clock.work("right", 0.5)}
-    outcomes = timing.time_cpu(contenders, effort(max_rounds=1), clock)
+    outcomes = timing.time_calls(contenders, effort(max_rounds=1), CPU, clock)
     assert outcomes["right"].median_ms == pytest.approx(500)
     assert outcomes["call"] == outcomes["prepare"] == "ValueError: no such [shape]"
+
+
+def test_other_devices_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a call ends when the device has done it; page faults of the host say nothing about it."""
+    clock = Clock()
+
+    def wait(device: torch.device) -> None:
+        clock.now += 0.25
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    outcome = timing.time_calls({"a": clock.work("a", 0.5)}, effort(max_rounds=3), torch.device("mps"), clock)["a"]
+    assert (outcome.median_ms, outcome.page_faults) == (pytest.approx(750), None)
+
+
+def test_large_results_are_new_and_fault_unless_memory_is_kept() -> None:
+    """64 MB are 16384 pages of 4 KB, given to the process at the first write; memory that is kept does not fault."""
+    large, small = torch.randn(4096, 4096), torch.randn(512, 512)
+    contenders = {"large": lambda: lambda: torch.neg(large), "small": lambda: lambda: torch.neg(small)}
+    with pages.settled():
+        new = timing.time_calls(contenders, effort(max_rounds=5), CPU)
+    with pages.reused():
+        kept = timing.time_calls(contenders, effort(max_rounds=5), CPU)
+    assert max(new["small"].page_faults, kept["small"].page_faults, kept["large"].page_faults) < 10
+    assert new["large"].page_faults > 20  # a page may be larger than 4 KB
+    merged = timing.with_reused(new | {"other": "it raised"}, kept)
+    assert merged["large"] == replace(new["large"], reused_median_ms=kept["large"].median_ms)
+    assert merged["other"] == "it raised"
+
+
+def test_kept_memory_belongs_to_one_tensor_at_a_time() -> None:
+    """Two results that live at once do not share memory, and what was freed comes back at the next call of its size."""
+    x = torch.ones(100, 1000)
+    with pages.reused():
+        first, second = x + 1, x + 2
+        places = {first.data_ptr(), second.data_ptr()}
+        assert len(places) == 2
+        assert (first[0, 0], second[0, 0]) == (2, 3)
+        del first, second
+        third = x + 3
+        assert third.data_ptr() in places
+    assert third[-1, -1] == 4
 
 
 @pytest.mark.parametrize(("num_bytes", "calls"), [(100_000, 256), (2_000_000, 150), (10_000_000_000, 4)])
@@ -126,6 +168,17 @@ def test_models_suite_is_the_published_table() -> None:
     mixes = {(w.case.verb, w.case.dtype, w.case.weight, w.case.bias) for w in workloads}
     layer_norms = {("layer_norm", dtype, dtype, dtype) for dtype in (BF16, FP32)}
     assert mixes == layer_norms | {("rms_norm", dtype, dtype, None) for dtype in (BF16, FP32)}
+
+
+def test_cpu_suite_has_the_published_shapes() -> None:
+    """The four of the published benchmark first, on any device, in every dtype, beside the portable build."""
+    suite = SUITES["cpu"]
+    assert suite.dtypes_on("mps") == suite.dtypes_on("cpu") == (FP32, BF16, torch.float16)
+    names = [w.name for w in suite.workloads("mps", [FP32], ["layer_norm"])]
+    assert names[:4] == ["100x512", "1000x1024", "5000x256", "10000x10000"]
+    assert set(names[4:]) == {"32768x768", "4096x4096", "64x16384", "8x131072", "200000x64"}
+    assert "portable" in suite.peers
+    assert "portable" in suite.quick().peers
 
 
 def test_weights_have_the_dtype_asked_for() -> None:
@@ -284,7 +337,7 @@ def test_a_provider_that_fails_in_one_direction_is_timed_in_the_others() -> None
     results = empty()
     list(runner.run(results, "kernels", NORM, setup(Provider("peer", "0", function))))
     assert [str(failure) for failure in results.failures] == [
-        f"peer, a ({CASE}): forward: RuntimeError: no inference here"
+        f"peer, a ({CASE}) on cpu, {torch.get_num_threads()} threads: forward: RuntimeError: no inference here"
     ]
     timed = [m.direction for m in results.measurements if m.provider == "peer"]
     assert timed == ["backward", "forward+backward"]
@@ -300,6 +353,69 @@ def test_a_workload_that_fails_altogether_does_not_end_the_run(monkeypatch: pyte
     results = empty()
     assert list(runner.run(results, "kernels", NORM, setup())) == []
     assert results.failures[0].reason == "OutOfMemoryError: tried to allocate 3 TB"
+
+
+def test_the_portable_build_is_timed_in_turns_with_the_best() -> None:
+    """Its calls run the kernels of that build, forward and backward, and the calls after them those of the best."""
+    (provider,), _ = peers.find(["portable"], CPU)
+    best, ran = loader.cpu_variant(), []
+
+    def function(workload: Workload) -> Function:
+        call = provider.function(workload)
+
+        def noted(*arguments: Any) -> Any:
+            ran.append(loader.cpu_variant())
+            return call(*arguments)
+
+        return noted
+
+    noting = replace(provider, function=function)
+    (inputs,) = NORM.input_sets(CPU, 1)
+    for leaf in inputs.leaves.values():
+        leaf.register_hook(lambda gradient: ran.append(loader.cpu_variant()))
+    noting.results(NORM, inputs)
+    for direction in DIRECTIONS:
+        noting.prepare(direction, NORM, inputs)()
+    # Forward to check, to time, before backward and with it; three gradients to check, of backward, and of both.
+    assert ran == ["DEFAULT"] * (4 + 3 * 3)
+    assert loader.cpu_variant() == best
+
+
+def test_the_portable_build_is_held_to_the_budget_of_ours() -> None:
+    """It is measured beside the others, on a CPU; a result that a peer would be marked for is refused."""
+    (provider,), states = peers.find(["portable"], CPU)
+    assert states.keys() == {"portable"}
+    results = empty()
+    list(runner.run(results, "kernels", NORM, setup(providers.ours("cpu"), provider)))
+    assert not results.failures
+    assert {m.provider for m in results.measurements} == {"floor", "pytorch", "kf-cpu", "portable"}
+
+    def function(workload: Workload) -> Function:
+        return lambda *arguments: 1.001 * provider.function(workload)(*arguments)
+
+    wrong = replace(provider, function=function)
+    assert "times its error budget off" in checked(wrong)
+    assert peers.find(["portable"], torch.device("cuda"))[1] == {"portable": "absent: it runs on CPU devices only"}
+
+
+def test_threads_are_those_asked_for_and_put_back() -> None:
+    """One thread within, and results that say so; PyTorch's number before and after."""
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def function(workload: Workload) -> Function:
+        def counting(*arguments: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return workload.unfused()(*arguments)
+
+        return counting
+
+    results = empty()
+    single = replace(setup(Provider("peer", "0", function), directions=("forward",)), threads=1)
+    list(runner.run(results, "kernels", NORM, single))
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+    assert {str(m.place) for m in results.measurements} == {"cpu, 1 thread"}
 
 
 def test_peers_are_found_or_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

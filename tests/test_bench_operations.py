@@ -338,7 +338,8 @@ def test_operations_of_a_shape_share_a_table_and_a_plot(tmp_path: Path) -> None:
     """A row each, with bytes, bandwidth and speedups; blocks, which have no operation, are rows of their verb."""
 
     def measured(operation: str | None, provider: str, ms: float) -> Measurement:
-        cell = Measurement("64x32", "add_act", 64, 32, "f32", None, None, "contiguous", "forward", provider, "1")
+        shape = "64x32", "add_act", 64, 32, "f32", None, None, "contiguous"
+        cell = Measurement(*shape, "cuda", "forward", provider, "1")
         return replace(cell, operation=operation, timing=Timing(ms, ms, ms, 9, 1), bytes_moved=10**6)
 
     times = {"floor": 0.01, "kf-cuda": 0.02, "pytorch": 0.06, "torch.compile": 0.03}

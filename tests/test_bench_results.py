@@ -21,7 +21,7 @@ from kernel_fusion.cli import app
 ABOUT = {
     "command": "kernel-fusion bench large",
     "date": "2026-01-01",
-    "machine": {"device": "cuda", "gpu": "A GPU", "cpu": "A CPU"},
+    "machine": {"device": "cuda", "cpu": "A CPU"},
     "versions": {"torch": "2"},
     "peers": {"quack": "absent: ModuleNotFoundError"},
     "method": {"time": "a clock"},
@@ -33,14 +33,13 @@ def measured(provider: str, median_ms: float | None, rows: int = 32, spread: flo
     timing = None
     if median_ms is not None:
         timing = Timing(median_ms, median_ms * (1 - spread), median_ms * (1 + spread), 21, 4)
-    cell = Measurement(f"{rows}x64", "layer_norm", rows, 64, "bf16", "bf16", "bf16", "contiguous", "forward", "", "1")
-    return replace(cell, provider=provider, timing=timing, **more)
+    shape = f"{rows}x64", "layer_norm", rows, 64, "bf16", "bf16", "bf16", "contiguous"
+    return replace(Measurement(*shape, "cuda", "forward", provider, "1", timing=timing), **more)
 
 
-def run(*measurements: Measurement, device: str = "cuda") -> Results:
+def run(*measurements: Measurement) -> Results:
     """A run with these measurements."""
-    about = ABOUT | {"machine": {"device": device, "cpu": "A CPU"}}
-    return Results("large", "Large inputs", False, about, list(measurements))
+    return Results("large", "Large inputs", False, ABOUT, list(measurements))
 
 
 def table(run: Results) -> list[dict[str, str]]:
@@ -99,7 +98,7 @@ def test_time_table_compares_with_floor_pytorch_and_the_best_peer() -> None:
 def test_long_times_are_in_milliseconds() -> None:
     """As soon as one of the table is 10 ms or longer."""
     (row,) = table(run(measured("pytorch", 12.0), measured("kf-cuda", 0.5)))
-    assert (row["PyTorch ms"], row["kf-cuda ms"]) == ("12.0", "0.50")
+    assert (row["PyTorch ms"], row["kf-cuda ms"]) == ("12.0", "0.500")
 
 
 def test_errors_and_memory_have_tables_of_their_own() -> None:
@@ -114,6 +113,66 @@ def test_errors_and_memory_have_tables_of_their_own() -> None:
     ratios = ("kf-cuda ÷ PyTorch, saved", "kf-cuda ÷ PyTorch, training")
     assert memory.columns[2:] == (*saved, *training, *ratios)
     assert memory.rows == (("BERT", "32×64", "1.00", "1.00", "3.00", "4.00", "1.00", "0.75"),)
+
+
+def on_cpu(provider: str, ms: float, threads: int, faults: float = 7.0, **more: Any) -> Measurement:
+    """A time of single calls on a CPU."""
+    timing = Timing(ms, ms - 0.25, ms + 0.25, 21, 1, faults, **more)
+    return replace(measured(provider, None), device="cpu", threads=threads, timing=timing)
+
+
+def test_places_stand_side_by_side() -> None:
+    """A table of times for each place, and one of all with the improvement in per cent."""
+    one = [on_cpu("pytorch", 4.0, 1), on_cpu("kf-cpu", 3.0, 1)]
+    two = [on_cpu("pytorch", 2.0, 2), on_cpu("kf-cpu", 2.5, 2)]
+    gpu = [measured("pytorch", 0.2), measured("kf-cuda", 0.05)]
+    made = {t.title: t for t in tables.tables(run(*one, *two, *gpu))}
+    name = "Large inputs: layer_norm, bf16, forward"
+    assert {f"{name}, cpu, 1 thread", f"{name}, cpu, 2 threads", f"{name}, cuda"} <= made.keys()
+    together = made[f"{name}, side by side"]
+    assert dict(zip(together.columns, together.rows[0], strict=True)) == {
+        "rows × N": "32×64",
+        "PyTorch µs, cpu, 1 thread": "4000",
+        "kf-cpu µs, cpu, 1 thread": "3000",
+        "kf-cpu, improvement, cpu, 1 thread": "25%",
+        "PyTorch µs, cpu, 2 threads": "2000",
+        "kf-cpu µs, cpu, 2 threads": "2500",
+        "kf-cpu, improvement, cpu, 2 threads": "-25%",
+        "PyTorch µs, cuda": "200",
+        "kf-cuda µs, cuda": "50.0",
+        "kf-cuda, improvement, cuda": "75%",
+    }
+
+
+def test_the_baseline_is_no_peer() -> None:
+    """The portable build has a column, and ours the improvement on it; it is never the best peer."""
+    times = {"floor": 1.0, "pytorch": 4.0, "kf-cpu": 2.0, "torch.compile": 5.0, "portable": 2.5}
+    row = table(run(*(on_cpu(name, ms, 2) for name, ms in times.items())))[0]
+    assert (row["portable µs"], row["kf-cpu, improvement on it"]) == ("2500", "20%")
+    assert (row["best peer"], row["kf-cpu ÷ best peer"]) == ("PyTorch", "0.50")
+
+
+def test_single_calls_have_tables_of_their_spread_and_page_faults() -> None:
+    """Quartiles and iterations of all; faults and reused memory where that was timed."""
+    made = {t.title.split(", ")[-1]: t for t in tables.tables(run(on_cpu("kf-cpu", 2.0, 2)))}
+    assert made["spread"].columns == ("rows × N", "kf-cpu IQR µs", "kf-cpu iterations")
+    assert made["spread"].rows == (("32×64", "500 (1750–2250)", "21"),)
+    assert "page faults" not in made
+    with_pages = tables.tables(run(on_cpu("kf-cpu", 2.0, 2, 1000.0, reused_median_ms=0.5)))
+    faults = next(t for t in with_pages if t.title.endswith("page faults"))
+    assert faults.columns == ("rows × N", "kf-cpu faults", "kf-cpu µs", "kf-cpu µs, reused memory")
+    assert faults.rows == (("32×64", "1000", "2000", "500"),)
+
+
+def test_files_from_before_places_have_their_machine_as_place(tmp_path: Path) -> None:
+    """Records without a device are the machine's, and on a CPU have its threads."""
+    written = run(on_cpu("kf-cpu", 2.0, 2))
+    written.about = ABOUT | {"machine": {"device": "cpu", "torch_threads": 8, "cpu": "A CPU"}}
+    path = written.write_json(tmp_path)
+    path.write_text(
+        path.read_text().replace('"device": "cpu", "direction"', '"direction"').replace('"threads": 2, ', "")
+    )
+    assert [str(place) for place in results.read(path).places] == ["cpu, 8 threads"]
 
 
 def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -> None:
@@ -145,7 +204,7 @@ def test_only_differences_beyond_noise_count(
     before: float, after: float, spread: float, device: str, verdict: str
 ) -> None:
     """Faster, slower or the same."""
-    old, new = (run(measured("kf-cuda", ms, spread=spread), device=device) for ms in (before, after))
+    old, new = (run(measured("kf-cuda", ms, spread=spread, device=device)) for ms in (before, after))
     comparison = compare(old, new)
     assert (comparison.cells, len(comparison.faster), len(comparison.slower)) == (
         1,
@@ -196,8 +255,10 @@ def test_plot_shows_every_contender(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     names = ("floor", "pytorch", "kf-cuda", "apex")
-    cells = [measured(name, 0.01 * at, rows) for rows in (32, 64) for at, name in enumerate(names, 1)]
-    (path,) = plot.plot(run(*cells, measured("gone", None)), tmp_path)
+    cells = [measured(name, 0.01 * at, rows) for rows in (32, 64) for at, name in enumerate(names[:3], 1)]
+    # Of another place, and so in another panel.
+    elsewhere = [replace(measured(name, 0.01 * at), device="cuda:1") for at, name in enumerate(names, 1)]
+    (path,) = plot.plot(run(*cells, *elsewhere, measured("gone", None)), tmp_path)
     assert path.name == "large-layer_norm-forward.png"
     pixels = torch.from_numpy(imread(path)[..., :3].copy())
     assert min(pixels.shape[:2]) > 400

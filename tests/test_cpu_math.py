@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
+from support import skip_unless_cpu_runs
 
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.native import build
@@ -14,16 +14,13 @@ from kernel_fusion.native import build
 _SOURCE = Path(__file__).with_name("cpu_math.cpp")
 # In ulp of the result, and of 1 for erf: the contract of native/extension/cpu/math.h.
 _CONTRACT = {"exp": 1.5, "expm1": 1.5, "log1p": 1.5, "tanh": 1.5, "erf": 5.0}
-_BEST = torch.backends.cpu.get_cpu_capability()
-_VARIANTS = build.cpu_variants()
 
 
-@pytest.fixture(scope="module", params=_VARIANTS)
+@pytest.fixture(scope="module", params=build.cpu_variants())
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The largest error of every function, by name."""
     variant = request.param
-    if _BEST in _VARIANTS and _VARIANTS.index(variant) > _VARIANTS.index(_BEST):
-        pytest.skip(f"this machine has no {variant}")
+    skip_unless_cpu_runs(variant)
     compiler = cxx_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable
 
 import pytest
 import torch
-from support import CPU, assert_as_accurate, python
+from support import CPU, assert_as_accurate
 from torch import Tensor
 
 from kernel_fusion.backends import eager
@@ -407,7 +406,7 @@ def test_gradients_only_where_needed() -> None:
         assert torch.equal(gradient, da if wants[0] else db)
 
 
-# ---- Threads and instruction sets
+# ---- Threads
 
 
 def _everything() -> list[Tensor]:
@@ -434,35 +433,3 @@ def test_the_number_of_threads_changes_nothing() -> None:
                 assert torch.equal(one, other)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86-64")
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_instruction_sets(capability: str) -> None:
-    """The build for each instruction set agrees with the definition, and draws the same dropout."""
-    if capability == "avx512" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        pytest.skip("this machine has no AVX-512")
-    code = """
-    import torch
-    from kernel_fusion.backends import eager
-    from kernel_fusion.core.activations import ACTIVATIONS
-    ops = torch.ops.kernel_fusion
-    torch.manual_seed(0)
-    seed = torch.tensor([11])
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        tolerance = dict(rtol=4 * torch.finfo(dtype).eps, atol=max(2e-7, 4 * torch.finfo(dtype).eps))
-        a, b = torch.randn(3, 37).to(dtype).requires_grad_(), torch.randn(37).to(dtype).requires_grad_()
-        for name in ACTIVATIONS:
-            results = []
-            for call in (ops.pointwise, eager.pointwise):
-                y = call(a, b, "add", name, 1.0, 0.5, seed)
-                results.append([y, *torch.autograd.grad(y, (a, b), torch.ones_like(y))])
-            for ours, theirs in zip(*results):
-                torch.testing.assert_close(ours, theirs, **tolerance)
-        torch.testing.assert_close(ops.softmax(a, None, 2.0, False), eager.softmax(a, None, 2.0, False), **tolerance)
-        for dim in ([0], [1], []):
-            args = a, dim, False, "sum_squared", None
-            torch.testing.assert_close(ops.reduce(*args), eager.reduce(*args), **tolerance)
-    """
-    python(code, env={"ATEN_CPU_CAPABILITY": capability})

@@ -44,7 +44,7 @@ def passing(results: Results, workload: Workload, setup: Setup, inputs: Inputs) 
     providers = [provider for provider in setup.providers if provider.measures(workload)]
     for provider, verdict in check(workload, providers, inputs, setup.effort.max_checked).items():
         if isinstance(verdict, str):
-            results.fail(provider.name, workload, verdict)
+            results.fail(setup, provider.name, workload, verdict)
         else:
             passed[provider] = verdict
     return passed

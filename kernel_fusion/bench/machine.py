@@ -17,25 +17,26 @@ import kernel_fusion as kf
 _PACKAGE = Path(__file__).parents[1]
 
 
-def machine(device: torch.device) -> dict[str, str | int]:
-    """Names and sizes of the hardware that `device` is, and of its host."""
+def machine(*devices: torch.device) -> dict[str, str | int]:
+    """Names and sizes of the hardware that the devices are, and of their host."""
     facts: dict[str, str | int] = {
-        "device": str(device),
+        "device": ", ".join(map(str, devices)),
         "cpu": cpu_model(),
         "cpu_logical_cores": os.cpu_count() or 0,
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "os": f"{platform.system()} {platform.machine()}",
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "gpu": properties.name,
-            "gpu_compute_capability": f"{properties.major}.{properties.minor}",
-            "gpu_multiprocessors": properties.multi_processor_count,
-            "gpu_memory_bytes": properties.total_memory,
-            "gpu_driver": gpu_driver() or "unknown",
-        }
+    for device in devices:
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            facts |= {
+                "gpu": properties.name,
+                "gpu_compute_capability": f"{properties.major}.{properties.minor}",
+                "gpu_multiprocessors": properties.multi_processor_count,
+                "gpu_memory_bytes": properties.total_memory,
+                "gpu_driver": gpu_driver() or "unknown",
+            }
     return facts
 
 
@@ -59,10 +60,10 @@ def load_average() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def device_slug(device: torch.device) -> str:
-    """The device's name as part of a file name."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_model()}"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def device_slug(*devices: torch.device) -> str:
+    """The devices' names as part of a file name."""
+    names = [torch.cuda.get_device_name(d) if d.type == "cuda" else f"{d.type} {cpu_model()}" for d in devices]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(names).lower()).strip("-")
 
 
 def cpu_model() -> str:

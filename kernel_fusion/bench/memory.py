@@ -30,7 +30,7 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
     for provider, errors in check.passing(results, workload, setup, inputs).items():
         saved = saved_bytes(provider, workload, inputs)
         peak = training_bytes(provider, workload, inputs)
-        results.add(workload, "forward+backward", provider, None, errors, saved, peak)
+        results.add(setup, workload, "forward+backward", provider, None, errors, saved, peak)
     yield "bytes"
 
 

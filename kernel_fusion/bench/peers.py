@@ -1,12 +1,14 @@
 """Other libraries, measured beside ours where they are installed. A new one is one more entry of `PEERS`.
 
-Each is imported only when asked for, and is given the arguments under which it computes what PyTorch computes.
+Each is imported only when asked for, and is given the arguments under which it computes what PyTorch computes. One is
+ours: the portable build of the CPU kernels, the baseline that the vectorised ones are compared with.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any, cast
@@ -14,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.providers import Provider, ours
+from kernel_fusion.bench.results import BASELINE
 from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import reason
 from kernel_fusion.bench.workloads import Function, Workload
@@ -25,8 +28,9 @@ def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], di
     """Those of `names` that can be measured here, and of each its version or why it is absent."""
     found, states = [], {}
     for name in names:
-        if device.type != "cuda" and name != "torch.compile":
-            states[name] = "absent: it runs on CUDA devices only"
+        devices = _DEVICES.get(name, ("cuda",))
+        if device.type not in devices:
+            states[name] = f"absent: it runs on {' and '.join(map(str.upper, devices))} devices only"
             continue
         try:
             provider = PEERS[name]()
@@ -38,6 +42,10 @@ def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], di
                 states[name] += f" (weight and bias in fp32 for {', '.join(provider.f32_weights)})"
             found.append(provider)
     return found, states
+
+
+def _portable() -> Provider:
+    return replace(ours("cpu"), name=BASELINE, variant="DEFAULT")
 
 
 def _torch_compile() -> Provider:
@@ -176,9 +184,12 @@ def _version(distribution: str) -> str:
 
 PEERS: dict[str, Callable[[], Provider]] = {
     "torch.compile": _torch_compile,
+    BASELINE: _portable,
     "liger": _liger,
     "quack": _quack,
     "apex": _apex,
     "flash-attn": _flash_attn,
     "cupy": _cupy,
 }
+# Where they run, if not on CUDA devices alone.
+_DEVICES = {"torch.compile": ("cuda", "cpu"), BASELINE: ("cpu",)}

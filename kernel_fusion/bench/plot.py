@@ -5,11 +5,13 @@ Colours are those of Okabe and Ito, which every kind of colour vision tells apar
 
 from __future__ import annotations
 
-from itertools import cycle
+from collections.abc import Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
+from kernel_fusion.bench.timing import Place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,9 +36,9 @@ def missing() -> str | None:
 
 
 def plot(results: Results, folder: Path, suffix: str = "png") -> list[Path]:
-    """Write a plot per verb (of operations: per shape) and direction into `folder`, with a panel per dtype; the paths.
+    """Write a plot per verb (of operations: per shape) and direction into `folder`; the paths.
 
-    Memory without times is not plotted.
+    A plot has a row of panels per dtype, and in it a panel per place. Memory without times is not plotted.
     """
     timed = [m for m in results.measurements if m.timing]
     figures = dict.fromkeys((m.group, m.direction) for m in timed)
@@ -48,19 +50,25 @@ def _plot(results: Results, group: str, direction: str, folder: Path, suffix: st
     # Not pyplot: a figure of one's own needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
-    panels = {t: results.cells(g, t, d) for g, t, d in results.groups if (g, d) == (group, direction)}
-    figure = Figure(figsize=_size(panels), layout="constrained", dpi=110)
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    panels = _panels(results, group, direction)
+    dtypes, places = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+    width, height = _size(list(panels.values()))
+    figure = Figure(figsize=(width * len(places), 1.6 + height * len(dtypes)), layout="constrained", dpi=110)
+    axes = figure.subplots(len(dtypes), len(places), squeeze=False)
     styles = _styles(results.providers)
-    for panel, (dtype, cells) in zip(axes, panels.items(), strict=True):
+    for (row, dtype), (column, place) in product(enumerate(dtypes), enumerate(places)):
+        panel, cells = axes[row, column], panels.get((dtype, place), {})
         if _is_of_operations(cells) and len(cells) == 1:
             _plot_bars(panel, next(iter(cells.values())), styles)
         else:
             _plot_cells(panel, cells, styles)
             _label_cells(panel, cells)
-        panel.set_title(dtype, fontsize=10, loc="left")
-    if handles := axes[0].get_legend_handles_labels()[0]:
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        panel.set_title(dtype if len(places) == 1 else f"{dtype}, {place}", fontsize=10, loc="left")
+    # By label, since not everybody is in every panel.
+    labelled = [panel.get_legend_handles_labels() for panel in axes.flat]
+    legend = {label: handle for handles, labels in labelled for handle, label in zip(handles, labels, strict=True)}
+    if legend:
+        figure.legend(handles=[*legend.values()], loc="outside lower center", ncols=len(legend), frameon=False)
     machine = results.about["machine"]
     title = f"{results.title}: {group}, {direction}, {machine.get('gpu', machine['cpu'])}"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
@@ -69,12 +77,19 @@ def _plot(results: Results, group: str, direction: str, folder: Path, suffix: st
     return path
 
 
-def _size(panels: dict[str, Cells]) -> tuple[float, float]:
-    """Width and height in inches; operations are many, and their names are long."""
-    count = max(map(len, panels.values()))
-    of_operations = any(map(_is_of_operations, panels.values()))
+def _panels(results: Results, group: str, direction: str) -> dict[tuple[str, Place], Cells]:
+    """By dtype and place, what was measured of a group in a direction."""
+    dtypes = [dtype for name, dtype in results.groups if name == group]
+    found = {(t, place): results.cells(group, t, direction, place) for t, place in product(dtypes, results.places)}
+    return {key: cells for key, cells in found.items() if cells}
+
+
+def _size(panels: Sequence[Cells]) -> tuple[float, float]:
+    """Width and height of a panel in inches; operations are many, and their names are long."""
+    count = max(map(len, panels))
+    of_operations = any(map(_is_of_operations, panels))
     width, height = (0.4, 3.8) if of_operations and count > 1 else (0.7, 2.6)
-    return max(9, 3 + width * count), 1.6 + height * len(panels)
+    return max(9, 3 + width * count), height
 
 
 def _styles(providers: list[str]) -> dict[str, dict[str, Any]]:

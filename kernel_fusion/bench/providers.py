@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.bench.workloads import Call, Direction, Function, Inputs, Workload
 from kernel_fusion.native import loader
+
+_Result = TypeVar("_Result")
 
 _LAUNCH_COUNTERS = {"cpu": ("cpu_forward", "cpu_backward"), "cuda": ("cuda_launch",)}
 
@@ -49,6 +51,8 @@ class Provider:
         convert: what its function is given in place of a tensor; None for tensors. Converted once, outside the timing.
         differentiable: whether it has a backward pass.
         in_graphs: whether its calls can be captured in a CUDA graph.
+        variant: the build of our CPU kernels that its calls run; None for the best one. To switch takes less than a
+            microsecond, which counts as part of the call.
     """
 
     name: str
@@ -60,9 +64,14 @@ class Provider:
     convert: Callable[[Tensor], object] | None = None
     differentiable: bool = True
     in_graphs: bool = True
+    variant: str | None = None
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
         """See `Contender`. Forward alone is the inference path: no input requires a gradient."""
+        call = self._run(partial(self._prepare, direction, workload, inputs))
+        return call if self.variant is None else partial(self._run, call)
+
+    def _prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
         function, inputs = self.function(workload), self.accepted(workload, inputs)
         if direction == "forward":
             detached = (None if t is None else t.detach() for t in inputs.arguments.values())
@@ -88,11 +97,22 @@ class Provider:
         inputs = self.accepted(workload, inputs)
         backend = self.backend if workload.has_kernels else None
         with a_kernel_must_run(backend):
-            results = inputs.call(self.function(workload))
+            results = self._run(partial(inputs.call, self.function(workload)))
         with a_kernel_must_run(backend):
-            gradients = inputs.gradients(results)
+            gradients = self._run(partial(inputs.gradients, results))
         named = dict(zip(workload.result_names, (r.detach() for r in results), strict=True))
         return named | dict(zip(inputs.leaves, gradients, strict=True))
+
+    def _run(self, call: Callable[[], _Result]) -> _Result:
+        """The result of `call` on the kernels of `variant`."""
+        if self.variant is None:
+            return call()
+        best = loader.cpu_variant()
+        loader.use_cpu_variant(self.variant)
+        try:
+            return call()
+        finally:
+            loader.use_cpu_variant(best)
 
     def accepted(self, workload: Workload, inputs: Inputs) -> Inputs:
         """The inputs with weight and bias in a dtype that this provider takes."""

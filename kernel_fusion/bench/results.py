@@ -20,13 +20,13 @@ import torch
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.suites import Suite
-from kernel_fusion.bench.timing import Outcomes, Timing
+from kernel_fusion.bench.timing import Outcomes, Place, Setup, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Workload
 from kernel_fusion.testing.oracle import Comparison
 
 Record = dict[str, str | int | float | None]
-Cell = tuple[str, str, str | None, str, str | None, str]
-REFERENCE, FLOOR, OURS, COMPILED = "pytorch", "floor", "kf-", "torch.compile"
+Cell = tuple[str, str, str | None, str, str | None, str, str]
+REFERENCE, FLOOR, OURS, COMPILED, BASELINE = "pytorch", "floor", "kf-", "torch.compile", "portable"
 # Noise begins far before this many digits.
 _DIGITS = 6
 
@@ -39,6 +39,7 @@ class Measurement:
 
     Attributes:
         configuration: the name of a shape, or a shape.
+        device, threads: as in `Place`.
         operation: what was computed, where a verb has variants.
         bytes_moved: what must move, or what this contender moves where that is known.
         errors: the largest absolute error of each result and gradient, by name.
@@ -53,9 +54,11 @@ class Measurement:
     weight_dtype: str | None
     bias_dtype: str | None
     layout: str
+    device: str
     direction: str
     provider: str
     provider_version: str
+    threads: int | None = None
     operation: str | None = None
     timing: Timing | None = None
     bytes_moved: int | None = None
@@ -67,7 +70,13 @@ class Measurement:
     @property
     def cell(self) -> Cell:
         """What contenders of the same cell share."""
-        return self.configuration, self.verb, self.operation, self.dtype, self.weight_dtype, self.direction
+        what = self.configuration, self.verb, self.operation, self.dtype, self.weight_dtype, self.direction
+        return *what, str(self.place)
+
+    @property
+    def place(self) -> Place:
+        """Where it was measured."""
+        return Place(self.device, self.threads)
 
     @property
     def group(self) -> str:
@@ -132,20 +141,32 @@ class Results:
         return sorted(names, key=lambda name: (name != FLOOR, not name.startswith(OURS), name != REFERENCE))
 
     @property
-    def groups(self) -> list[tuple[str, str, str]]:
-        """The (group, dtype, direction) measured, in order."""
-        return list(dict.fromkeys((m.group, m.dtype, m.direction) for m in self.measurements))
+    def groups(self) -> list[tuple[str, str]]:
+        """The (group, dtype) measured, in order."""
+        return list(dict.fromkeys((m.group, m.dtype) for m in self.measurements))
 
-    def cells(self, group: str, dtype: str, direction: str | None = None) -> dict[str, dict[str, Measurement]]:
-        """Label to provider to measurement; without a direction, the last one measured."""
+    @property
+    def places(self) -> list[Place]:
+        """Where something was measured, in order."""
+        return list(dict.fromkeys(m.place for m in self.measurements))
+
+    def directions(self, group: str, dtype: str) -> list[str]:
+        """Those measured of a group, in order."""
+        return list(dict.fromkeys(m.direction for m in self.measurements if (m.group, m.dtype) == (group, dtype)))
+
+    def cells(
+        self, group: str, dtype: str, direction: str | None = None, place: Place | None = None
+    ) -> dict[str, dict[str, Measurement]]:
+        """Label to provider to measurement; of several directions or places, the last one measured."""
         cells: dict[str, dict[str, Measurement]] = {}
         for m in self.measurements:
-            if (m.group, m.dtype) == (group, dtype) and direction in (None, m.direction):
+            if (m.group, m.dtype) == (group, dtype) and direction in (None, m.direction) and place in (None, m.place):
                 cells.setdefault(m.label, {})[m.provider] = m
         return cells
 
     def add(
         self,
+        setup: Setup,
         workload: Workload,
         direction: str,
         contender: Contender,
@@ -158,6 +179,8 @@ class Results:
         """Add what was measured of a contender."""
         self.measurements.append(
             Measurement(
+                device=setup.place.device,
+                threads=setup.place.threads,
                 direction=direction,
                 provider=contender.name,
                 provider_version=contender.version,
@@ -173,6 +196,7 @@ class Results:
 
     def add_times(
         self,
+        setup: Setup,
         workload: Workload,
         direction: str,
         contenders: Sequence[Contender],
@@ -184,16 +208,16 @@ class Results:
         for contender in contenders:
             outcome = outcomes[contender.name]
             if isinstance(outcome, str):
-                self.fail(contender.name, workload, f"{direction}: {outcome}")
+                self.fail(setup, contender.name, workload, f"{direction}: {outcome}")
                 continue
             num_bytes = (training_bytes or {}).get(contender)
             moved = workload.bytes_moved(direction, contender.name) if direction in DIRECTIONS else None
             judged = errors.get(contender, ())
-            self.add(workload, direction, contender, outcome, judged, None, num_bytes, moved)
+            self.add(setup, workload, direction, contender, outcome, judged, None, num_bytes, moved)
 
-    def fail(self, provider: str, workload: Workload, reason: str) -> None:
+    def fail(self, setup: Setup, provider: str, workload: Workload, reason: str) -> None:
         """Note that `provider` was not measured on `workload`, or not completely."""
-        self.failures.append(Failure(provider, str(workload), reason))
+        self.failures.append(Failure(provider, f"{workload} on {setup.place}", reason))
 
     def records(self) -> list[Record]:
         """One flat record per measurement, without what is None, with what follows from its neighbours."""
@@ -231,7 +255,10 @@ def read(path: Path) -> Results:
     """The results in a JSON file that `Results.write_json` wrote; ValueError for any other file."""
     try:
         data = json.loads(path.read_text())
-        measurements = [_measurement(record) for record in data.pop("measurements")]
+        # Files that were written before places stood in each record have one, the machine's.
+        device, threads = (data["machine"].get(key) for key in ("device", "torch_threads"))
+        place = {"device": device} | ({"threads": threads} if device == "cpu" else {})
+        measurements = [_measurement(place | record) for record in data.pop("measurements")]
         failures = [Failure(**failure) for failure in data.pop("failures")]
         suite, title, quick, interrupted = (data.pop(key) for key in ("suite", "title", "quick", "interrupted"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -240,13 +267,18 @@ def read(path: Path) -> Results:
 
 
 def start(
-    suite: Suite, device: torch.device, command: str, quick: bool, method: dict[str, str], peers: dict[str, str]
+    suite: Suite,
+    devices: Sequence[torch.device],
+    command: str,
+    quick: bool,
+    method: dict[str, str],
+    peers: dict[str, str],
 ) -> Results:
     """Empty results of a run that begins now; `peers` says of each its version, or why it is absent."""
     about = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(device) | {"load_average_at_start": round(load_average(), 2)},
+        "machine": machine(*devices) | {"load_average_at_start": round(load_average(), 2)},
         "versions": versions(),
         "peers": peers,
         "method": method,
@@ -274,7 +306,8 @@ def _record(m: Measurement, reference: Timing | None, floor: Timing | None) -> R
 
 
 def _measurement(record: dict[str, Any]) -> Measurement:
-    timing = Timing(*(record[name] for name in _TIMES)) if "median_ms" in record else None
+    times = {name: record[name] for name in _TIMES if name in record}
+    timing = Timing(**times) if times else None
     facts: dict[str, Any] = {name: record.get(name) for name in _FACTS}
     for name, prefix in _BY_RESULT.items():
         facts[name] = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}

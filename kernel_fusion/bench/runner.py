@@ -5,12 +5,12 @@ Whatever a workload raises, memory that runs out included, becomes a failure of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from kernel_fusion.bench import check, floor, host, memory, timing
+from kernel_fusion.bench import check, floor, host, memory, pages, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
@@ -19,34 +19,43 @@ from kernel_fusion.bench.timing import Outcomes, Setup, Timing
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
 
 
-def describe_method(kind: Kind, setup: Setup) -> dict[str, str]:
+def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
     """How times, memory, floors and errors come about, in words for the files."""
-    device = setup.device.type
+    devices = dict.fromkeys(setup.device.type for setup in setups)
+
+    def on_each(texts: Mapping[str, str]) -> str:
+        return "; ".join(dict.fromkeys(texts[device] for device in devices))
+
+    clocks = {device: timing.METHODS["cuda" if device == "cuda" else "calls"] for device in devices}
+    peaks = {device: memory.METHODS["cuda" if device == "cuda" else "cpu"] for device in devices}
     facts = {
-        "time": timing.METHODS["host" if kind == "host" else device],
+        "time": timing.METHODS["host"] if kind == "host" else on_each(clocks),
         "floor": floor.METHOD,
         "bytes": "every argument and result once and in full, whoever computes it; in the suite relu-layernorm the "
         "passes that each contender makes",
         "directions": "forward without gradients; backward alone (gradients of all inputs); forward+backward",
         "saved_memory": memory.METHODS["saved"],
-        "training_memory": memory.METHODS[device],
-        "errors": check.describe(setup.effort.max_checked),
+        "training_memory": on_each(peaks),
+        "errors": check.describe(setups[0].effort.max_checked),
+        "memory_of_results": pages.METHOD,
     }
     apply = {
         "kernels": ("time", "floor", "bytes", "directions", "training_memory", "errors"),
         "host": ("time", "errors"),
         "memory": ("saved_memory", "training_memory", "errors"),
     }
-    return {name: facts[name] for name in apply[kind]}
+    names = [*apply[kind], *(["memory_of_results"] if any(setup.settles_memory for setup in setups) else [])]
+    return {name: facts[name] for name in names}
 
 
 def run(results: Results, kind: Kind, workload: Workload, setup: Setup) -> Iterator[str]:
     """Measure `workload` into `results`; yields what was done."""
     try:
-        for done in MEASURES[kind](results, workload, setup):
-            yield f"{workload.name}: {done}"
+        with timing.num_threads(setup.threads):
+            for done in MEASURES[kind](results, workload, setup):
+                yield f"{workload.name}: {done}"
     except Exception as error:
-        results.fail("everybody", workload, timing.reason(error))
+        results.fail(setup, "everybody", workload, timing.reason(error))
     if setup.device.type == "cuda":
         # The graphs and inputs are gone; give their memory back before the next workload asks for its own.
         torch.cuda.empty_cache()
@@ -64,7 +73,7 @@ def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Itera
     for direction in setup.directions:
         contenders: list[Contender] = [Floor(), *(errors if direction == "forward" else differentiable)]
         outcomes = time_direction(workload, direction, contenders, sets, setup)
-        results.add_times(workload, direction, contenders, outcomes, errors, training_bytes)
+        results.add_times(setup, workload, direction, contenders, outcomes, errors, training_bytes)
         yield direction
 
 
@@ -85,7 +94,19 @@ def time_direction(
         launched = [c.name for c in contenders if isinstance(c, Provider) and not c.in_graphs]
         return known | timing.time_cuda(calls, setup.effort, setup.device, launched)
     single = {c.name: partial(c.prepare, direction, workload, sets[0]) for c in contenders}
-    return known | timing.time_cpu(single, setup.effort)
+    return known | _time_calls(single, direction, setup)
+
+
+def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, setup: Setup) -> Outcomes:
+    """Time single calls; where the setup says so in settled memory, and forward in reused memory as well."""
+    if not setup.settles_memory:
+        return timing.time_calls(calls, setup.effort, setup.device)
+    with pages.settled():
+        outcomes = timing.time_calls(calls, setup.effort, setup.device)
+    if direction != "forward":
+        return outcomes
+    with pages.reused():
+        return timing.with_reused(outcomes, timing.time_calls(calls, setup.effort, setup.device))
 
 
 MEASURES: dict[Kind, Callable[[Results, Workload, Setup], Iterator[str]]] = {

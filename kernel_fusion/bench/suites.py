@@ -120,7 +120,9 @@ class Suite:
         dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
         quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
         directions: those measured by default.
-        peers: those measured by default, but not under `--quick`.
+        peers, quick_peers: those measured by default and under `--quick`.
+        single_thread: whether a CPU is measured with one thread, too.
+        settles_memory: as in `Setup`.
     """
 
     name: str
@@ -133,6 +135,9 @@ class Suite:
     quick_parts: tuple[Part, ...] | None = None
     directions: tuple[Direction, ...] = DIRECTIONS
     peers: tuple[str, ...] = ()
+    quick_peers: tuple[str, ...] = ()
+    single_thread: bool = False
+    settles_memory: bool = False
 
     @property
     def verbs(self) -> tuple[str, ...]:
@@ -141,7 +146,12 @@ class Suite:
 
     def quick(self) -> Suite:
         """What `--quick` measures; its verbs are a default, and the others can still be asked for."""
-        return replace(self, parts=self.quick_parts or self.parts, dtypes=self.quick_dtypes, peers=())
+        parts = self.quick_parts or self.parts
+        return replace(self, parts=parts, dtypes=self.quick_dtypes, peers=self.quick_peers)
+
+    def dtypes_on(self, device: str) -> Sequence[torch.dtype]:
+        """Those measured by default on a device type; where we have no kernels, those of a CPU."""
+        return self.dtypes.get(device, self.dtypes["cpu"])
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Suite:
         """The same suite over other shapes, named after themselves."""
@@ -206,6 +216,12 @@ _FEW_ROWS = (
     *((rows, cols) for cols in (4096, 8192) for rows in (4, 16, 64, 128, 512)),
     *((1_000_000, cols) for cols in (64, 128)),
 )
+# The four published ones first. Then rows of BERT; a square; few and very few long rows; a multitude of short ones.
+_CPU = (
+    *((100, 512), (1000, 1024), (5000, 256), (10000, 10000)),
+    *((32768, 768), (4096, 4096), (64, 16384), (8, 131072), (200_000, 64)),
+)
+_CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
 _BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
 
@@ -225,6 +241,7 @@ _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
 _QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
 _HOST_DTYPES = {"cuda": (_BF16,), "cpu": (_FP32,)}
+_CPU_DTYPES = {"cuda": (_FP32, _BF16, _FP16), "cpu": (_FP32, _BF16, _FP16)}
 _FUSED_DTYPES = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
 _FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
 
@@ -238,6 +255,24 @@ def _norms(name: str, title: str, shapes: Shapes, kind: Kind = "kernels") -> Sui
     host = kind == "host"
     dtypes, quick_dtypes = (_HOST_DTYPES, _HOST_DTYPES) if host else (_DTYPES, _QUICK_DTYPES)
     return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1])
+
+
+def _cpu() -> Suite:
+    """Bare norms as a CPU meets them, on any device; beside the portable build of the CPU kernels."""
+    return Suite(
+        "cpu",
+        "Norms on the CPU",
+        "kernels",
+        (Norms(_fixed(*_CPU)),),
+        _CPU_DTYPES,
+        _FP32_ONLY,
+        quick_verbs=NORMS[:1],
+        quick_parts=(Norms(_fixed(*_CPU_QUICK)),),
+        peers=("torch.compile", "portable"),
+        quick_peers=("portable",),
+        single_thread=True,
+        settles_memory=True,
+    )
 
 
 def _fused_ops() -> Suite:
@@ -287,6 +322,7 @@ SUITES = {
         _norms("odd", "Odd row lengths and strides", _odd),
         _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
         _norms("host", "Host time per call", _host, "host"),
+        _cpu(),
         _fused_ops(),
         _RELU_LAYER_NORM,
         _memory(),

@@ -1,9 +1,9 @@
 """Timing, the one place where it is done: contenders take turns within one process, and medians are reported.
 
-On a CPU one call is one sample, its result freed within it, as in a program. On a GPU a sample is a replay of a CUDA
-graph that holds calls on rotating inputs, so that neither launches nor a warm cache are measured: the calls of a graph
-touch several times what the L2 cache holds, and every call writes to memory of its own. Host time is that of many
-calls between two synchronisations.
+On a CPU one call is one sample, its result freed within it, as in a program; so it is on devices that we have no
+kernels for, which are waited for. On an NVIDIA GPU a sample is a replay of a CUDA graph that holds calls on rotating
+inputs, so that neither launches nor a warm cache are measured: the calls of a graph touch several times what the L2
+cache holds, and every call writes to memory of its own. Host time is that of many calls between two synchronisations.
 
 A contender that raises is left out, and its reason takes the place of its time.
 """
@@ -15,14 +15,17 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from kernel_fusion.bench import pages
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.workloads import Call, Direction
+
+_Sample = TypeVar("_Sample")
 
 # The H200 has 60 MB of L2 cache: five times that in one graph leaves nothing of a call for the next replay.
 ROTATED_BYTES = 300_000_000
@@ -33,8 +36,9 @@ _SAMPLE_MS = 1.0
 HOST_CALLS = 400
 
 METHODS = {
-    "cpu": "wall time of single calls, contenders taking turns in rotating order, one warm-up call each; median and "
-    "quartiles; every call allocates and frees its own results; inputs are the same for all",
+    "calls": "wall time of single calls, contenders taking turns in rotating order, one warm-up call each; median and "
+    "quartiles; every call allocates and frees its own results; inputs are the same for all; page_faults: those of the "
+    "process in a call, median",
     "cuda": "CUDA graph of calls that rotate over input sets, each call writing to memory of its own, at least "
     f"{ROTATED_BYTES // 10**6} MB touched per replay where {_MAX_CALLS} calls suffice for that (smaller calls wait for "
     "launches rather than for memory); all contenders write to the same memory, as where it lies among the inputs can "
@@ -50,7 +54,7 @@ class Effort:
     """How long to measure one cell.
 
     Attributes:
-        min_rounds, max_rounds: samples of each contender on a CPU.
+        min_rounds, max_rounds: samples of each contender where single calls are timed, as on a CPU.
         max_seconds: for the cell, all contenders together; `min_rounds` comes first.
         replays: samples of each contender on a GPU.
         host_rounds: samples of each contender's host time.
@@ -70,35 +74,100 @@ QUICK = Effort(min_rounds=5, max_rounds=50, max_seconds=0.6, replays=11, host_ro
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where something is measured: a device, and on a CPU how many threads of PyTorch's."""
+
+    device: str
+    threads: int | None = None
+
+    def __str__(self) -> str:
+        if self.threads is None:
+            return self.device
+        return f"{self.device}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+
+@dataclass(frozen=True)
 class Setup:
-    """Who is measured, where, in which directions (where a suite has a choice), and how long."""
+    """Who is measured, where, in which directions (where a suite has a choice), and how long.
+
+    Attributes:
+        providers, directions, effort: see there.
+        device: whose kernels are timed.
+        threads: of a CPU; None for as many as PyTorch has.
+        settles_memory: whether it is settled which results of a CPU are in new memory, and forward also timed in reused
+            memory; see `pages`.
+    """
 
     providers: Sequence[Provider]
     device: torch.device
     directions: Sequence[Direction]
     effort: Effort
+    threads: int | None = None
+    settles_memory: bool = False
+
+    @property
+    def place(self) -> Place:
+        """What results are told apart by."""
+        on_cpu = self.device.type == "cpu"
+        return Place(str(self.device), (self.threads or torch.get_num_threads()) if on_cpu else None)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call over `iterations` samples of `calls_per_iteration` calls each."""
+    """Time per call over `iterations` samples of `calls_per_iteration` calls each.
+
+    Attributes:
+        median_ms, q1_ms, q3_ms: median and quartiles.
+        page_faults: of the process in a call, the median; None where they say nothing about the calls.
+        reused_median_ms: the median in reused memory, where that was timed; see `pages`.
+    """
 
     median_ms: float
     q1_ms: float
     q3_ms: float
     iterations: int
     calls_per_iteration: int
+    page_faults: float | None = None
+    reused_median_ms: float | None = None
 
 
 Outcomes = dict[str, Timing | str]  # by name, the time or why there is none
 
 
-def summarise(samples_ms: Sequence[float], calls: int) -> Timing:
+@contextmanager
+def num_threads(count: int | None) -> Iterator[None]:
+    """Within, PyTorch's kernels and ours have so many threads on the CPU; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done what it was told; a CPU has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def summarise(samples_ms: Sequence[float], calls: int, page_faults: Sequence[int] = ()) -> Timing:
     """Median and quartiles of samples that are already times per call."""
+    faults = statistics.median(page_faults) if page_faults else None
     if len(samples_ms) == 1:
-        return Timing(samples_ms[0], samples_ms[0], samples_ms[0], 1, calls)
+        return Timing(samples_ms[0], samples_ms[0], samples_ms[0], 1, calls, faults)
     q1, median, q3 = statistics.quantiles(samples_ms, n=4, method="inclusive")
-    return Timing(median, q1, q3, len(samples_ms), calls)
+    return Timing(median, q1, q3, len(samples_ms), calls, faults)
+
+
+def with_reused(outcomes: Outcomes, reused: Outcomes) -> Outcomes:
+    """The outcomes, each with its median in reused memory where both were timed."""
+    merged = dict(outcomes)
+    for name, timing in outcomes.items():
+        again = reused.get(name)
+        if isinstance(timing, Timing) and isinstance(again, Timing):
+            merged[name] = replace(timing, reused_median_ms=again.median_ms)
+    return merged
 
 
 def reason(error: BaseException) -> str:
@@ -114,10 +183,13 @@ def rotating_calls(bytes_per_call: int) -> int:
     return min(_MAX_CALLS, max(_MIN_CALLS, math.ceil(ROTATED_BYTES / max(1, bytes_per_call))))
 
 
-def time_cpu(
-    contenders: Mapping[str, Callable[[], Call]], effort: Effort, clock: Callable[[], float] = time.perf_counter
+def time_calls(
+    contenders: Mapping[str, Callable[[], Call]],
+    effort: Effort,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Outcomes:
-    """Time contenders, each given as a function that makes its call."""
+    """Time contenders, each given as a function that makes its call, by single calls that `device` is waited for."""
 
     def rounds() -> Iterator[int]:
         deadline = clock() + effort.max_seconds
@@ -126,12 +198,19 @@ def time_cpu(
                 return
             yield round
 
-    def sample(call: Call) -> float:
-        start = clock()
+    def sample(call: Call) -> tuple[float, int]:
+        faults, start = pages.faults(), clock()
         call()
-        return (clock() - start) * 1e3
+        synchronize(device)
+        ms = (clock() - start) * 1e3
+        return ms, pages.faults() - faults
 
-    return _take_turns(contenders, rounds(), sample, 1)
+    outcomes, samples = _take_turns(contenders, rounds(), sample)
+    for name, taken in samples.items():
+        times, faults = zip(*taken, strict=True)
+        # Of other devices the calls are the driver's business.
+        outcomes[name] = summarise(times, 1, faults if device.type == "cpu" else ())
+    return outcomes
 
 
 def time_host(
@@ -143,14 +222,14 @@ def time_host(
     """Time what the host does for a call of each contender; the device is not waited for."""
 
     def sample(call: Call) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = clock()
         for _ in range(HOST_CALLS):
             call()
         return (clock() - start) * 1e3 / HOST_CALLS
 
-    return _take_turns(contenders, range(effort.host_rounds), sample, HOST_CALLS)
+    outcomes, samples = _take_turns(contenders, range(effort.host_rounds), sample)
+    return outcomes | {name: summarise(times, HOST_CALLS) for name, times in samples.items()}
 
 
 def time_cuda(
@@ -245,12 +324,9 @@ def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:
 
 
 def _take_turns(
-    contenders: Mapping[str, Callable[[], Call]],
-    rounds: Iterable[int],
-    sample: Callable[[Call], float],
-    calls_per_sample: int,
-) -> Outcomes:
-    """Warm every contender up with one call, then take samples, in ms per call, round by round."""
+    contenders: Mapping[str, Callable[[], Call]], rounds: Iterable[int], sample: Callable[[Call], _Sample]
+) -> tuple[Outcomes, dict[str, list[_Sample]]]:
+    """Warm every contender up with one call, then take samples round by round; who fails has a reason instead."""
     calls: dict[str, Call] = {}
     outcomes: Outcomes = {}
     for name, make in contenders.items():
@@ -261,11 +337,11 @@ def _take_turns(
             outcomes[name] = reason(error)
         else:
             calls[name] = call
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[_Sample]] = {name: [] for name in calls}
     for round in rounds:
         for name in _rotated(list(calls), round):
             samples[name].append(sample(calls[name]))
-    return outcomes | {name: summarise(times, calls_per_sample) for name, times in samples.items()}
+    return outcomes, samples
 
 
 def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:

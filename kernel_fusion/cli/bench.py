@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine, plot, providers, results, runner, tables
 from kernel_fusion.bench.peers import PEERS, find
 from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.results import OURS, Results
 from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.suites import SUITES, VERBS, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
@@ -32,7 +33,9 @@ from kernel_fusion.cli.common import (
     resolve_device,
     split,
 )
+from kernel_fusion.config import BACKENDS
 from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.native import loader
 
 _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
@@ -46,7 +49,12 @@ def bench(
             "--quick", help="Fewer repetitions, dtypes, verbs and shapes, no peers: about a minute for a suite."
         ),
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cpu,cuda: several stand side by side. Default: the GPU, if any.")
+    ] = None,
+    threads: Annotated[
+        str | None, typer.Option(help="Of a CPU, such as 1,8. Default: all; in the suite cpu one, too.")
+    ] = None,
     dtypes: Annotated[str | None, typer.Option(help="Such as bf16,fp32. Default: the suite's.")] = None,
     verbs: Annotated[str | None, typer.Option(help=f"Some of {', '.join(VERBS)}. Default: the suite's.")] = None,
     directions: Annotated[
@@ -64,9 +72,7 @@ def bench(
 ) -> None:
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
     chosen = [SUITES[name] for name in names(",".join(suites), SUITES, "suite")]
-    target = resolve_device(device)
-    if target.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"cpu and cuda devices can be measured, not {target}", param_hint="--device")
+    devices = [resolve_device(name) for name in dict.fromkeys(split(device) if device else [None])]
     selection = _Selection(
         quick=quick,
         dtypes=parse_dtypes(dtypes) if dtypes else None,
@@ -75,21 +81,21 @@ def bench(
         weights=parse_dtypes(weights)[0] if weights else None,
         shapes=[_parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
+        threads=[_parse_threads(text) for text in split(threads)] if threads else None,
     )
     for suite in chosen:
         _check_selection(suite, selection)
     # Resolving a backend builds the extension, so that no build falls into a measurement.
-    ours = [resolve_backend(name, target) for name in (split(backends) if backends else [None])]
-    contenders = [providers.pytorch(), *map(providers.ours, ours)]
-    folder = output_dir or Path("benchmarks", "results", machine.device_slug(target))
+    contenders = _contenders(split(backends) if backends else [], devices)
+    folder = output_dir or Path("benchmarks", "results", machine.device_slug(*devices))
     out = console()
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
-    if target.type == "cpu" and machine.load_average() > _BUSY_LOAD:
+    if any(one.type == "cpu" for one in devices) and machine.load_average() > _BUSY_LOAD:
         out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
     exit_code = 0
     for suite in chosen:
-        result = _measure(suite, selection, contenders, target, folder, out)
+        result = _measure(suite, selection, contenders, folder, out)
         failed = {failure.provider for failure in result.failures} - set(PEERS)
         exit_code = _INTERRUPTED if result.interrupted else 1 if failed else exit_code
         if result.interrupted:
@@ -108,11 +114,18 @@ class _Selection:
     weights: torch.dtype | None  # None: the input's
     shapes: Sequence[tuple[int, int]]
     peers: Sequence[str] | None
+    threads: Sequence[int] | None
 
     def verbs_of(self, suite: Suite) -> list[str]:
         """Those measured of a suite."""
         own = (suite.quick_verbs if self.quick else None) or suite.verbs
         return [verb for verb in suite.verbs if verb in (own if self.verbs is None else self.verbs)]
+
+    def threads_of(self, suite: Suite, device: torch.device) -> Sequence[int | None]:
+        """The numbers of threads that a suite is measured with on a device; None for PyTorch's own."""
+        if device.type != "cpu":
+            return [None]
+        return self.threads or ([1, torch.get_num_threads()] if suite.single_thread else [None])
 
 
 def _check_selection(suite: Suite, selection: _Selection) -> None:
@@ -123,67 +136,106 @@ def _check_selection(suite: Suite, selection: _Selection) -> None:
         raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 
 
+def _contenders(backends: Sequence[str], devices: Sequence[torch.device]) -> dict[torch.device, list[Provider]]:
+    """PyTorch on each device, and ours on those of the backends that run there; one that runs nowhere is an error."""
+    runs = {name: [d for d in devices if name in BACKENDS and not unavailable_reason(name, d)] for name in backends}
+    for name, where in runs.items():
+        if not where:
+            resolve_backend(name, devices[0])  # says why
+
+    def ours(device: torch.device) -> list[Provider]:
+        named: list[str | None] = [name for name in backends if device in runs[name]]
+        return [providers.ours(resolve_backend(name, device)) for name in named or [None]]
+
+    return {device: [providers.pytorch(), *ours(device)] for device in devices}
+
+
 def _measure(
     suite: Suite,
     selection: _Selection,
-    contenders: Sequence[Provider],
-    device: torch.device,
+    contenders: Mapping[torch.device, Sequence[Provider]],
     folder: Path,
     out: Console,
 ) -> Results:
     """Measure one suite, write its files and show its tables."""
     suite = suite.quick() if selection.quick else suite
-    peers, states = find(suite.peers if selection.peers is None else selection.peers, device)
+    suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
+    setups, states = _setups(suite, selection, contenders)
     for name, state in states.items():
         out.print(f"{name}: {state}")
-    directions = selection.directions or suite.directions
-    setup = Setup([*contenders, *peers], device, directions, QUICK if selection.quick else FULL)
-    suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
-    dtypes = selection.dtypes or suite.dtypes[device.type]
-    verbs = selection.verbs_of(suite)
-    workloads = suite.workloads(device.type, dtypes, verbs, selection.weights)
-    command = _command(suite, selection, setup, dtypes, verbs, list(states))
-    method = runner.describe_method(suite.kind, setup)
-    result = results.start(suite, device, command, selection.quick, method, states)
+    command = _command(suite, selection, setups, list(states))
+    method = runner.describe_method(suite.kind, setups)
+    result = results.start(suite, list(contenders), command, selection.quick, method, states)
     try:
-        _run(result, suite, workloads, setup, folder)
+        _run(result, suite, selection, setups, folder)
     finally:
         _write_and_show(result, folder, out)
     return result
 
 
-def _command(
-    suite: Suite,
-    selection: _Selection,
-    setup: Setup,
-    dtypes: Sequence[torch.dtype],
-    verbs: Sequence[str],
-    peers: Sequence[str],
-) -> str:
+def _setups(
+    suite: Suite, selection: _Selection, contenders: Mapping[torch.device, Sequence[Provider]]
+) -> tuple[list[Setup], dict[str, str]]:
+    """One for each device and number of threads; and of each peer its version, or why it is nowhere."""
+    setups: list[Setup] = []
+    states: dict[str, str] = {}
+    for device, mine in contenders.items():
+        peers, here = find(suite.peers if selection.peers is None else selection.peers, device)
+        present = {peer.name for peer in peers}
+        states |= {name: state for name, state in here.items() if name in present or name not in states}
+        setups += [
+            Setup(
+                [*mine, *peers],
+                device,
+                selection.directions or suite.directions,
+                QUICK if selection.quick else FULL,
+                threads,
+                suite.settles_memory and device.type == "cpu" and loader.load(),
+            )
+            for threads in dict.fromkeys(selection.threads_of(suite, device))
+        ]
+    return setups, states
+
+
+def _workloads(suite: Suite, selection: _Selection, device: torch.device) -> list[Workload]:
+    """What is measured of a suite on a device."""
+    dtypes = selection.dtypes or suite.dtypes_on(device.type)
+    return suite.workloads(device.type, dtypes, selection.verbs_of(suite), selection.weights)
+
+
+def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers: Sequence[str]) -> str:
     """The command that measures the same again, every default written out, but for all verbs."""
+    verbs = selection.verbs_of(suite)
+    devices = dict.fromkeys(setup.device for setup in setups)
+    dtypes = selection.dtypes or [dtype for device in devices for dtype in suite.dtypes_on(device.type)]
+    backends = [provider.backend for setup in setups for provider in setup.providers if provider.name.startswith(OURS)]
     options: dict[str, Sequence[str]] = {
-        "--device": [str(setup.device)],
+        "--device": [str(device) for device in devices],
+        "--threads": [str(setup.threads) for setup in setups if setup.threads],
         "--dtypes": [dtype_name(dtype) for dtype in dtypes],
         "--verbs": [] if len(verbs) == len(suite.verbs) > len(NORMS) else verbs,
-        "--directions": setup.directions if suite.kind == "kernels" else [],
+        "--directions": setups[0].directions if suite.kind == "kernels" else [],
         "--weights": [dtype_name(selection.weights)] if selection.weights else [],
-        "--backends": [provider.backend for provider in setup.providers if provider.backend],
+        "--backends": [backend for backend in backends if backend],
         "--peers": peers or (["none"] if suite.peers else []),
     }
     words = ["kernel-fusion", "bench", suite.name, *(["--quick"] if selection.quick else [])]
-    words += [word for option, values in options.items() if values for word in (option, ",".join(values))]
+    words += [
+        word for option, values in options.items() if values for word in (option, ",".join(dict.fromkeys(values)))
+    ]
     words += [word for rows, cols in selection.shapes for word in ("--shape", f"{rows}x{cols}")]
     return shlex.join(words)
 
 
-def _run(result: Results, suite: Suite, workloads: Sequence[Workload], setup: Setup, folder: Path) -> None:
-    """Measure every workload into `result`, showing progress, until done or interrupted."""
+def _run(result: Results, suite: Suite, selection: _Selection, setups: Sequence[Setup], folder: Path) -> None:
+    """Measure every workload in every setup into `result`, showing progress, until done or interrupted."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left:")
+    jobs = [(setup, workload) for setup in setups for workload in _workloads(suite, selection, setup.device)]
     with Progress(*columns, TimeRemainingColumn(), console=progress_console()) as progress:
-        task = progress.add_task(suite.name, total=len(workloads))
+        task = progress.add_task(suite.name, total=len(jobs))
         try:
-            for workload in workloads:
-                about = f"{workload.verb} {dtype_name(workload.dtype)}"
+            for setup, workload in jobs:
+                about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
                 for done in runner.run(result, suite.kind, workload, setup):
                     progress.update(task, description=f"{about} {done}")
                 progress.advance(task)
@@ -217,6 +269,12 @@ def _parse_peers(text: str | None) -> list[str] | None:
     if text is None:
         return None
     return list(PEERS) if text == "all" else [] if text == "none" else names(text, PEERS, "peer")
+
+
+def _parse_threads(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint="--threads")
+    return int(text)
 
 
 def _parse_shape(text: str) -> tuple[int, int]:

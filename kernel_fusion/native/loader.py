@@ -70,6 +70,40 @@ def launches(counter: str) -> int:
     return int(library().kf_count(_COUNTERS.index(counter)))
 
 
+def cpu_variant() -> str:
+    """The build of the CPU kernels that runs in this process: one of `build.cpu_variants`.
+
+    Raises:
+        BuildError: the extension cannot be loaded.
+    """
+    return str(library().kf_cpu_variant().decode())
+
+
+def use_cpu_variant(name: str) -> None:
+    """Make every thread run the build `name` of the CPU kernels from now on, to measure or to test it.
+
+    Raises:
+        ValueError: there is no such build, or this machine cannot run it.
+        BuildError: the extension cannot be loaded.
+    """
+    if not library().kf_use_cpu_variant(name.encode()):
+        raise ValueError(f"`name` must be a build of the CPU kernels that this machine can run, got {name!r}")
+
+
+def keep_memory(largest: int | None) -> None:
+    """Keep what tensors on the CPU free and hand it out again, up to a size; larger ones are in new memory each time.
+
+    For measurements only: nothing that is kept goes back to the system before the next call of this function.
+
+    Args:
+        largest: in bytes; None gives PyTorch its own allocator back.
+
+    Raises:
+        BuildError: the extension cannot be loaded.
+    """
+    library().kf_keep_memory(-1 if largest is None else largest)
+
+
 def _open() -> ctypes.CDLL:
     from kernel_fusion.native import build  # here, because filelock alone would double the time of our import
 
@@ -79,6 +113,9 @@ def _open() -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"the extension {path} could not be loaded: {error}") from error
     opened.kf_count.restype = ctypes.c_int64
+    opened.kf_cpu_variant.restype = ctypes.c_char_p
+    opened.kf_keep_memory.argtypes = [ctypes.c_int64]
+    opened.kf_use_cpu_variant.restype = ctypes.c_bool
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     for hook in _hooks:
         hook(opened)

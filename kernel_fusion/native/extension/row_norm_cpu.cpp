@@ -2,9 +2,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <string>
 
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
@@ -13,33 +11,6 @@
 #include "row_norm.h"
 
 namespace kf {
-namespace cpu {
-
-// One table per variant, defined by kernels/table.cpp under different settings.
-#if defined(__x86_64__)
-namespace AVX512 { extern const Kernels kernels; }
-namespace AVX2 { extern const Kernels kernels; }
-#endif
-namespace DEFAULT { extern const Kernels kernels; }
-
-const Kernels& kernels() {
-  static const Kernels& chosen = []() -> const Kernels& {
-#if defined(__x86_64__)
-    const char* text = std::getenv("ATEN_CPU_CAPABILITY");
-    const std::string limit = text ? text : "";
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && limit != "avx2" && limit != "default") return AVX512::kernels;
-    if (avx2 && limit != "default") return AVX2::kernels;
-#endif
-    return DEFAULT::kernels;
-  }();
-  return chosen;
-}
-
-}  // namespace cpu
-
 namespace {
 
 // Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.

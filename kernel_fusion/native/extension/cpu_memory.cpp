@@ -1,0 +1,83 @@
+// Memory for measurements. What tensors on the CPU free is kept and handed out again up to a size, so that no call writes to
+// memory that is new to the process and no time goes into page faults; larger blocks are new each time. An allocator does about
+// this by itself, but whether it does depends on what was freed before. Off unless asked for.
+#include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
+
+#include <mutex>
+#include <unordered_map>
+
+namespace kf {
+namespace {
+
+struct Block {
+  size_t size;
+  at::DataPtr memory;
+};
+
+// Never destroyed: a tensor may be the last thing that a process frees.
+struct Idle {
+  std::mutex mutex;
+  std::unordered_multimap<size_t, Block*> blocks;
+  size_t largest = 0;  // of the blocks that are kept
+};
+
+Idle& idle() {
+  static Idle& one = *new Idle;
+  return one;
+}
+
+void give_back(void* context) {
+  auto* block = static_cast<Block*>(context);
+  const std::lock_guard lock(idle().mutex);
+  if (block->size <= idle().largest) idle().blocks.emplace(block->size, block);
+  else delete block;
+}
+
+struct Mapping {
+  void* data;
+  size_t size;
+};
+
+void unmap(void* context) {
+  auto* mapping = static_cast<Mapping*>(context);
+  munmap(mapping->data, mapping->size);
+  delete mapping;
+}
+
+struct Keeper final : c10::Allocator {
+  c10::Allocator* const usual = c10::GetCPUAllocator();
+
+  at::DataPtr allocate(size_t size) override {
+    std::unique_lock lock(idle().mutex);
+    if (size > idle().largest) return mapped(size);
+    auto found = idle().blocks.extract(size);
+    lock.unlock();
+    Block* block = found ? found.mapped() : new Block{size, usual->allocate(size)};
+    return {block->memory.get(), block, give_back, block->memory.device()};
+  }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+
+ private:
+  static at::DataPtr mapped(size_t size) {
+    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, data != MAP_FAILED, "no ", size, " bytes could be mapped");
+    return {data, new Mapping{data, size}, unmap, c10::Device(c10::kCPU)};
+  }
+};
+
+void keep_memory(int64_t largest) {
+  static Keeper& keeper = *new Keeper;
+  // The priority that replaces the allocator which PyTorch begins with, in both directions.
+  c10::SetCPUAllocator(largest < 0 ? keeper.usual : &keeper, 1);
+  const std::lock_guard lock(idle().mutex);
+  idle().largest = std::max<int64_t>(largest, 0);
+  for (const auto& [size, block] : idle().blocks) delete block;
+  idle().blocks.clear();
+}
+
+}  // namespace
+}  // namespace kf
+
+// Called from Python through ctypes. Blocks up to this size are kept, larger ones new each time; negative: PyTorch's allocator.
+extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }
