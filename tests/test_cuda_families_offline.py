@@ -48,8 +48,8 @@ def _vec(dtype: str) -> int:
 
 
 # Grid rationale. Every activation in every dtype, with what takes most registers beside it: two operands and dropout,
-# both gradients, a row for all rows and the sums of columns. Then what addresses cost, for one expensive activation: operands of several
-# dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
+# both gradients, a row for all rows and the sums of columns. Then what addresses cost, for one expensive activation:
+# operands of several dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
 def _pointwise_kernels() -> Iterator[_Kernel]:
     for activation, t in product(CODES, _DTYPES):
         access = PointwiseAccess(vec=_vec(t))

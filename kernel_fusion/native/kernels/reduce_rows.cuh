@@ -1,5 +1,5 @@
-// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk. A
-// second call adds up the chunks of longer ones. Memory: one read.
+// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk.
+// A second call adds up the chunks of longer ones. Memory: one read.
 //
 // Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride, which adds up its own; then a
 // butterfly adds the lanes of a warp, and another the warps. So the order is a function of the length alone. A row has kLanes
