@@ -159,7 +159,7 @@ def test_opcheck_of_the_families(sample: str, target: Target) -> None:
 
 # The row count is what varies from call to call; `attention_scores` has as many rows as there are queries.
 def test_inference_compiles_once(operation: Verb, any_target: Target) -> None:
-    """One full graph serves every row count, with the eager call's bits."""
+    """One full graph serves every row count, with the eager call's bits where they are always the same."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -169,7 +169,11 @@ def test_inference_compiles_once(operation: Verb, any_target: Target) -> None:
     for rows in ROWS:
         tensors = [t.detach() for t in operation.leaves(any_target, rows, 64)]
         with operation.ran(any_target, 2):
-            assert_equal(compiled(*tensors), function(*tensors), any_target)
+            made, expected = compiled(*tensors), function(*tensors)
+        if operation.exact:
+            assert_equal(made, expected, any_target)
+        else:
+            torch.testing.assert_close(made, expected)
     assert _graphs(counter, operation, any_target) == 1
 
 

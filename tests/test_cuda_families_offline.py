@@ -48,14 +48,13 @@ def _vec(dtype: str) -> int:
 
 
 # Grid rationale. Every activation in every dtype, with what takes most registers beside it: two operands and dropout,
-# both gradients, a row for all rows and the sums of columns. Then what addresses cost, for one expensive activation:
-# operands of several dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
+# both gradients, the sums of columns. Then what addresses cost, for one expensive activation: operands of several
+# dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
 def _pointwise_kernels() -> Iterator[_Kernel]:
     for activation, t in product(CODES, _DTYPES):
         access = PointwiseAccess(vec=_vec(t))
         yield PointwiseSpec("gate", activation, True, t, t, y=t), access
         yield PointwiseSpec("add", activation, False, t, t, y=t), access
-        yield PointwiseSpec("add", activation, True, t, t, y=t), replace(access, lanes=32)
         backward = PointwiseSpec("gate", activation, True, t, t, dy=t, da=t, db=t)
         yield backward, access
         yield backward, replace(access, lanes=32)

@@ -48,6 +48,11 @@ class Verb:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def exact(self) -> bool:
+        """Whether its bits are the same however it is called: a product of matrices chooses its algorithm."""
+        return not self.name.startswith("attention")
+
     def leaves(self, target: Target, rows: int = 7, cols: int = 17, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Random arguments, all of them requiring gradients."""
         shapes = (shape(rows, cols) for shape in self.arguments.values())

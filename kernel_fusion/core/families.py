@@ -66,7 +66,7 @@ class PointwiseAccess:
         dims: dimensions of the iteration, as far as an operand is addressed by coordinates.
         vec: elements per vector.
         operands: y or da; db; dy; a; b.
-        lanes: where b is a row for all rows, the threads along the columns; else 0.
+        lanes: where db is summed over rows, the threads along the columns; else 0.
         aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
     """
 

@@ -175,6 +175,7 @@ def _nothing_records(*tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and all(unpack_dual(t).tangent is None for t in tensors)
+        and tensors[0].device.type in ("cpu", "cuda")
         and not torch.is_autocast_enabled(tensors[0].device.type)
         and tensors[0].dtype == tensors[1].dtype
     )

@@ -68,7 +68,7 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
     for name, operand in zip(names, access.operands, strict=True):
         if name:
             constants |= {f"kMode{name}": MODES.index(operand.mode), f"kAlign{name}": operand.align}
-    header = "pointwise" + ("_bwd" if backward else "") + ("_columns" if access.lanes else "")
+    header = "pointwise" if not backward else "pointwise_bwd_columns" if access.lanes else "pointwise_bwd"
     args = "PointwiseColumnsArgs" if access.lanes else "PointwiseArgs"
     name = f"kf_{header}_{spec.combine}_{spec.activation}{'_dropout' if spec.dropout else ''}_{spec.a}"
     return Source(name, header, args, types, constants, plan.threads, plan.min_blocks)

@@ -68,7 +68,6 @@ struct Iteration {
   }
 
   bool has(int k) const { return arg[k] >= 0; }
-  void* data(int k) const { return has(k) ? iter.data_ptr(arg[k]) : nullptr; }
   int64_t bytes(int k) const { return iter.element_size(arg[k]); }
   int64_t stride(int k, size_t dim) const {  // in bytes
     return dim < static_cast<size_t>(iter.ndim()) ? iter.strides(arg[k])[dim] : 0;
@@ -122,15 +121,9 @@ struct Iteration {
     if (m != kLinear && !(m == kBroadcast && shape.size() == 1)) wide = false;
   }
 
-  // Whether b is a row of whole vectors that all rows of a share.
-  bool repeats_row() const {
-    return shape.size() == 2 && has(kA) && fields.mode[kA] == kLinear && fields.mode[kOut] == kLinear && has(kB) &&
-           fields.mode[kB] == kVector && stride(kB, 1) == 0;
-  }
-
   PointwiseArgs args(const Chain& chain, int64_t position) const {
     PointwiseArgs args{};
-    for (int k = 0; k < kOperands; ++k) args.data[k] = data(k);
+    for (int k = 0; k < kOperands; ++k) args.data[k] = has(k) ? iter.data_ptr(arg[k]) : nullptr;
     args.size = iter.numel();
     args.position = position;
     args.seed = chain.seed;
@@ -145,30 +138,10 @@ struct Iteration {
   }
 };
 
-void launch_columns(const Chain& chain, Iteration& iteration) {
-  constexpr int64_t kRowsPerThread = 4, kMostSlabs = 65535;
-  auto& fields = iteration.fields;
-  const int64_t cols = iteration.shape[0], rows = iteration.shape[1];
-  fields.combine = static_cast<int32_t>(chain.combine);
-  fields.activation = chain.activation;
-  fields.dropout = chain.seed ? kAligned : kNoDropout;  // vectors divide rows
-  fields.dims = 1;
-  fields.lanes = tile_lanes(cols / fields.vec);
-  const auto device = iteration.iter.device(0);
-  const auto stream = current_stream(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kPointwise, fields}, stream);
-  const int64_t lines = kernel.threads / fields.lanes;
-  const PointwiseColumnsArgs args{nullptr, iteration.data(kA), iteration.data(kB), iteration.data(kOut), rows, cols,
-                                  nullptr, 0, chain.seed, chain.scale, chain.threshold};
-  launch(kernel, kernel.grid(cols), std::min(kMostSlabs, ceil_div(rows, lines * kRowsPerThread)), stream, &args);
-}
-
 // `positions` is the slot whose offsets are the positions of dropout, and `origin` where its tensor begins.
 void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg,
                       Slot positions, const char* origin) {
   Iteration iteration(iter, arg);
-  if (which == Kernel::kPointwise && iteration.repeats_row() && iter.data_ptr(0) == origin)
-    return launch_columns(chain, iteration);
   if (!iteration.wide && !iter.can_use_32bit_indexing()) {
     for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, which, part, arg, positions, origin);
     return;
@@ -334,7 +307,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
   const PartialRows partials(call.dy, slabs, call.cols);
   const PointwiseColumnsArgs args{call.dy.const_data_ptr(), call.a.const_data_ptr(), call.b.const_data_ptr(),
-                                  da.defined() ? da.data_ptr() : nullptr, call.rows, call.cols, partials.data(0),
+                                  da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
                                   partials.pitch, chain.seed, chain.scale, chain.threshold};
   launch(kernel, tiles, slabs, stream, &args);
   sum_partials(partials, &db, nullptr, stream);

@@ -47,7 +47,7 @@ template <class S> struct BwdColumns {
       chain.gradients(g[e], a[e], b[e], da[e], db);
       sums[e] += db;
     }
-    if constexpr (kPresent<DA>) store<S::kAlignDA>(static_cast<DA*>(args.out) + at, narrow_pack<DA>(da));
+    if constexpr (kPresent<DA>) store<S::kAlignDA>(static_cast<DA*>(args.da) + at, narrow_pack<DA>(da));
   }
 
   __device__ void add_rows(i64 first, i64 step) {

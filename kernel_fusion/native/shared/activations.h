@@ -104,13 +104,14 @@ struct gelu {
 // cancel.
 struct gelu_tanh {
   static constexpr double kTwice = 1.59576912160573071176, kCube = 0.044715;  // 2 sqrt(2 / pi)
-  template <class M> static KF_INLINE typename M::V gate(typename M::V x) {
-    return sigmoid_of<M>(x * (M::of(kTwice) + M::of(kTwice * kCube) * (x * x)));
+  template <class M> static KF_INLINE typename M::V twice_u(typename M::V x) {
+    return x * (M::of(kTwice) + M::of(kTwice * kCube) * (x * x));
   }
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * gate<M>(x); }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(twice_u<M>(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
-    const auto s = gate<M>(x);
-    return s + x * s * (M::of(1) - s) * (M::of(kTwice) + M::of(3 * kTwice * kCube) * (x * x));
+    const auto v = twice_u<M>(x), e = M::exp(M::where_gt(v, M::of(0), M::of(0) - v, v)), r = M::reciprocal(M::of(1) + e);
+    const auto sigmoid = M::where_gt(v, M::of(0), r, e * r);  // and 1 - sigmoid, without its cancellation, is the other one
+    return sigmoid + x * (e * r * r) * (M::of(kTwice) + M::of(3 * kTwice * kCube) * (x * x));
   }
 };
 

@@ -35,15 +35,14 @@ struct PointwiseArgs {
   unsigned stride[kDims][kOperands];   // in elements
 };
 
-// The same where b is a row of `cols` elements, and the others are contiguous rows of so many. In backward each block row writes
-// a partial row of db.
+// The gradients where b is a row: dy, a and da are contiguous, and each block row writes a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;
   const void* b;
-  void* out;  // y or da
-  long long rows, cols;
+  void* da;
   void* partials;
+  long long rows, cols;
   long long pitch;  // of the partial rows, in elements
   const void* seed;
   double scale;

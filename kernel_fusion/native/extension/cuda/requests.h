@@ -50,7 +50,7 @@ struct PointwiseFields {
   int32_t dropout;  // Dropout of kernels/pointwise_chain.cuh
   int32_t dims;     // of operands that are addressed by coordinates
   int32_t vec;      // elements per vector
-  int32_t lanes;    // threads along the columns, where b is a row for all rows; else 0
+  int32_t lanes;    // threads along the columns, where db is summed over rows; else 0
   int32_t type[5], mode[5], align[5];  // modes are those of kernels/operands.cuh
 };
 
