@@ -8,6 +8,7 @@
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/sum_rows.h"
 #include "families.h"
 
@@ -44,16 +45,19 @@ cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter,
 
 void pointwise_cpu(const Chain& chain, at::TensorIteratorBase& iter) {
   count(Counter::kCpuForward);
+  prefer_huge_pages(iter.output());
   run_loop(cpu::kernels().pointwise, operands_of(chain, iter, 0, {}), iter);
 }
 
 void pointwise_bwd_cpu(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
   count(Counter::kCpuBackward);
+  for (int k = 0; k < iter.noutputs(); ++k) prefer_huge_pages(iter.output(k));
   run_loop(cpu::kernels().pointwise_bwd, operands_of(chain, iter, wants[0] + wants[1], wants), iter);
 }
 
 void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   count(Counter::kCpuBackward);
+  prefer_huge_pages(da);
   const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b),
                                da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr, call.cols,
                                cpu_dtype(call.dy.scalar_type()), cpu_dtype(call.a.scalar_type()),
@@ -178,6 +182,7 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
     if (!keep) args.mask_type = cpu_dtype(call.mask.scalar_type());
   }
   count(Counter::kCpuForward);
+  prefer_huge_pages(y);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
 }
 
@@ -186,6 +191,7 @@ void softmax_bwd_cpu(const Tensor& dy, const Tensor& y, double scale, Tensor& dx
   const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
                                   cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type())};
   count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
 }
 

@@ -9,6 +9,7 @@
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/sum_rows.h"
 #include "row_norm.h"
 
@@ -118,6 +119,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
                           x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype)};
   count(Counter::kCpuForward);
+  prefer_huge_pages(y);
+  prefer_huge_pages(h);
   if (call.stages) return forward_staged(args, call, x.rows, h);
   at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
 }
@@ -134,6 +137,8 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
+  prefer_huge_pages(dresidual);
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
