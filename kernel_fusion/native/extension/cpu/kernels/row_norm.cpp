@@ -3,8 +3,9 @@
 // A row is read in chunks of kStatisticsChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
 // and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
 // lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
-// The order of every sum depends on the row length alone. With stages a row is first brought, chunk by chunk, to the accumulator
-// type in a buffer, unless it lies in memory like that, and the same code finds it there.
+// The order of every sum depends on the row length alone. With stages (cpu/chains.h) a row is first brought, chunk by chunk, to the
+// accumulator type in a buffer, unless it lies in memory like that, and the same code finds it there.
+#include "cpu/chains.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 #include "cpu/pairs.h"
@@ -230,6 +231,13 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
 
 // ---- With stages -----------------------------------------------------------------------------------------------------------
 
+// `with_type` for the types that go with accumulators A.
+template <class A, class F> void with_acc(Dtype dtype, F&& f) {
+  with_type(dtype, [&](auto* type) {
+    if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(type)>>, A>) f(type);
+  });
+}
+
 template <class A, class F> void each_chunk(int64_t cols, F&& f) {
   for (int64_t start = 0; start < cols; start += kChunk<A>) f(start, std::min(kChunk<A>, cols - start));
 }
@@ -240,74 +248,77 @@ inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
 }
 inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
-// A chunk of a strided row of any dtype, as accumulators.
-template <class A> void load_row(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start, int64_t n, A* out) {
-  load_chunk<A>(type, element(type, tensor, row_offset(rows, row) + start), 1, n, out);
-}
-
-// The same where it lies if it can be read there, else in `room`.
-template <class A>
-const A* read_row(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start, int64_t n, A* room) {
-  return read_chunk<A>(type, element(type, tensor, row_offset(rows, row) + start), 1, n, room);
+// A strided row of any dtype from `start` on; of A = double, doubles alone.
+template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start) {
+  return {type, element(type, tensor, row_offset(rows, row) + start)};
 }
 
 // Dropout of elements that begin at `position`, with the scale of those that are kept.
-template <class A> void drop(const Stages& s, int64_t position, int64_t n, A* x) {
+template <class A> void drop(const Stages& s, int64_t position, int64_t n, ChainLoop<A>& loop, MaskOf<A>* kept) {
   if (!s.threshold) return;
-  dropout_chunk<A>(x, n, static_cast<uint64_t>(position), s.seed, s.threshold);
-  scale_chunk<A>(x, s.threshold < 65536 ? 65536.0 / (65536 - s.threshold) : 0.0, n);
+  draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.threshold, n, kept);
+  loop.kept.data = kept;
+  loop.scale = static_cast<A>(s.threshold < 65536 ? 65536.0 / (65536 - s.threshold) : 0.0);
 }
 
-// u = dropout(pre_activation(x)) of a chunk: x itself where there is nothing to do, else in `room`, where x may lie already.
-template <class A> const A* before_norm(const Stages& s, int64_t position, int64_t n, const A* x, A* room) {
-  if (!s.pre_activation && !s.threshold) return x;
-  if (s.pre_activation) activate_chunk<A>(s.pre_activation, x, room, n);
-  else if (x != room) std::memcpy(room, x, n * sizeof(A));
-  drop(s, position, n, room);
-  return room;
-}
-
-// What is normalised, a chunk of it: h = residual + u, rounded to the residual's dtype and stored there; u where there is no
-// residual. Where it lies already, or in `room`.
+// out = dropout(pre_activation(x)) + addend of a chunk.
 template <class A>
-const A* make_h(const Forward& c, const ForwardStages& s, int64_t row, int64_t start, int64_t n, A* room) {
-  const int64_t position = row * c.cols + start;
-  const A* u = before_norm(s, position, n, read_row(c.x_type, c.x, c.x_rows, row, start, n, room), room);
-  if (!s.residual) return u;
-  Chunk<A> residual;
-  const A* other = read_row<A>(s.residual_type, s.residual, s.residual_rows, row, start, n, residual);
-  void* stored = element(s.residual_type, s.h, position);
-  A* h = write_chunk<A>(s.residual_type, stored, 1, n, room);
-  add_chunk<A>(u, other, h, n);
-  store_chunk<A>(s.residual_type, h, n, stored, 1);
-  return read_chunk<A>(s.residual_type, stored, 1, n, room);
+void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& addend, const Target<A>& out) {
+  ChainLoop<A> loop;
+  Chunk<MaskOf<A>> kept;
+  loop.activation = s.pre_activation;
+  loop.a = x;
+  loop.addend = addend;
+  loop.first = out;
+  drop(s, position, n, loop, kept);
+  run_values(loop, n);
 }
 
-// Whether the chunks that make_h gives are one row in memory: of x, or of the stored h. Else they are collected in a buffer.
-template <class A> bool lies_in_memory(const Forward& c, const ForwardStages& s) {
-  if (!is_chunk<A>(s.residual ? s.residual_type : c.x_type, 1, c.cols)) return false;
-  return s.residual || (!s.pre_activation && !s.threshold);
+// out = x, in another type.
+template <class A> void convert(const Source<A>& x, const Target<A>& out, int64_t n) {
+  ChainLoop<A> loop;
+  loop.a = x;
+  loop.first = out;
+  run_values(loop, n);
 }
+
+// What is normalised, a row of it, as accumulators: h = residual + u, rounded to the residual's dtype, or u where there is no
+// residual. Where it lies already, or in `room`.
+template <class A> const A* make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
+  const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row, 0);
+  if (!s.residual && !s.pre_activation && !s.threshold && c.x_type == kDtypeOf<A>) return static_cast<const A*>(x.data);
+  const bool stored_as_it_is = s.residual && s.residual_type == kDtypeOf<A>;
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    const int64_t position = row * c.cols + start;
+    const auto chunk = row_at<A>(c.x_type, c.x, c.x_rows, row, start);
+    if (!s.residual) return before_norm(s, position, n, chunk, {}, {kDtypeOf<A>, room + start});
+    const Target<A> h{s.residual_type, element(s.residual_type, s.h, position)};
+    before_norm(s, position, n, chunk, row_at<A>(s.residual_type, s.residual, s.residual_rows, row, start), h);
+    if (!stored_as_it_is) convert<A>({h.type, h.data}, {kDtypeOf<A>, room + start}, n);
+  });
+  return stored_as_it_is ? static_cast<const A*>(s.h) + row * c.cols : room;
+}
+
+template <class A> const A* from(const void* p, int64_t start) { return p ? static_cast<const A*>(p) + start : nullptr; }
 
 template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
-  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
-  const bool in_memory = lies_in_memory<A>(c, s);
-  const std::unique_ptr<A[]> buffer(new A[padded<A>(c.cols)]());
+  const std::unique_ptr<A[]> buffer(new A[c.cols]);
+  ChainLoop<A> activate;
+  activate.activation = s.activation;
   for (int64_t row = begin; row < end; ++row) {
-    const A* h = nullptr;
-    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-      A* room = buffer.get() + start;
-      const A* chunk = make_h(c, s, row, start, n, room);
-      if (!in_memory && chunk != room) std::memcpy(room, chunk, n * sizeof(A));
-      if (start == 0) h = in_memory ? chunk : room;
-    });
+    const A* h = make_h(c, s, row, buffer.get());
     const auto [mean, rstd] = statistics(c, h, row);
     each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-      char* out = element(c.y_type, c.y, row * c.cols + start);
-      A* y = write_chunk<A>(c.y_type, out, 1, n, buffer.get() + start);
-      normalize(h + start, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, y);
-      if (s.activation) activate_chunk<A>(s.activation, y, y, n);
-      store_chunk<A>(c.y_type, y, n, out, 1);
+      char* y = element(c.y_type, c.y, row * c.cols + start);
+      const auto normalize_to = [&](auto* out) {
+        normalize(h + start, mean, rstd, from<A>(c.weight, start), from<A>(c.bias, start), n, out);
+      };
+      if (!s.activation) return with_acc<A>(c.y_type, [&](auto* type) { normalize_to(reinterpret_cast<decltype(type)>(y)); });
+      Chunk<A> z;
+      normalize_to(z.values);
+      activate.a.data = z;
+      activate.first = {c.y_type, y};
+      run_values(activate, n);
     });
   }
 }
@@ -315,26 +326,33 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
 // What was normalised, a row of it, as accumulators: where it lies, or in `room`.
 template <class A> const A* load_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
   const bool changes = !s.has_residual && (s.pre_activation || s.threshold);
-  if (!changes && is_chunk<A>(c.x_type, 1, c.cols)) return static_cast<const A*>(c.x) + row_offset(c.x_rows, row);
-  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    load_row(c.x_type, c.x, c.x_rows, row, start, n, room + start);
-    if (changes) before_norm<A>(s, row * c.cols + start, n, room + start, room + start);
-  });
+  const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row, 0);
+  if (!changes && c.x_type == kDtypeOf<A>) return static_cast<const A*>(x.data);
+  if (!changes) convert(x, {kDtypeOf<A>, room}, c.cols);
+  else
+    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+      before_norm<A>(s, row * c.cols + start, n, row_at<A>(c.x_type, c.x, c.x_rows, row, start), {}, {kDtypeOf<A>, room + start});
+    });
   return room;
 }
 
 // dz, the gradient of a row before the activation, whose argument is computed again: where dy lies, or in `room`.
 template <class A>
 const A* load_dz(const Backward& c, const BackwardStages& s, int64_t row, const A* h, A mean, A rstd, A* room) {
-  if (!s.activation && is_chunk<A>(c.dy_type, 1, c.cols)) return static_cast<const A*>(c.dy) + row_offset(c.dy_rows, row);
-  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
-  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    load_row(c.dy_type, c.dy, c.dy_rows, row, start, n, room + start);
-    if (!s.activation) return;
-    Chunk<A> z;
-    normalize(h + start, mean, rstd, weight ? weight + start : nullptr, bias ? bias + start : nullptr, n, z.values);
-    multiply_slope<A>(s.activation, room + start, z, room + start, n);
-  });
+  const auto dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row, 0);
+  if (!s.activation && c.dy_type == kDtypeOf<A>) return static_cast<const A*>(dy.data);
+  if (!s.activation) convert(dy, {kDtypeOf<A>, room}, c.cols);
+  else
+    each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+      Chunk<A> z;
+      normalize(h + start, mean, rstd, from<A>(c.weight, start), from<A>(s.bias, start), n, z.values);
+      ChainLoop<A> loop;
+      loop.activation = s.activation;
+      loop.a.data = z;
+      loop.dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row, start);
+      loop.first.data = room + start;
+      run_gradients(loop, n);
+    });
   return room;
 }
 
@@ -342,20 +360,27 @@ const A* load_dz(const Backward& c, const BackwardStages& s, int64_t row, const 
 template <class A> void store_gradients(const Backward& c, const BackwardStages& s, int64_t row, A* g) {
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const int64_t position = row * c.cols + start;
-    A* d = g + start;
-    Chunk<A> other;
-    if (s.dh) {
-      load_row<A>(c.x_type, s.dh, s.dh_rows, row, start, n, other);
-      add_chunk<A>(d, other, d, n);
-    }
-    if (s.dresidual) store_chunk<A>(c.x_type, d, n, element(c.x_type, s.dresidual, position), 1);
-    if (!c.dx) return;
-    drop(s, position, n, d);
-    if (s.pre_activation) {
-      load_row<A>(s.dx_type, s.x, s.x_rows, row, start, n, other);
-      multiply_slope<A>(s.pre_activation, d, other, d, n);
-    }
-    store_chunk<A>(s.dx_type, d, n, element(s.dx_type, c.dx, position), 1);
+    const bool changes = s.pre_activation || s.threshold;
+    const auto dx = c.dx ? element(s.dx_type, c.dx, position) : nullptr;
+    // d = g + dh, for dresidual, and for dx or what follows.
+    ChainLoop<A> sum;
+    sum.a.data = g + start;
+    if (s.dh) sum.addend = row_at<A>(c.x_type, s.dh, s.dh_rows, row, start);
+    if (!dx) sum.first = {};
+    else if (changes) sum.first.data = g + start;
+    else sum.first = {s.dx_type, dx};
+    if (s.dresidual) sum.second = {c.x_type, element(c.x_type, s.dresidual, position)};
+    if (!sum.first.data) std::swap(sum.first, sum.second);
+    if (sum.addend.data || sum.second.data || !dx || !changes) run_values(sum, n);
+    if (!dx || !changes) return;
+    ChainLoop<A> back;
+    Chunk<MaskOf<A>> kept;
+    back.activation = s.pre_activation;
+    back.dy.data = g + start;
+    back.a = s.pre_activation ? row_at<A>(s.dx_type, s.x, s.x_rows, row, start) : back.dy;
+    back.first = {s.dx_type, dx};
+    drop(s, position, n, back, kept);
+    run_gradients(back, n);
   });
 }
 
@@ -364,7 +389,7 @@ void backward_staged_together(const Backward& c, const BackwardStages& s, int64_
   const bool wants_g = c.dx || s.dresidual;
   std::array<Row<A, A>, kRows> rows;
   for (int64_t i = 0; i < static_cast<int64_t>(kRows); ++i) {
-    A *first_room = buffer + 2 * i * padded<A>(c.cols), *second_room = first_room + padded<A>(c.cols);
+    A *first_room = buffer + 2 * i * c.cols, *second_room = first_room + c.cols;
     const A mean = saved_mean<A>(c, first + i), rstd = static_cast<const A*>(c.rstd)[first + i];
     const A* h = load_h(c, s, first + i, first_room);
     rows[i] = {h, load_dz(c, s, first + i, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd};
@@ -375,7 +400,7 @@ void backward_staged_together(const Backward& c, const BackwardStages& s, int64_
 }
 
 template <class A> void backward_staged_rows(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
-  const auto buffer = std::make_unique<A[]>(4 * padded<A>(c.cols));
+  const std::unique_ptr<A[]> buffer(new A[4 * c.cols]);
   int64_t row = begin;
   for (; row + 2 <= end; row += 2) backward_staged_together<A, 2>(c, s, row, buffer.get());
   if (row < end) backward_staged_together<A, 1>(c, s, row, buffer.get());
