@@ -34,6 +34,7 @@ struct Forward {
   double eps;
   bool rms;
   Dtype x_type, y_type;
+  bool streams;  // y goes past the caches
 };
 
 struct Backward {
@@ -49,6 +50,7 @@ struct Backward {
   RowLayout x_rows, dy_rows;
   bool rms;
   Dtype x_type, dy_type;
+  bool streams;  // dx and dresidual go past the caches
 };
 
 // What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.

@@ -4,6 +4,8 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -60,30 +62,44 @@ inline double fma(double x, double y, double z) { return std::fma(x, y, z); }
 // One element, in the same notation, for the end of a row.
 template <class T> inline AccOf<T> load_one(const T* p) { return static_cast<AccOf<T>>(*p); }
 
-// The sum of all lanes, joined as `Sum`.
-template <class Sum, class A> inline Sum total_as(const Pair<A>& v) {
+// The sum of all lanes, joined in double.
+template <class A> inline double total(const Pair<A>& v) {
   A lanes[Vectorized<A>::size()];
   (v.a + v.b).store(lanes);
-  Sum result = 0;
+  double result = 0;
   for (const A lane : lanes) result += lane;
   return result;
 }
-template <class A> inline A total(const Pair<A>& v) { return total_as<A>(v); }
 
-// A sum in two levels: its error grows with the length of a block, not of the row. Elements that are equal, such as the zeros that
-// relu leaves, would all round the same way in one long chain.
-template <class A> struct Cascade {
-  static constexpr int64_t kBlock = 16 * Pair<A>::kStep;
-  Pair<A> block = both<A>(0), blocks = both<A>(0);
-
-  // To be called before what lies at i, from 0 on, is added to `block`.
-  void next(int64_t i) {
-    if (i % kBlock != 0) return;
-    blocks = blocks + block;
-    block = both<A>(0);
+// Sums over [0, n): add(i, sums) adds the pair at i to sums of pairs, of which there are kSums, and one(i, sums) element i to sums
+// of single ones. Two chains hide the latency of the additions. In two levels: the error of a sum grows with the length of a block,
+// not of the row. Elements that are equal, such as the zeros that relu leaves, would all round the same way in one long chain.
+template <class A, size_t kSums, class F, class G> inline std::array<double, kSums> sums_over(int64_t n, F&& add, G&& one) {
+  constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
+  std::array<Pair<A>, kSums> blocks;
+  blocks.fill(both<A>(0));
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    std::array<Pair<A>, kSums> first, second;
+    first.fill(both<A>(0));
+    second.fill(both<A>(0));
+    const int64_t stop = std::min(n, i + kBlock);
+    for (; i + 2 * kStep <= stop; i += 2 * kStep) {
+      add(i, first);
+      add(i + kStep, second);
+    }
+    if (i + kStep <= stop) {
+      add(i, first);
+      i += kStep;
+    }
+    for (size_t k = 0; k < kSums; ++k) blocks[k] = blocks[k] + (first[k] + second[k]);
   }
-};
-template <class A> inline A total(const Cascade<A>& sum) { return total(sum.blocks + sum.block); }
+  std::array<A, kSums> rest{};
+  for (; i < n; ++i) one(i, rest);
+  std::array<double, kSums> result;
+  for (size_t k = 0; k < kSums; ++k) result[k] = total(blocks[k]) + rest[k];
+  return result;
+}
 
 // ---- Types known at run time ----------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ template <Map map, class A> inline double sum_of_mapped(const Source<A>& in, int
   }
   for (; i + kStep <= n; i += kStep) first = add_mapped(map, first, in.load(i));
   if (i < n) first = add_mapped(map, first, in.load_part(i, n - i));
-  return total_as<double>(first + second);
+  return total(first + second);
 }
 
 // sums += f(in), whole pairs of them

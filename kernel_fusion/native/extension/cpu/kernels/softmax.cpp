@@ -87,7 +87,7 @@ template <class A> double exponentiate(const Logits<A>& logits, int64_t n, A lar
       store_pair(out + i, e);
       sums = sums + e;
     });
-    sum += total_as<double>(sums);
+    sum += total(sums);
   }
   return sum;
 }
@@ -112,27 +112,29 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
   }
 }
 
-template <class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
+template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
   constexpr int64_t kStep = Pair<A>::kStep;
-  auto sums = both<A>(0);
-  int64_t i = begin;
-  for (; i + kStep <= end; i += kStep) sums = fma(dy.load(i), y.load(i), sums);
-  if (i < end) sums = fma(dy.load_part(i, end - i), y.load_part(i, end - i), sums);
-  return total_as<double>(sums);
+  const int64_t rest = (end - begin) % kStep, whole = end - rest;
+  const auto [sum] = sums_over<A, 1>(
+      whole - begin,
+      [&](int64_t i, auto& sums) { sums[0] = fma(dy.template load<T>(begin + i), y.template load<T>(begin + i), sums[0]); },
+      [](int64_t, auto&) {});
+  return rest ? sum + total(dy.load_part(whole, rest) * y.load_part(whole, rest)) : sum;
 }
 
-template <class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
+// T: the type of dy and y, or AnyType.
+template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   constexpr int64_t kStep = Pair<A>::kStep;
   const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
   for (int64_t row = begin; row < end; ++row) {
     const Source<A> dy{c.dy_type, c.dy + row * c.cols * dy_element}, y{c.type, c.y + row * c.cols * element};
     const auto dx = Target<A>::streamed(c.type, c.dx + row * c.cols * element, c.streams);
     double sum = 0;
-    for (int64_t start = 0; start < c.cols; start += kChunk<A>) sum += dot(dy, y, start, std::min(c.cols, start + kChunk<A>));
+    for (int64_t start = 0; start < c.cols; start += kChunk<A>) sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
     const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
     const auto gradient = [&](const Pair<A>& d, const Pair<A>& p) { return (d - sums) * p * scales; };
     int64_t i = 0;
-    for (; i + kStep <= c.cols; i += kStep) dx.store(i, gradient(dy.load(i), y.load(i)));
+    for (; i + kStep <= c.cols; i += kStep) dx.template store<T>(i, gradient(dy.template load<T>(i), y.template load<T>(i)));
     const int64_t rest = c.cols - i;
     if (rest) dx.store_part(i, rest, gradient(dy.load_part(i, rest), y.load_part(i, rest)));
   }
@@ -146,7 +148,11 @@ void softmax(const Softmax& c, int64_t begin, int64_t end) {
 }
 
 void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
-  (c.type == Dtype::kDouble ? softmax_bwd_rows<double> : softmax_bwd_rows<float>)(c, begin, end);
+  if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
+  with_type(c.type, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    softmax_bwd_rows<T, AccOf<T>>(c, begin, end);
+  });
 }
 
 }  // namespace CPU_CAPABILITY
