@@ -140,7 +140,9 @@ def test_special_values_as_in_pytorch(name: str, dtype: torch.dtype, any_target:
             lambda t: kf.act_dropout(t, name, training=False, backend=any_target.backend), x.to(any_target.device)
         )
     # In float32 some vectors of some processors give NaN for gelu of infinity.
-    theirs = value_and_slope(ACTIVATIONS[name], x.double())
+    # Of 16 bits, PyTorch makes the slope of these of the rounded result, and on the CPU so do we.
+    rounds = any_target.backend == "cpu" and name in ("tanh", "sigmoid") and dtype in (BF16, F16)
+    theirs = value_and_slope(ACTIVATIONS[name], x if rounds else x.double())
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.to(dtype), equal_nan=True)
 

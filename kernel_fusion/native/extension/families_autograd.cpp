@@ -51,18 +51,20 @@ bool shares_gradient(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
 }
 
-// The activation that has at y the slope which `activation` has where its value is y; none where y does not tell, or not
-// exactly enough because it is rounded to 16 bits. Only of those whose result PyTorch keeps too: what is kept must not be changed
-// in place, and users change the results of others.
-std::string_view of_result(std::string_view activation, at::ScalarType type) {
+// The activation that has at y the slope which `activation` has where its value is y; none where y does not tell. Only of those
+// whose result PyTorch keeps too: what is kept must not be changed in place, and users change the results of others. A result that
+// is rounded to 16 bits does not tell exactly; PyTorch takes it nevertheless, and so do we on the CPU, where to compute it again
+// takes four times as long as to read it.
+std::string_view of_result(std::string_view activation, const Tensor& operand) {
   if (activation == "relu") return activation;
-  if (type != at::kFloat && type != at::kDouble) return {};
+  const auto type = operand.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && !operand.is_cpu()) return {};
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
 
 // Whether backward reads y, and need not read a, nor b but as the row that its gradient is summed to.
 bool reads_result(const PointwiseCall& c) {
-  if (present(c.seed) || c.scale != 1.0 || of_result(c.activation, c.a.scalar_type()).empty()) return false;
+  if (present(c.seed) || c.scale != 1.0 || of_result(c.activation, c.a).empty()) return false;
   if (c.combine != "add") return c.combine == "first";
   return shares_gradient(c) || (c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
                                 c.b->sym_size(0) == c.a.sym_size(-1));
@@ -81,7 +83,7 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
         shared(shares_gradient(c)),
         binary(present(c.b)),
         combine(by_result ? "first" : kCombineNames[static_cast<int32_t>(*combine_of(c.combine))]),
-        activation(kActivationNames[activation_code(by_result ? of_result(c.activation, c.a.scalar_type()) : c.activation)]),
+        activation(kActivationNames[activation_code(by_result ? of_result(c.activation, c.a) : c.activation)]),
         scale(c.scale),
         dropout_p(c.dropout_p) {}
 

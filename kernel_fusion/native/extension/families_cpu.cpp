@@ -8,6 +8,7 @@
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/sum_rows.h"
 #include "families.h"
 
@@ -34,8 +35,10 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
 
 // `base`: the operand whose offsets are the positions of dropout.
 cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
+  size_t moved = 0;
+  for (int k = 0; k < iter.ntensors(); ++k) moved += iter.tensor(k).nbytes();
   cpu::ChainOperands operands{chain, {}, static_cast<const char*>(iter.data_ptr(base)), {wants[0], wants[1]},
-                              iter.dtype(base) == at::kDouble};
+                              iter.dtype(base) == at::kDouble, past_caches(moved)};
   for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = cpu_dtype(iter.dtype(k));
   return operands;
 }
@@ -44,20 +47,24 @@ cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter,
 
 void pointwise_cpu(const Chain& chain, at::TensorIteratorBase& iter) {
   count(Counter::kCpuForward);
+  prefer_huge_pages(iter.output());
   run_loop(cpu::kernels().pointwise, operands_of(chain, iter, 0, {}), iter);
 }
 
 void pointwise_bwd_cpu(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
   count(Counter::kCpuBackward);
+  for (int k = 0; k < iter.noutputs(); ++k) prefer_huge_pages(iter.output(k));
   run_loop(cpu::kernels().pointwise_bwd, operands_of(chain, iter, wants[0] + wants[1], wants), iter);
 }
 
 void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   count(Counter::kCpuBackward);
+  prefer_huge_pages(da);
   const cpu::ChainColumns args{call.chain, bytes(call.dy), bytes(call.a), bytes(call.b),
                                da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr, call.cols,
                                cpu_dtype(call.dy.scalar_type()), cpu_dtype(call.a.scalar_type()),
-                               cpu_dtype(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble};
+                               cpu_dtype(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble,
+                               past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0))};
   // At most 64 blocks of rows, so that their partial rows stay a small part of the traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
@@ -178,14 +185,18 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
     if (!keep) args.mask_type = cpu_dtype(call.mask.scalar_type());
   }
   count(Counter::kCpuForward);
+  prefer_huge_pages(y);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
 }
 
-void softmax_bwd_cpu(const Tensor& dy, const Tensor& y, double scale, Tensor& dx) {
+void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, Tensor& dx) {
+  const Tensor dy = (grad.scalar_type() == at::kDouble) == (y.scalar_type() == at::kDouble) ? grad : grad.to(y.scalar_type());
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
   const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
-                                  cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type())};
+                                  cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()),
+                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes())};
   count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
   at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
 }
 

@@ -7,6 +7,7 @@
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/sum_rows.h"
 #include "row_norm.h"
 
@@ -22,6 +23,8 @@ Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
   Tensor wide = t->scalar_type() == acc ? t->contiguous() : t->to(acc, false, false, at::MemoryFormat::Contiguous);
   return offset == 0.0 ? wide : wide.add(offset);
 }
+
+size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 
 // out = the sum of `count` rows, which are in the accumulator type of `out`.
 void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
@@ -87,8 +90,11 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype)};
+                          x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype),
+                          past_caches(call.input.nbytes() + y.nbytes())};
   count(Counter::kCpuForward);
+  prefer_huge_pages(y);
+  prefer_huge_pages(h);
   if (call.stages) return forward_staged(args, call, x.rows, h);
   at::parallel_for(0, x.rows, grain(x.cols), [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
 }
@@ -101,10 +107,13 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           cpu_dtype(call.input.scalar_type()), cpu_dtype(call.dy.scalar_type())};
+                           cpu_dtype(call.input.scalar_type()), cpu_dtype(call.dy.scalar_type()),
+                           past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
+  prefer_huge_pages(dresidual);
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the

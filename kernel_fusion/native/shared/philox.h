@@ -12,26 +12,36 @@ struct RandomBits {
 };
 
 // In CUDA by the instruction itself: of a product of 64 bits the compiler adds 0 to the upper half, which takes as long.
-KF_INLINE unsigned long long wide_product(unsigned a, unsigned b) {
+struct WideProduct {
+  KF_INLINE unsigned long long operator()(unsigned a, unsigned b) const {
 #ifdef __CUDA_ARCH__
-  unsigned long long r;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
-  return r;
+    unsigned long long r;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
+    return r;
 #else
-  return static_cast<unsigned long long>(a) * b;
+    return static_cast<unsigned long long>(a) * b;
 #endif
+  }
+};
+
+// The rounds, on the words of one block, or where Word is a vector on those of several. multiply(word, constant) has twice the width,
+// of which >> 32 is the upper half and Word(...) the lower one.
+template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Multiply multiply) {
+  for (unsigned round = 0; round < 7; ++round) {
+    const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants
+    const auto first = multiply(word[0], 0xD2511F53u), second = multiply(word[2], 0xCD9E8D57u);
+    word[0] = Word(second >> 32) ^ word[1] ^ key[0];
+    word[1] = Word(second);
+    word[2] = Word(first >> 32) ^ word[3] ^ key[1];
+    word[3] = Word(first);
+  }
 }
 
 // The bits of elements 8 * block ... 8 * block + 7.
 KF_INLINE RandomBits random_bits(unsigned long long seed, unsigned long long block) {
   RandomBits r{{static_cast<unsigned>(block), static_cast<unsigned>(block >> 32), static_cast<unsigned>(seed),
                 static_cast<unsigned>(seed >> 32)}};
-  for (unsigned round = 0; round < 7; ++round) {
-    const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants
-    const unsigned long long first = wide_product(r.word[0], 0xD2511F53u), second = wide_product(r.word[2], 0xCD9E8D57u);
-    r = {{static_cast<unsigned>(second >> 32) ^ r.word[1] ^ key[0], static_cast<unsigned>(second),
-          static_cast<unsigned>(first >> 32) ^ r.word[3] ^ key[1], static_cast<unsigned>(first)}};
-  }
+  philox(r.word, WideProduct{});
   return r;
 }
 

@@ -1,20 +1,15 @@
-// The stages of the CPU kernels, on chunks: buffers of the compute type A (float or double) that stay in the L1 cache.
+// Chunks: buffers of the compute type A (float or double) that stay in the L1 cache, for what cannot be computed where it lies.
 // Included by files that are compiled once per instruction set.
 //
-// A kernel reads a stretch of up to kChunk<A> elements into a buffer, applies its stages one after the other, and writes the
-// buffer back. Dtypes are switched at load and store, activations once per chunk, so no stage multiplies templates; what that
-// costs in L1 traffic is hidden behind the memory that the chunk came from.
-//
-// All stages work on whole vectors. They read and write up to one vector past the n elements, so that an element gets the same
-// bits wherever in a chunk it lies. Buffers are therefore kChunk<A> long, or padded likewise (`padded`); loads and stores
-// touch exactly n elements.
+// Elements that lie side by side, of a type that Source reads, are read in place; a kernel brings others into a buffer first, a
+// stretch of up to kChunk<A> elements at a time. Results likewise.
 #pragma once
 
 #include <cstring>
 #include <type_traits>
 
 #include "cpu/dtype.h"
-#include "cpu/math.h"
+#include "cpu/pairs.h"
 #include "shared/philox.h"
 
 namespace kf::cpu {
@@ -25,15 +20,15 @@ namespace CPU_CAPABILITY {
 
 template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
 
-// n rounded up to whole vectors.
-template <class A> inline int64_t padded(int64_t n) {
-  constexpr int64_t kStep = at::vec::Vectorized<A>::size();
+// n rounded up to whole pairs of vectors.
+template <class A> inline int64_t whole_pairs(int64_t n) {
+  constexpr int64_t kStep = Pair<A>::kStep;
   return (n + kStep - 1) / kStep * kStep;
 }
 
 template <class A> struct alignas(64) Chunk {
-  A values[kChunk<A>] = {};  // what lies past the elements is finite from the beginning
-  char gap[192];             // buffers at one distance of 4096 bytes would get in each other's way
+  A values[kChunk<A>];
+  char gap[192];  // buffers at one distance of 4096 bytes would get in each other's way
   operator A*() { return values; }
 };
 
@@ -45,10 +40,6 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
     case Dtype::kFloat: return f(static_cast<float*>(nullptr));
     case Dtype::kDouble: return f(static_cast<double*>(nullptr));
   }
-}
-
-inline int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
 }
 
 // ---- Load and store --------------------------------------------------------------------------------------------------------
@@ -110,26 +101,15 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// Whether elements in memory are what a chunk of them would be: of type A, neighbours, and whole vectors.
-template <class A> inline bool is_chunk(Dtype dtype, int64_t stride, int64_t n) {
-  return dtype == (std::is_same_v<A, double> ? Dtype::kDouble : Dtype::kFloat) && stride == 1 && padded<A>(n) == n;
-}
-
-// Where the elements that load_chunk would load can be read: in place, or else in `room`, where it loads them.
-template <class A> inline const A* read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
-  if (is_chunk<A>(dtype, stride, n)) return static_cast<const A*>(p);
+// What load_chunk would load: in place where that can be read, or else loaded into `room`.
+template <class A> inline Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
+  if (stride == 1 && Source<A>::reads(dtype)) return {dtype, p};
   load_chunk(dtype, p, stride, n, room);
-  return room;
-}
-
-// Where elements can be computed that store_chunk will store: in place, where it then does nothing, or else in `room`.
-template <class A> inline A* write_chunk(Dtype dtype, void* p, int64_t stride, int64_t n, A* room) {
-  return is_chunk<A>(dtype, stride, n) ? static_cast<A*>(p) : room;
+  return {kDtypeOf<A>, room};
 }
 
 // p[i * stride] = in[i], rounded.
 template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n, void* p, int64_t stride) {
-  if (in == p) return;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     T* out = static_cast<T*>(p);
@@ -140,85 +120,54 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
   });
 }
 
-// ---- Arithmetic ------------------------------------------------------------------------------------------------------------
-
-// out = f(in) by vectors, two at a time, whose latencies overlap; in place where they are the same.
-template <class A, class F> inline void map_chunk(const A* in, A* out, int64_t n, F&& f) {
-  using V = at::vec::Vectorized<A>;
-  constexpr int64_t kStep = V::size();
-  int64_t i = 0;
-  for (; i + 2 * kStep <= n; i += 2 * kStep) {
-    const V first = f(V::loadu(in + i)), second = f(V::loadu(in + i + kStep));
-    first.store(out + i);
-    second.store(out + i + kStep);
-  }
-  for (; i < n; i += kStep) f(V::loadu(in + i)).store(out + i);
-}
-
-// out = f(a, b) by vectors; in place where out is one of them.
-template <class A, class F> inline void zip_chunk(const A* a, const A* b, A* out, int64_t n, F&& f) {
-  using V = at::vec::Vectorized<A>;
-  for (int64_t i = 0; i < n; i += V::size()) f(V::loadu(a + i), V::loadu(b + i)).store(out + i);
-}
-
-template <class A> inline void add_chunk(const A* a, const A* b, A* out, int64_t n) {
-  zip_chunk(a, b, out, n, [](auto x, auto y) { return x + y; });
-}
-
-template <class A> inline void multiply_chunk(const A* a, const A* b, A* out, int64_t n) {
-  zip_chunk(a, b, out, n, [](auto x, auto y) { return x * y; });
-}
-
-// values = values * scale
-template <class A> inline void scale_chunk(A* values, double scale, int64_t n) {
-  if (scale == 1.0) return;
-  const at::vec::Vectorized<A> factor(static_cast<A>(scale));
-  map_chunk(values, values, n, [&](auto x) { return x * factor; });
-}
-
-// ---- Activations -----------------------------------------------------------------------------------------------------------
-
-#define KF_CODE(name) name,
-enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
-#undef KF_CODE
-
-inline bool is_identity(int32_t code) { return static_cast<Activation>(code) == Activation::identity; }
-
-// out = the activation of `in`; in place where they are the same.
-template <class A> KF_STAGE void activate_chunk(int32_t code, const A* in, A* out, int64_t n) {
-  switch (static_cast<Activation>(code)) {
-#define KF_CASE(name) \
-  case Activation::name: return map_chunk(in, out, n, [](auto x) { return act::name::value<Math<A>>(x); });
-    KF_ACTIVATIONS(KF_CASE)
-#undef KF_CASE
-  }
-}
-
-// out = g * the slope of the activation at x; in place where out is g.
-template <class A> KF_STAGE void multiply_slope(int32_t code, const A* g, const A* x, A* out, int64_t n) {
-  switch (static_cast<Activation>(code)) {
-#define KF_CASE(name) \
-  case Activation::name: return zip_chunk(g, x, out, n, [](auto d, auto at) { return act::times_slope<act::name, Math<A>>(d, at); });
-    KF_ACTIVATIONS(KF_CASE)
-#undef KF_CASE
-  }
-}
-
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// Zeroes the dropped ones of the elements at position, position + 1, ...: exactly n of them, at most kChunk<A>. Scales nothing.
-template <class A> KF_STAGE void dropout_chunk(A* values, int64_t n, uint64_t position, uint64_t seed, uint32_t threshold) {
-  if (n == 0) return;
-  const uint64_t first = position / 8;
-  const int64_t skip = static_cast<int64_t>(position % 8), blocks = (skip + n + 7) / 8;
-  uint32_t words[4 * (kChunk<A> / 8 + 1)];
-  for (int64_t block = 0; block < blocks; ++block) {
-    const RandomBits r = random_bits(seed, first + static_cast<uint64_t>(block));
-    for (int i = 0; i < 4; ++i) words[4 * block + i] = r.word[i];
+// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold does not
+// matter. One block after the other takes five times as long.
+constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
+typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
+constexpr unsigned long long kLowerHalf = 0xffffffff;
+
+struct LaneProduct {
+  KF_INLINE Lanes operator()(const Lanes& a, unsigned b) const {
+#if defined(CPU_CAPABILITY_AVX512)
+    return (Lanes)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
+#elif defined(CPU_CAPABILITY_AVX2)
+    return (Lanes)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
+#else
+    return (a & kLowerHalf) * b;
+#endif
   }
-  uint16_t bits[8 * (kChunk<A> / 8 + 1)];  // element by element, as halves of words lie on a little-endian machine
-  std::memcpy(bits, words, 16 * blocks);
-  for (int64_t i = 0; i < n; ++i) values[i] = bits[skip + i] < threshold ? A(0) : values[i];
+};
+
+// The bits of `count` blocks from `first` on, and of as many more as make whole vectors.
+inline void draw_blocks(uint64_t seed, uint64_t first, int64_t count, uint64_t* bits) {
+  Lanes block = {};
+  for (int64_t lane = 0; lane < kLanes; ++lane) block[lane] = first + static_cast<uint64_t>(lane);
+  for (int64_t start = 0; start < count; start += kLanes, block += kLanes) {
+    Lanes word[4] = {block, block >> 32, Lanes{} + seed, Lanes{} + (seed >> 32)};
+    philox(word, LaneProduct{});
+    const Lanes lower = (word[0] & kLowerHalf) | word[1] << 32, upper = (word[2] & kLowerHalf) | word[3] << 32;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      *bits++ = lower[lane];
+      *bits++ = upper[lane];
+    }
+  }
+}
+
+// As wide as A, with all bits set or none.
+template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
+
+// For the elements at position, position + 1, ...: whether each is kept. n at most kChunk<A>.
+template <class A>
+KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t threshold, int64_t n, MaskOf<A>* kept) {
+  constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
+  const int64_t skip = static_cast<int64_t>(position % 8), blocks = (skip + n + 7) / 8;
+  uint64_t drawn[2 * kBlocks];
+  draw_blocks(seed, position / 8, blocks, drawn);
+  uint16_t bits[8 * kBlocks];  // element by element, as quarters of what is drawn lie on a little-endian machine
+  std::memcpy(bits, drawn, 16 * blocks);
+  for (int64_t i = 0; i < n; ++i) kept[i] = bits[skip + i] < threshold ? MaskOf<A>(0) : ~MaskOf<A>(0);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -34,6 +34,7 @@ struct Forward {
   double eps;
   bool rms;
   Dtype x_type, y_type;
+  bool streams;  // y goes past the caches
 };
 
 struct Backward {
@@ -49,6 +50,7 @@ struct Backward {
   RowLayout x_rows, dy_rows;
   bool rms;
   Dtype x_type, dy_type;
+  bool streams;  // dx and dresidual go past the caches
 };
 
 // What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
@@ -93,6 +95,7 @@ struct ChainOperands {
   const char* base;
   bool wants[2];  // backward: da, db
   bool wide;      // computed in double
+  bool streams;   // results go past the caches
 };
 
 // A two-dimensional part of the iteration, as a loop of TensorIterator gets it: strides in bytes, the inner dimension's first.
@@ -115,6 +118,7 @@ struct ChainColumns {
   int64_t cols;
   Dtype dy_type, a_type, b_type;
   bool wide;
+  bool streams;  // da goes past the caches
 };
 using PointwiseColumns = void(const ChainColumns&, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums);
 
@@ -177,6 +181,7 @@ struct SoftmaxBackward {
   int64_t cols;
   double scale;
   Dtype dy_type, type;
+  bool streams;  // dx goes past the caches
 };
 
 using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);

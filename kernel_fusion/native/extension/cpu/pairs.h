@@ -4,8 +4,14 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
+
+#include "cpu/dtype.h"
+#include "shared/inline.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
@@ -45,6 +51,7 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
 template <class A> inline Pair<A> operator+(const Pair<A>& x, const Pair<A>& y) { return {x.a + y.a, x.b + y.b}; }
 template <class A> inline Pair<A> operator-(const Pair<A>& x, const Pair<A>& y) { return {x.a - y.a, x.b - y.b}; }
 template <class A> inline Pair<A> operator*(const Pair<A>& x, const Pair<A>& y) { return {x.a * y.a, x.b * y.b}; }
+template <class A> inline Pair<A> operator&(const Pair<A>& x, const Pair<A>& y) { return {x.a & y.a, x.b & y.b}; }
 template <class A> inline Pair<A> both(A v) { return {Vectorized<A>(v), Vectorized<A>(v)}; }
 template <class A> inline Pair<A> fma(const Pair<A>& x, const Pair<A>& y, const Pair<A>& z) {
   return {at::vec::fmadd(x.a, y.a, z.a), at::vec::fmadd(x.b, y.b, z.b)};
@@ -55,28 +62,149 @@ inline double fma(double x, double y, double z) { return std::fma(x, y, z); }
 // One element, in the same notation, for the end of a row.
 template <class T> inline AccOf<T> load_one(const T* p) { return static_cast<AccOf<T>>(*p); }
 
-template <class A> inline A total(const Pair<A>& v) {
-  const auto sum = v.a + v.b;
-  A lanes[Vectorized<A>::size()], result = 0;
-  sum.store(lanes);
+// The sum of all lanes, joined in double.
+template <class A> inline double total(const Pair<A>& v) {
+  A lanes[Vectorized<A>::size()];
+  (v.a + v.b).store(lanes);
+  double result = 0;
   for (const A lane : lanes) result += lane;
   return result;
 }
 
-// A sum in two levels: its error grows with the length of a block, not of the row. Elements that are equal, such as the zeros that
-// relu leaves, would all round the same way in one long chain.
-template <class A> struct Cascade {
-  static constexpr int64_t kBlock = 16 * Pair<A>::kStep;
-  Pair<A> block = both<A>(0), blocks = both<A>(0);
+// Sums over [0, n): add(i, sums) adds the pair at i to sums of pairs, of which there are kSums, and one(i, sums) element i to sums
+// of single ones. Two chains hide the latency of the additions. In two levels: the error of a sum grows with the length of a block,
+// not of the row. Elements that are equal, such as the zeros that relu leaves, would all round the same way in one long chain.
+template <class A, size_t kSums, class F, class G> inline std::array<double, kSums> sums_over(int64_t n, F&& add, G&& one) {
+  constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
+  std::array<Pair<A>, kSums> blocks;
+  blocks.fill(both<A>(0));
+  int64_t i = 0;
+  while (i + kStep <= n) {
+    std::array<Pair<A>, kSums> first, second;
+    first.fill(both<A>(0));
+    second.fill(both<A>(0));
+    const int64_t stop = std::min(n, i + kBlock);
+    for (; i + 2 * kStep <= stop; i += 2 * kStep) {
+      add(i, first);
+      add(i + kStep, second);
+    }
+    if (i + kStep <= stop) {
+      add(i, first);
+      i += kStep;
+    }
+    for (size_t k = 0; k < kSums; ++k) blocks[k] = blocks[k] + (first[k] + second[k]);
+  }
+  std::array<A, kSums> rest{};
+  for (; i < n; ++i) one(i, rest);
+  std::array<double, kSums> result;
+  for (size_t k = 0; k < kSums; ++k) result[k] = total(blocks[k]) + rest[k];
+  return result;
+}
 
-  // To be called before what lies at i, from 0 on, is added to `block`.
-  void next(int64_t i) {
-    if (i % kBlock != 0) return;
-    blocks = blocks + block;
-    block = both<A>(0);
+// ---- Types known at run time ----------------------------------------------------------------------------------------------
+
+inline int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+}
+
+template <class T> inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>          ? Dtype::kDouble
+                                                    : std::is_same_v<T, float>         ? Dtype::kFloat
+                                                    : std::is_same_v<T, c10::BFloat16> ? Dtype::kBFloat16
+                                                                                       : Dtype::kHalf;
+struct AnyType {};
+
+// Elements side by side in memory, of a type known at run time: double for A = double, one of the others for A = float.
+template <class A> struct Source {
+  Dtype type = kDtypeOf<A>;
+  const void* data = nullptr;  // null: absent
+
+  static bool reads(Dtype type) { return (type == Dtype::kDouble) == std::is_same_v<A, double>; }
+
+  // T: the type, where the loop knows it. Else it is decided for each pair; the branch, which falls the same way all through a
+  // loop, is predicted.
+  template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i) const {
+    if constexpr (!std::is_same_v<T, AnyType>) {
+      return load_pair(static_cast<const T*>(data) + i);
+    } else if constexpr (std::is_same_v<A, float>) {
+      if (type == Dtype::kBFloat16) return load<c10::BFloat16>(i);
+      if (type == Dtype::kHalf) return load<c10::Half>(i);
+      return load<float>(i);
+    } else {
+      return load<A>(i);
+    }
+  }
+
+  // The `count` elements from i on, less than a pair, and zeros.
+  [[gnu::noinline]] Pair<A> load_part(int64_t i, int64_t count) const {
+    A copy[Pair<A>::kStep] = {};
+    std::memcpy(copy, static_cast<const char*>(data) + i * size_of(type), count * size_of(type));
+    return Source{type, copy}.load(0);
   }
 };
-template <class A> inline A total(const Cascade<A>& sum) { return total(sum.blocks + sum.block); }
+
+// Stores a vector past the caches, where the instruction set can; p is aligned to the vector.
+template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512i bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bits);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256i bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bits);
+#else
+  v.store(p);
+#endif
+}
+
+// Before another thread may read what was streamed.
+inline void finish_streams() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
+template <class A> struct Target {
+  Dtype type = kDtypeOf<A>;
+  void* data = nullptr;   // null: absent
+  bool streams = false;   // past the caches: for results that they could not keep
+
+  static constexpr uintptr_t kAlignment = sizeof(Vectorized<A>);
+
+  // What cannot be streamed is stored.
+  static Target streamed(Dtype type, void* data, bool streams) {
+    return {type, data, streams && reinterpret_cast<uintptr_t>(data) % kAlignment == 0};
+  }
+
+  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v) const {
+    if constexpr (std::is_same_v<T, A>) {
+      A* p = static_cast<A*>(data) + i;
+      put(v.a, p);
+      put(v.b, p + Vectorized<A>::size());
+    } else if constexpr (!std::is_same_v<T, AnyType>) {
+      put(at::vec::convert_from_float<T>(v.a, v.b), static_cast<T*>(data) + i);
+    } else if constexpr (std::is_same_v<A, float>) {
+      if (type == Dtype::kBFloat16) return store<c10::BFloat16>(i, v);
+      if (type == Dtype::kHalf) return store<c10::Half>(i, v);
+      store<float>(i, v);
+    } else {
+      store<A>(i, v);
+    }
+  }
+
+  // The first `count` of a pair, less than all.
+  [[gnu::noinline]] void store_part(int64_t i, int64_t count, const Pair<A>& v) const {
+    A copy[Pair<A>::kStep];
+    Target{type, copy}.store(0, v);
+    std::memcpy(static_cast<char*>(data) + i * size_of(type), copy, count * size_of(type));
+  }
+
+ private:
+  template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {
+    if (streams) stream(v, p);
+    else v.store(p);
+  }
+};
 
 // Calls vector(i) for each full pair of [0, n) and scalar(i) for the rest.
 template <class A, class Vector, class Scalar> inline void sweep(int64_t n, Vector&& vector, Scalar&& scalar) {

@@ -2,6 +2,7 @@
 //
 // Sums within a chunk, or of a few rows, are kept in the compute type in as many lanes as a vector has, and joined in double: the
 // error of a sum does not grow with its length. Every order is a function of the arguments alone.
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/chunk.h"
@@ -11,13 +12,11 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-using at::vec::Vectorized;
-
 constexpr int64_t kFlush = 16;
 
-template <class A> inline Vectorized<A> add_mapped(Map map, Vectorized<A> sum, Vectorized<A> x) {
-  if (map == Map::kSquare) return at::vec::fmadd(x, x, sum);
-  return sum + (map == Map::kAbs ? x.abs() : x);
+template <class A> inline Pair<A> add_mapped(Map map, const Pair<A>& sum, const Pair<A>& x) {
+  if (map == Map::kSquare) return fma(x, x, sum);
+  return map == Map::kAbs ? sum + Pair<A>{x.a.abs(), x.b.abs()} : sum + x;
 }
 
 // A sum of which the rounding errors are summed too (Neumaier), for the many chunks of a long row of doubles.
@@ -32,29 +31,26 @@ struct Compensated {
   double value() const { return std::isfinite(sum) ? sum + lost : sum; }
 };
 
-// The sum of f over a chunk, whose padding is zero.
-template <Map map, class A> inline double sum_chunk(const A* values, int64_t n) {
-  using V = Vectorized<A>;
-  constexpr int64_t kStep = V::size();
-  V sums[4] = {V(0), V(0), V(0), V(0)};
+// The sum of f over n elements.
+template <Map map, class A> inline double sum_of_mapped(const Source<A>& in, int64_t n) {
+  constexpr int64_t kStep = Pair<A>::kStep;
+  Pair<A> first = both<A>(0), second = both<A>(0);
   int64_t i = 0;
-  for (; i + 4 * kStep <= n; i += 4 * kStep)
-    for (int k = 0; k < 4; ++k) sums[k] = add_mapped(map, sums[k], V::loadu(values + i + k * kStep));
-  for (; i < n; i += kStep) sums[0] = add_mapped(map, sums[0], V::loadu(values + i));
-  A lanes[kStep];
-  ((sums[0] + sums[1]) + (sums[2] + sums[3])).store(lanes);
-  double total = 0;
-  for (const A lane : lanes) total += lane;
-  return total;
+  for (; i + 2 * kStep <= n; i += 2 * kStep) {
+    first = add_mapped(map, first, in.load(i));
+    second = add_mapped(map, second, in.load(i + kStep));
+  }
+  for (; i + kStep <= n; i += kStep) first = add_mapped(map, first, in.load(i));
+  if (i < n) first = add_mapped(map, first, in.load_part(i, n - i));
+  return total(first + second);
 }
 
-// sums += f(values)
-template <Map map, class A> inline void add_to(A* sums, const A* values, int64_t n) {
-  zip_chunk(sums, values, sums, n, [](auto sum, auto x) { return add_mapped(map, sum, x); });
-}
-
-template <class A> inline void clear(A* values, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) values[i] = 0;
+// sums += f(in), whole pairs of them
+template <Map map, class A> inline void add_to(A* sums, const Source<A>& in, int64_t n) {
+  sweep<A>(
+      n, [&](int64_t i) { store_pair(sums + i, add_mapped(map, load_pair(sums + i), in.load(i))); }, [](int64_t) {});
+  const int64_t rest = n % Pair<A>::kStep, whole = n - rest;
+  if (rest) store_pair(sums + whole, add_mapped(map, load_pair(sums + whole), in.load_part(whole, rest)));
 }
 
 template <Map map, class A>
@@ -67,9 +63,8 @@ void rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int6
     Compensated sum;
     for (int64_t start = first; start < last; start += kChunk<A>) {
       const int64_t n = std::min(kChunk<A>, last - start);
-      load_chunk<A>(c.type, in + start * c.reduced_stride * element, c.reduced_stride, n, values);
-      clear<A>(values + n, padded<A>(n) - n);
-      sum.add(sum_chunk<map, A>(values, n));
+      const char* chunk = in + start * c.reduced_stride * element;
+      sum.add(sum_of_mapped<map, A>(read_chunk<A>(c.type, chunk, c.reduced_stride, n, values), n));
     }
     sums[task - begin] = sum.value();
   }
@@ -84,17 +79,17 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
   const char* in = c.in + (outer * c.outer_stride + left * c.inner_stride) * element;
   Chunk<A> values, partial;
   double wide[kChunk<A>];
-  clear(wide, fold * width);
+  std::fill_n(wide, fold * width, 0.0);
+  std::fill_n(partial.values, kChunk<A>, A(0));
   for (int64_t row = begin; row < end;) {
     for (int64_t count = 0; count < kFlush && row < end; ++count) {
       const int64_t n = std::min(fold, end - row) * width;
-      load_chunk<A>(c.type, in + row * c.reduced_stride * element, c.inner_stride, n, values);
-      clear<A>(values + n, padded<A>(n) - n);
-      add_to<map, A>(partial, values, n);
+      const char* chunk = in + row * c.reduced_stride * element;
+      add_to<map, A>(partial, read_chunk<A>(c.type, chunk, c.inner_stride, n, values), n);
       row += fold;
     }
     for (int64_t i = 0; i < fold * width; ++i) wide[i] += partial.values[i];
-    clear<A>(partial, kChunk<A>);
+    std::fill_n(partial.values, kChunk<A>, A(0));
   }
   for (int64_t i = 0; i < width; ++i) sums[i] = wide[i];
   for (int64_t i = width; i < fold * width; ++i) sums[i % width] += wide[i];

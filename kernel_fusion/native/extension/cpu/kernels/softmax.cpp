@@ -1,10 +1,12 @@
-// CPU softmax over rows, forward and backward, on chunks (cpu/chunk.h). Compiled once per instruction set.
+// CPU softmax over rows, forward and backward. Compiled once per instruction set.
 //
-// Forward: the logits of a row and their maximum, the exponentials and their sum, the quotients; in y itself, or in a buffer where
-// that is of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
+// Forward: the maximum of a row's logits, the exponentials and their sum, the quotients; in y itself, or in a buffer where that is
+// of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
+#include <algorithm>
 #include <limits>
 #include <memory>
 
+#include "cpu/chains.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 
@@ -12,138 +14,131 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-using at::vec::Vectorized;
-
 template <class A> inline constexpr A kNothing = -std::numeric_limits<A>::infinity();
 
-template <class A> inline void mask_chunk(const Softmax& c, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
+// The logits of a chunk, masked, in `logits`.
+template <class A>
+void masked_chunk(const Softmax& c, const char* x, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
+  load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, logits);
+  const A scale = static_cast<A>(c.scale);
   if (c.mask_kind == MaskKind::kAdd) {
     load_chunk<A>(c.mask_type, mask + start * c.mask_stride * size_of(c.mask_type), c.mask_stride, n, room);
-    add_chunk<A>(logits, room, logits, n);
-  } else if (c.mask_kind == MaskKind::kKeep) {
+    for (int64_t i = 0; i < n; ++i) logits[i] = logits[i] * scale + room[i];
+  } else {
     const char* keep = mask + start * c.mask_stride;
-    for (int64_t i = 0; i < n; ++i) logits[i] = keep[i * c.mask_stride] ? logits[i] : kNothing<A>;
+    for (int64_t i = 0; i < n; ++i) logits[i] = keep[i * c.mask_stride] ? logits[i] * scale : kNothing<A>;
   }
 }
 
-// The first `kept` logits of a row, in `room` or where they lie, with their maximum, which is NaN if one of them is. In `room` the
-// padding is kNothing.
-template <class A> std::pair<const A*, A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
-  using V = Vectorized<A>;
+// The elements of `in` times `scale`.
+template <class A> struct Logits {
+  Source<A> in;
+  A scale;
+
+  // f(i, pair) for the pairs of [begin, end), of which the last is filled up with kNothing.
+  template <class F> KF_INLINE void each_pair(int64_t begin, int64_t end, F&& f) const {
+    constexpr int64_t kStep = Pair<A>::kStep;
+    const auto factor = both(scale);
+    int64_t i = begin;
+    for (; i + kStep <= end; i += kStep) f(i, in.load(i) * factor);
+    if (i < end) f(i, then_nothing(in.load_part(i, end - i) * factor, end - i));
+  }
+
+  [[gnu::noinline]] static Pair<A> then_nothing(const Pair<A>& x, int64_t count) {
+    A lanes[Pair<A>::kStep];
+    store_pair(lanes, x);
+    std::fill(lanes + count, std::end(lanes), kNothing<A>);
+    return load_pair(lanes);
+  }
+};
+
+// The first `kept` logits of a row: where they lie, or with a mask in `room`.
+template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
   const char* x = c.x + c.x_rows.offset(row) * size_of(c.type);
-  const int64_t mask_element = c.mask_kind == MaskKind::kAdd ? size_of(c.mask_type) : 1;
-  const char* mask = c.mask_kind == MaskKind::kNone ? nullptr : c.mask + c.mask_rows.offset(row) * mask_element;
-  const bool there = is_chunk<A>(c.type, 1, kept) && !mask && c.scale == 1.0;
-  const A* logits = there ? reinterpret_cast<const A*>(x) : room;
+  if (c.mask_kind == MaskKind::kNone) return {{c.type, x}, static_cast<A>(c.scale)};
+  const char* mask = c.mask + c.mask_rows.offset(row) * (c.mask_kind == MaskKind::kAdd ? size_of(c.mask_type) : 1);
   Chunk<A> masks;
-  V first(kNothing<A>), second(kNothing<A>);
-  for (int64_t start = 0; start < kept; start += kChunk<A>) {
-    const int64_t n = std::min(kChunk<A>, kept - start), stop = start + padded<A>(n);
-    if (!there) {
-      A* chunk = room + start;
-      load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, chunk);
-      scale_chunk(chunk, c.scale, n);
-      mask_chunk<A>(c, mask, start, n, chunk, masks);
-      std::fill(chunk + n, room + stop, kNothing<A>);
-    }
-    int64_t i = start;
-    for (; i + 2 * V::size() <= stop; i += 2 * V::size()) {
-      first = at::vec::maximum(first, V::loadu(logits + i));
-      second = at::vec::maximum(second, V::loadu(logits + i + V::size()));
-    }
-    if (i < stop) first = at::vec::maximum(first, V::loadu(logits + i));
-  }
-  A lanes[V::size()], largest = kNothing<A>;
-  at::vec::maximum(first, second).store(lanes);
-  for (const A lane : lanes) largest = lane > largest || lane != lane ? lane : largest;
-  return {logits, largest};
+  for (int64_t start = 0; start < kept; start += kChunk<A>)
+    masked_chunk<A>(c, x, mask, start, std::min(kChunk<A>, kept - start), room + start, masks);
+  return {{kDtypeOf<A>, room}, A(1)};
 }
 
-// out = exp(in - largest), which may be in place; returns the sum.
-template <class A> double exponentiate(const A* in, int64_t n, A largest, A* out) {
-  using V = Vectorized<A>;
-  const V top(largest);
-  double total = 0;
+// The largest logit; NaN if one of them is.
+template <class A> A largest_of(const Logits<A>& logits, int64_t n) {
+  auto largest = both(kNothing<A>);
+  logits.each_pair(0, n, [&](int64_t, const Pair<A>& x) {
+    largest = {at::vec::maximum(largest.a, x.a), at::vec::maximum(largest.b, x.b)};
+  });
+  A lanes[Pair<A>::kStep], result = kNothing<A>;
+  store_pair(lanes, largest);
+  for (const A lane : lanes) result = lane > result || lane != lane ? lane : result;
+  return result;
+}
+
+// out = exp(logits - largest), whole pairs of them; returns the sum.
+template <class A> double exponentiate(const Logits<A>& logits, int64_t n, A largest, A* out) {
+  const auto top = both(largest);
+  double sum = 0;
   for (int64_t start = 0; start < n; start += kChunk<A>) {
-    V sums(0);
-    const int64_t stop = std::min(n, start + kChunk<A>);
-    for (int64_t i = start; i < stop; i += V::size()) {
-      const V e = Math<A>::exp(V::loadu(in + i) - top);
-      e.store(out + i);
+    auto sums = both<A>(0);
+    logits.each_pair(start, std::min(n, start + kChunk<A>), [&](int64_t i, const Pair<A>& x) {
+      const auto d = x - top;
+      const Pair<A> e{Math<A>::exp(d.a), Math<A>::exp(d.b)};
+      store_pair(out + i, e);
       sums = sums + e;
-    }
-    A lanes[V::size()];
-    sums.store(lanes);
-    for (const A lane : lanes) total += lane;
+    });
+    sum += total(sums);
   }
-  return total;
+  return sum;
 }
 
 template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t end) {
   const int64_t element = size_of(c.type);
-  const bool in_place = is_chunk<A>(c.type, 1, c.cols);
-  const std::unique_ptr<A[]> buffer(new A[padded<A>(c.cols)]);
+  const bool in_place = c.type == kDtypeOf<A> && c.cols % Pair<A>::kStep == 0;
+  const std::unique_ptr<A[]> buffer(new A[whole_pairs<A>(c.cols)]);
+  ChainLoop<A> quotients;
   for (int64_t row = begin; row < end; ++row) {
     char* y = c.y + row * c.cols * element;
-    A* result = in_place ? reinterpret_cast<A*>(y) : buffer.get();
+    A* exponentials = in_place ? reinterpret_cast<A*>(y) : buffer.get();
     int64_t kept = c.causal_rows ? std::min(c.cols, row % c.causal_rows + 1) : c.cols;
-    const auto [logits, largest] = read_logits(c, row, kept, result);
+    const auto logits = read_logits(c, row, kept, exponentials);
+    const A largest = largest_of(logits, kept);
     if ((c.causal_rows || c.mask_kind != MaskKind::kNone) && largest == kNothing<A>) kept = 0;  // nothing is left
-    const double total = exponentiate(logits, kept, largest, result);
-    for (int64_t start = 0; start < kept; start += kChunk<A>) {
-      const int64_t n = std::min(kChunk<A>, kept - start);
-      scale_chunk(result + start, 1 / total, n);
-      store_chunk<A>(c.type, result + start, n, y + start * element, 1);
-    }
+    quotients.scale = static_cast<A>(1 / exponentiate(logits, kept, largest, exponentials));
+    quotients.a.data = exponentials;
+    quotients.first = {c.type, y};
+    run_values(quotients, kept);
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
   }
 }
 
-template <class A> double dot_chunk(const A* a, const A* b, int64_t n) {
-  using V = Vectorized<A>;
-  constexpr int64_t kStep = V::size();
-  V first(0), second(0);
-  int64_t i = 0;
-  for (; i + 2 * kStep <= n; i += 2 * kStep) {
-    first = at::vec::fmadd(V::loadu(a + i), V::loadu(b + i), first);
-    second = at::vec::fmadd(V::loadu(a + i + kStep), V::loadu(b + i + kStep), second);
-  }
-  for (; i < n; i += kStep) first = at::vec::fmadd(V::loadu(a + i), V::loadu(b + i), first);
-  A lanes[kStep];
-  (first + second).store(lanes);
-  double total = 0;
-  for (const A lane : lanes) total += lane;
-  return total;
+template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
+  constexpr int64_t kStep = Pair<A>::kStep;
+  const int64_t rest = (end - begin) % kStep, whole = end - rest;
+  const auto [sum] = sums_over<A, 1>(
+      whole - begin,
+      [&](int64_t i, auto& sums) { sums[0] = fma(dy.template load<T>(begin + i), y.template load<T>(begin + i), sums[0]); },
+      [](int64_t, auto&) {});
+  return rest ? sum + total(dy.load_part(whole, rest) * y.load_part(whole, rest)) : sum;
 }
 
-template <class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
-  using V = Vectorized<A>;
+// T: the type of dy and y, or AnyType.
+template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int64_t begin, int64_t end) {
+  constexpr int64_t kStep = Pair<A>::kStep;
   const int64_t element = size_of(c.type), dy_element = size_of(c.dy_type);
-  Chunk<A> first, second, third;
-  const auto read = [&](int64_t row, int64_t start, int64_t n) {
-    const int64_t at = row * c.cols + start;
-    return std::pair(read_chunk<A>(c.dy_type, c.dy + at * dy_element, 1, n, first),
-                     read_chunk<A>(c.type, c.y + at * element, 1, n, second));
-  };
   for (int64_t row = begin; row < end; ++row) {
-    double dot = 0;
-    for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
-      const int64_t n = std::min(kChunk<A>, c.cols - start), rest = padded<A>(n) - n;
-      const auto [dy, y] = read(row, start, n);
-      std::fill_n(first + n, rest, A(0));
-      std::fill_n(second + n, rest, A(0));
-      dot += dot_chunk<A>(dy, y, n);
-    }
-    const V dots(static_cast<A>(dot)), scales(static_cast<A>(c.scale));
-    for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
-      const int64_t n = std::min(kChunk<A>, c.cols - start);
-      const auto [dy, y] = read(row, start, n);
-      char* out = c.dx + (row * c.cols + start) * element;
-      A* dx = write_chunk<A>(c.type, out, 1, n, third);
-      zip_chunk<A>(dy, y, dx, n, [&](auto d, auto p) { return (d - dots) * p * scales; });
-      store_chunk<A>(c.type, dx, n, out, 1);
-    }
+    const Source<A> dy{c.dy_type, c.dy + row * c.cols * dy_element}, y{c.type, c.y + row * c.cols * element};
+    const auto dx = Target<A>::streamed(c.type, c.dx + row * c.cols * element, c.streams);
+    double sum = 0;
+    for (int64_t start = 0; start < c.cols; start += kChunk<A>) sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
+    const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
+    const auto gradient = [&](const Pair<A>& d, const Pair<A>& p) { return (d - sums) * p * scales; };
+    int64_t i = 0;
+    for (; i + kStep <= c.cols; i += kStep) dx.template store<T>(i, gradient(dy.template load<T>(i), y.template load<T>(i)));
+    const int64_t rest = c.cols - i;
+    if (rest) dx.store_part(i, rest, gradient(dy.load_part(i, rest), y.load_part(i, rest)));
   }
+  if (c.streams) finish_streams();
 }
 
 }  // namespace
@@ -153,7 +148,11 @@ void softmax(const Softmax& c, int64_t begin, int64_t end) {
 }
 
 void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
-  (c.type == Dtype::kDouble ? softmax_bwd_rows<double> : softmax_bwd_rows<float>)(c, begin, end);
+  if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
+  with_type(c.type, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    softmax_bwd_rows<T, AccOf<T>>(c, begin, end);
+  });
 }
 
 }  // namespace CPU_CAPABILITY
