@@ -79,8 +79,8 @@ template <class F, class T, class A> [[gnu::noinline]] void values(const ChainLo
   }
 }
 
-// Of g = dropout(scale * dy): g f'(a + b) for both operands of a sum, g f'(a b) times the other operand for a product, and g f'(a) b
-// and g f(a) for a gate.
+// Of g = dropout(scale * dy): g f'(a + b) for both operands of a sum, g f'(a b) times the other operand for a product, and
+// g f'(a) b and g f(a) for a gate.
 template <class F, class T, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
   for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
     const auto g = scaled(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);

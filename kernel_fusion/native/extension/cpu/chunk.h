@@ -86,26 +86,39 @@ template <class T, class A> inline void narrow(const A* in, int64_t n, T* out) {
   }
 }
 
-// out[i] = p[i * stride] for i in [0, n), n at most kChunk<A>; the stride in elements.
+// out[i] = in[i * stride] for i in [0, n); the stride in elements.
+template <class T> inline void gather(const T* in, int64_t stride, int64_t n, T* out) {
+  const T first = *in;  // a copy, which no store can change
+  if (stride == 0)
+    for (int64_t i = 0; i < n; ++i) out[i] = first;
+  else
+    for (int64_t i = 0; i < n; ++i) out[i] = in[i * stride];
+}
+
+// The same of elements of a type known at run time, widened to A; n at most kChunk<A>.
 template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* in = static_cast<const T*>(p);
     if (stride == 1) return widen(in, n, out);
     T gathered[kChunk<A>];
-    const int64_t distinct = stride == 0 ? 1 : n;
-    for (int64_t i = 0; i < distinct; ++i) gathered[i] = in[i * stride];
-    widen(gathered, distinct, out);
-    if (stride == 0)
-      for (int64_t i = 1; i < n; ++i) out[i] = out[0];
+    gather(in, stride, n, gathered);
+    widen(gathered, n, out);
   });
 }
 
-// What load_chunk would load: in place where that can be read, or else loaded into `room`.
-template <class A> inline Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
-  if (stride == 1 && Source<A>::reads(dtype)) return {dtype, p};
-  load_chunk(dtype, p, stride, n, room);
-  return {kDtypeOf<A>, room};
+// What load_chunk would load, to be read by a Source: where it lies, or else in `room`; in its own type if Source can read that.
+template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
+  if (!Source<A>::reads(dtype)) {
+    load_chunk(dtype, p, stride, n, room);
+    return {kDtypeOf<A>, room};
+  }
+  if (stride == 1) return {dtype, p};
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    gather(static_cast<const T*>(p), stride, n, reinterpret_cast<T*>(room));
+  });
+  return {dtype, room};
 }
 
 // p[i * stride] = in[i], rounded.
@@ -122,8 +135,8 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold does not
-// matter. One block after the other takes five times as long.
+// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold does
+// not matter. A dropout of 4 million elements takes 3 ms less than with one block after the other.
 constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
 typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
 constexpr unsigned long long kLowerHalf = 0xffffffff;

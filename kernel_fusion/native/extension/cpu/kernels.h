@@ -141,6 +141,8 @@ using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
                            double* sums);
 inline constexpr int64_t kMaxColumns = 512;
+// out[i] = sums[i] / divisor, rounded to the compute type and then to `type`.
+using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type, void* out);
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +201,7 @@ struct Kernels {
   PointwiseColumns* pointwise_bwd_columns;
   ReduceRows* reduce_rows;
   ReduceColumns* reduce_columns;
+  StoreSums* store_sums;
   SoftmaxForwardRows* softmax;
   SoftmaxBackwardRows* softmax_bwd;
 };

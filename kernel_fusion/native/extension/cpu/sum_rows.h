@@ -6,23 +6,14 @@
 
 #include <algorithm>
 
+#include "cpu/cpu_dtype.h"
+#include "cpu/kernels.h"
+
 namespace kf {
 
-// out[i] = sums[i] / divisor for `n` sums, rounded to the compute type and then to that of `out`.
-template <class A, class Out> void store_sums(const double* sums, int64_t n, double divisor, Out* out) {
-  if (divisor == 1.0)  // a division takes longer than all the rest
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(sums[i]));
-  else
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<Out>(static_cast<A>(sums[i] / divisor));
-}
-
 inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor& out, int64_t first) {
-  switch (out.scalar_type()) {
-    case at::kHalf: return store_sums<float>(sums, n, divisor, out.data_ptr<at::Half>() + first);
-    case at::kBFloat16: return store_sums<float>(sums, n, divisor, out.data_ptr<at::BFloat16>() + first);
-    case at::kFloat: return store_sums<float>(sums, n, divisor, out.data_ptr<float>() + first);
-    default: return store_sums<double>(sums, n, divisor, out.data_ptr<double>() + first);
-  }
+  auto* p = static_cast<char*>(out.data_ptr()) + first * static_cast<int64_t>(out.element_size());
+  cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
 // out[first + i] = (sum over r of rows[r * cols + i]) / divisor, in double: of eight rows at a time, and then of these sums.

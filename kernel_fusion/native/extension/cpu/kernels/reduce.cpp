@@ -117,5 +117,21 @@ void reduce_columns(const Reduction& c, int64_t outer, int64_t begin, int64_t en
 
 #undef KF_REDUCE
 
+void store_sums(const double* sums, int64_t n, double divisor, Dtype type, void* out) {
+  with_type(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    using A = AccOf<T>;
+    Chunk<A> rounded;
+    for (int64_t start = 0; start < n; start += kChunk<A>) {
+      const int64_t count = std::min(kChunk<A>, n - start);
+      if (divisor == 1.0)  // a division takes longer than all the rest
+        for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i]);
+      else
+        for (int64_t i = 0; i < count; ++i) rounded.values[i] = static_cast<A>(sums[start + i] / divisor);
+      narrow(rounded.values, count, static_cast<T*>(out) + start);
+    }
+  });
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

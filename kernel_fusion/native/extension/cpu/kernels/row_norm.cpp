@@ -33,7 +33,8 @@ template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
 template <class T> inline double squares_of(const T* x, int64_t n) {
   const auto add = [&](auto v, auto& sum) { sum = fma(v, v, sum); };
   const auto [squares] = sums_over<AccOf<T>, 1>(
-      n, [&](int64_t i, auto& sums) { add(load_pair(x + i), sums[0]); }, [&](int64_t i, auto& sums) { add(load_one(x + i), sums[0]); });
+      n, [&](int64_t i, auto& sums) { add(load_pair(x + i), sums[0]); },
+      [&](int64_t i, auto& sums) { add(load_one(x + i), sums[0]); });
   return squares;
 }
 
@@ -86,10 +87,15 @@ template <class T> Moments moments(const T* x, int64_t n, bool rms) {
     }
     // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
     const auto chunk = deviations_of(x + start, count);
-    if (start == 0) base = chunk.center;
-    const double local = (chunk.center - base) + chunk.rest / static_cast<double>(count);
+    const double rest = chunk.rest / static_cast<double>(count);
+    if (start == 0) {
+      base = chunk.center;
+      mean = rest;
+      squares = chunk.squares;
+      continue;
+    }
     // Chan: join (start elements, mean, squares) and (count elements, local, chunk.squares).
-    const double shift = local - mean, joined = static_cast<double>(start + count);
+    const double local = (chunk.center - base) + rest, shift = local - mean, joined = static_cast<double>(start + count);
     mean += shift * static_cast<double>(count) / joined;
     squares += chunk.squares + shift * shift * static_cast<double>(start) * static_cast<double>(count) / joined;
   }
@@ -218,7 +224,9 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   const auto [x, dy, dx, mean, rstd, sum_g, sum_gx] = row;
   const auto* weight = static_cast<const A*>(c.weight);
   const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), mean_gx = static_cast<A>(sum_gx / c.cols);
-  const auto gradient = [](auto g, auto xhat, auto mean_g, auto mean_gx, auto rstd) { return (g - mean_g - xhat * mean_gx) * rstd; };
+  const auto gradient = [](auto g, auto xhat, auto mean_g, auto mean_gx, auto rstd) {
+    return (g - mean_g - xhat * mean_gx) * rstd;
+  };
   const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
   const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), mean_gxs = both(mean_gx);
   sweep<A>(
@@ -368,7 +376,10 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
   const std::unique_ptr<A[]> buffer(new A[c.cols]);
   for (int64_t row = begin; row < end; ++row) {
     const Source<A> h = make_h(c, s, row, buffer.get());
-    with_acc<A>(h.type, [&](auto* type) { finish_row<A>(c, s, row, static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data)); });
+    with_acc<A>(h.type, [&](auto* type) {
+      using X = std::remove_pointer_t<decltype(type)>;
+      finish_row<A>(c, s, row, static_cast<const X*>(h.data));
+    });
   }
   if (c.streams) finish_streams();
 }
@@ -391,11 +402,12 @@ template <class A>
 const A* load_dz(const Backward& c, const BackwardStages& s, int64_t row, const A* h, A mean, A rstd, A* room) {
   const auto dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row, 0);
   if (!s.activation && c.dy_type == kDtypeOf<A>) return static_cast<const A*>(dy.data);
+  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
   if (!s.activation) convert(dy, {kDtypeOf<A>, room}, c.cols);
   else
     each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
       Chunk<A> z;
-      normalize(h + start, mean, rstd, from(static_cast<const A*>(c.weight), start), from(static_cast<const A*>(s.bias), start), n, z.values);
+      normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, z.values);
       ChainLoop<A> loop;
       loop.activation = s.activation;
       loop.a.data = z;

@@ -113,13 +113,13 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
 }
 
 template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
-  constexpr int64_t kStep = Pair<A>::kStep;
-  const int64_t rest = (end - begin) % kStep, whole = end - rest;
+  const auto at = [end](const Source<A>& source, int64_t i) {
+    return i + Pair<A>::kStep <= end ? source.template load<T>(i) : source.load_part(i, end - i);
+  };
   const auto [sum] = sums_over<A, 1>(
-      whole - begin,
-      [&](int64_t i, auto& sums) { sums[0] = fma(dy.template load<T>(begin + i), y.template load<T>(begin + i), sums[0]); },
+      whole_pairs<A>(end - begin), [&](int64_t i, auto& sums) { sums[0] = fma(at(dy, begin + i), at(y, begin + i), sums[0]); },
       [](int64_t, auto&) {});
-  return rest ? sum + total(dy.load_part(whole, rest) * y.load_part(whole, rest)) : sum;
+  return sum;
 }
 
 // T: the type of dy and y, or AnyType.

@@ -12,12 +12,13 @@ PointwiseLoop pointwise, pointwise_bwd;
 PointwiseColumns pointwise_bwd_columns;
 ReduceRows reduce_rows;
 ReduceColumns reduce_columns;
+StoreSums store_sums;
 SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
 const Kernels kernels{forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd, pointwise_bwd_columns,
-                      reduce_rows, reduce_columns, softmax, softmax_bwd};
+                      reduce_rows, reduce_columns, store_sums, softmax, softmax_bwd};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu
