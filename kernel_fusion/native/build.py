@@ -108,7 +108,7 @@ def built_library(say: Callable[[str], None]) -> Path:
 
 
 def _build(compiler: str, key: str, say: Callable[[str], None]) -> Path:
-    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (under a minute) ...")
+    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (about a minute) ...")
     start = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="kernel_fusion-build-"))
     try:
