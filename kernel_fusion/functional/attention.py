@@ -127,7 +127,8 @@ def attention_scores(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0  # without terms the product is 0
     if normalize:
-        product = _causal_product if causal and _nothing_records(query, key) else _scaled_product
+        in_parts = causal and _fit(query, key) and query.shape[-2] > _PANEL_ROWS and _nothing_records(query, key)
+        product = _causal_product if in_parts else _scaled_product
         return softmax(product(query, key, scale), mask=mask, causal=causal, backend=backend)
     scores = _scaled_product(query, key, scale)
     # The scores are ours alone, so they are masked in place.
@@ -139,7 +140,7 @@ def attention_scores(
 
 
 def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1]:
+    if not _fit(query, key):
         return torch.matmul(query, key.mT)  # PyTorch's error
     q, k, shape = _batched(query, key)
     # beta = 0: the first argument is not read.
@@ -148,8 +149,6 @@ def _scaled_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 def _causal_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """The same without most of what lies above the diagonal, which is left as it was: whatever memory holds."""
-    if query.dim() < 2 or key.dim() < 2 or query.shape[-1] != key.shape[-1] or query.shape[-2] <= _PANEL_ROWS:
-        return _scaled_product(query, key, scale)
     q, k, shape = _batched(query, key)
     scores = q.new_empty(q.shape[0], *shape[-2:])
     for first in range(0, q.shape[1], _PANEL_ROWS):
@@ -158,6 +157,10 @@ def _causal_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
         out = scores[:, rows, cols]
         torch.baddbmm(query.new_empty(()), q[:, rows], k[:, cols].mT, beta=0, alpha=scale, out=out)
     return scores.view(shape)
+
+
+def _fit(query: Tensor, key: Tensor) -> bool:
+    return query.dim() >= 2 and key.dim() >= 2 and query.shape[-1] == key.shape[-1]
 
 
 def _batched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

@@ -30,10 +30,8 @@ _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their i
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
 _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
-_COSTLY = (
-    "gelu",
-    "mish",
-)  # activations whose slopes take so many registers that the bias does not fit beside the weight
+# Activations whose slopes leave no registers for the bias beside the weight.
+_COSTLY = ("gelu", "mish")
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 
@@ -171,8 +169,8 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
             return staged
     # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
     # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
-    # fp32 1.15, afterwards 1.04.
-    # So are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03, afterwards 1.08.
+    # fp32 1.15, afterwards 1.04. So are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03,
+    # afterwards 1.08.
     wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
     ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
@@ -324,7 +322,7 @@ def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device
 
 
 def _max_staged_elements(spec: RowNormSpec, device: Device) -> int:
-    if spec.activation == "mish":
+    if spec.activation == "mish":  # whose slope takes the registers of the others
         return 16
     return _MAX_STAGED_ELEMENTS if spec.has_stages else device.max_elements
 

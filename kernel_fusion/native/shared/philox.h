@@ -24,8 +24,8 @@ struct WideProduct {
   }
 };
 
-// The rounds, on the words of one block, or where Word is a vector on those of several. multiply(word, constant) has twice the width,
-// of which >> 32 is the upper half and Word(...) the lower one.
+// The rounds, on the words of one block, or where Word is a vector on those of several. multiply(word, constant) has twice the
+// width, of which >> 32 is the upper half and Word(...) the lower one.
 template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Multiply multiply) {
   for (unsigned round = 0; round < 7; ++round) {
     const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants
