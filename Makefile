@@ -1,9 +1,10 @@
-# The four commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
+# The commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
 # of constraints.txt, made anew whenever pyproject.toml or constraints.txt changes.
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
 #   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
 #   make lint    ruff and mypy
+#   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
 #
@@ -21,7 +22,7 @@ STAMP := .venv/installed
 # A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
 CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -39,8 +40,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
+
 clean:
-	rm -rf .venv $(RESULTS) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and alone, so that one that is there already is never replaced.
