@@ -7,7 +7,7 @@ made of parts, each of which turns shapes into workloads: bare norms, or operati
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
+PlotKind = Literal["time", "bandwidth", "speedup", "floor", "roofline", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
@@ -121,6 +122,8 @@ class Suite:
         quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
         directions: those measured by default.
         peers, quick_peers: those measured by default and under `--quick`.
+        backends: by device type, those of ours that are measured by default, if not the device's own alone.
+        plots: the kinds of plots that a run draws.
         single_thread: whether a CPU is measured with one thread, too.
         settles_memory: as in `Setup`.
     """
@@ -136,6 +139,8 @@ class Suite:
     directions: tuple[Direction, ...] = DIRECTIONS
     peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = ()
+    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    plots: tuple[PlotKind, ...] = ("time",)
     single_thread: bool = False
     settles_memory: bool = False
 
@@ -222,6 +227,9 @@ _CPU = (
     *((32768, 768), (4096, 4096), (64, 16384), (8, 131072), (200_000, 64)),
 )
 _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
+# Powers of two and what lies halfway between.
+_SWEEP_QUICK = tuple(256 << power for power in range(8))
+_SWEEP = tuple(cols for power in _SWEEP_QUICK for cols in (power, power + power // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
 _BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
 
@@ -237,12 +245,17 @@ def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
     return [_plain(_SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
+def _sweep(lengths: Sequence[int]) -> Shapes:
+    """4096 rows of every length, as published; a fraction of them on a CPU, which takes long for so many bytes."""
+    return lambda device, dtype: [_plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
+
+
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
 _QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
 _HOST_DTYPES = {"cuda": (_BF16,), "cpu": (_FP32,)}
 _CPU_DTYPES = {"cuda": (_FP32, _BF16, _FP16), "cpu": (_FP32, _BF16, _FP16)}
-_FUSED_DTYPES = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
+_FP32_AND_BF16 = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
 _FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
 
 
@@ -275,6 +288,25 @@ def _cpu() -> Suite:
     )
 
 
+def _sweep_suite() -> Suite:
+    """Bandwidth over the length of a row, of all our backends that have kernels for a device."""
+    return Suite(
+        "sweep",
+        "Sweep of row lengths",
+        "kernels",
+        (Norms(_sweep(_SWEEP)),),
+        _FP32_AND_BF16,
+        _QUICK_DTYPES,
+        quick_verbs=NORMS[:1],
+        quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
+        directions=("forward", "backward"),
+        peers=("torch.compile",),
+        backends={"cuda": ("cuda", "triton")},
+        plots=("bandwidth", "speedup"),
+        settles_memory=True,
+    )
+
+
 def _fused_ops() -> Suite:
     plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
     batches = Operations(scores, _scores, batch=(_SCORES_BATCH,))
@@ -284,7 +316,7 @@ def _fused_ops() -> Suite:
         "Fused operations",
         "kernels",
         parts,
-        _FUSED_DTYPES,
+        _FP32_AND_BF16,
         _QUICK_DTYPES,
         quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
         directions=("forward", "backward"),
@@ -300,7 +332,7 @@ def _memory() -> Suite:
         Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
-    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES)
+    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",))
 
 
 _RELU_LAYER_NORM = Suite(
@@ -321,6 +353,7 @@ SUITES = {
         _norms("large", "Large inputs", _fixed(*_LARGE)),
         _norms("odd", "Odd row lengths and strides", _odd),
         _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
+        _sweep_suite(),
         _norms("host", "Host time per call", _host, "host"),
         _cpu(),
         _fused_ops(),

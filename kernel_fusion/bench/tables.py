@@ -16,6 +16,7 @@ from kernel_fusion.bench.columns import (
     Cell,
     Value,
     all_of,
+    bandwidth_columns,
     error_columns,
     improvement,
     median,
@@ -79,6 +80,7 @@ def _time_tables(results: Results, what: str, cells: dict[str, Cell]) -> list[Ta
         return [_contender_table(results, what, *cells.values())]
     return [
         _table(results, what, cells, time_columns(results, cells)),
+        _table(results, f"{what}, bandwidth", cells, bandwidth_columns(results, cells)),
         _table(results, f"{what}, spread", cells, spread_columns(results, cells)),
         _table(results, f"{what}, page faults", cells, page_columns(results, cells)),
     ]
