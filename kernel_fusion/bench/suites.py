@@ -18,6 +18,7 @@ from kernel_fusion.bench.chains import Chain, Operation
 from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
+from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
@@ -250,6 +251,9 @@ def _sweep(lengths: Sequence[int]) -> Shapes:
     return lambda device, dtype: [_plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
 
 
+# Where several of ours have kernels for a device type.
+ALL_BACKENDS = {"cuda": ("cuda", "triton")}
+
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
 _QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
@@ -301,7 +305,7 @@ def _sweep_suite() -> Suite:
         quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
         directions=("forward", "backward"),
         peers=("torch.compile",),
-        backends={"cuda": ("cuda", "triton")},
+        backends=ALL_BACKENDS,
         plots=("bandwidth", "speedup"),
         settles_memory=True,
     )
@@ -363,3 +367,25 @@ SUITES = {
 }
 # Of all suites.
 VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))
+
+# Single workloads, by name: the bare norms, and all operations.
+CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*operations.OPERATIONS, *operations.SCORES)))))
+
+
+def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
+    """The workload of `CASES` called `name`, of so many rows and columns.
+
+    Raises:
+        ValueError: there is none, or not in this dtype.
+    """
+    if name not in CASES:
+        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
+    part: Part = Norms(_fixed(sizes))
+    if name not in NORMS:
+        wanted = next(o for o in (*operations.OPERATIONS, *operations.SCORES) if o.name == name)
+        batch = (_SCORES_BATCH,) if wanted in operations.SCORES else ()
+        part = Operations((wanted,), _fixed((*batch, *sizes)))
+    found = part.workloads("", dtype, name if name in NORMS else part.verbs[0], None)
+    if not found:
+        raise ValueError(f"{name} has no {dtype_name(dtype)}")
+    return found[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine, plot, providers, results, runner, tables
@@ -25,12 +23,15 @@ from kernel_fusion.bench.suites import SUITES, VERBS, PlotKind, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.cli.common import (
+    INTERRUPTED,
     console,
     names,
     parse_dtypes,
+    parse_shape,
     progress_console,
     resolve_backend,
     resolve_device,
+    show,
     split,
 )
 from kernel_fusion.config import BACKENDS
@@ -38,7 +39,6 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.native import loader
 
 _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
-_INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def bench(
@@ -83,7 +83,7 @@ def bench(
         verbs=names(verbs, VERBS, "verb") if verbs else None,
         directions=names(directions, DIRECTIONS, "direction") if directions else None,
         weights=parse_dtypes(weights)[0] if weights else None,
-        shapes=[_parse_shape(text) for text in shape or []],
+        shapes=[parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
         threads=[_parse_threads(text) for text in split(threads)] if threads else None,
     )
@@ -102,7 +102,7 @@ def bench(
     for suite in chosen:
         result = _measure(suite, selection, folder, out)
         failed = {failure.provider for failure in result.failures} - set(PEERS)
-        exit_code = _INTERRUPTED if result.interrupted else 1 if failed else exit_code
+        exit_code = INTERRUPTED if result.interrupted else 1 if failed else exit_code
         if result.interrupted:
             break
     raise typer.Exit(exit_code)
@@ -254,12 +254,7 @@ def _write_and_show(result: Results, plots: Sequence[PlotKind], folder: Path, ou
     paths = [*result.write(folder), tables.write_markdown(result, folder)]
     paths += [] if plot.missing() else plot.plot(result, folder, plots)
     for data in tables.tables(result):
-        table = Table(title=data.title, title_justify="left")
-        for index, column in enumerate(data.columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in data.rows:
-            table.add_row(*row)
-        out.print(table)
+        show(data, out)
     for failure in result.failures:
         out.print(f"NOT MEASURED: {failure}", style="red")
     if result.interrupted:
@@ -279,10 +274,3 @@ def _parse_threads(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint="--threads")
     return int(text)
-
-
-def _parse_shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or not all(map(int, match.groups())):
-        raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
-    return int(match[1]), int(match[2])
