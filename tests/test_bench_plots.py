@@ -119,8 +119,8 @@ def test_memory_has_bars_of_peaks_and_what_was_saved() -> None:
     """Of PyTorch and ours, in MB."""
 
     def trained(provider: str, rows: int, peak: int, saved: int | None) -> Measurement:
-        bytes_ = {"training_memory_bytes": peak * MB, "saved_bytes": None if saved is None else saved * MB}
-        return measured(provider, None, rows, direction="forward+backward", **bytes_)
+        saved_bytes = None if saved is None else saved * MB
+        return measured(provider, None, rows, training_memory_bytes=peak * MB, saved_bytes=saved_bytes)
 
     cells = [trained("pytorch", 32, 6, 4), trained("kf-cuda", 32, 3, 1), trained("kf-cuda", 64, 5, 0)]
     (axes,) = figure(run(*cells), "memory", "layer_norm-memory").axes
@@ -160,7 +160,8 @@ def test_plot_shows_every_contender(tmp_path: Path) -> None:
 
 def test_plot_command_draws_files_again(tmp_path: Path) -> None:
     """Beside the file or elsewhere, as PNG or SVG; host times, which have no floor, as well; the kinds asked for."""
-    host = [replace(m, direction="training forward") for m in (measured("pytorch", 0.01), measured("kf-cuda", 0.2))]
+    times = [measured(name, 0.01 * rows, rows) for name in ("pytorch", "kf-cuda") for rows in (1, 2)]
+    host = [replace(m, direction="training forward") for m in times]
     path = run(*host).write_json(tmp_path)
     assert CliRunner().invoke(app, ["plot", str(path), "--kind", "time"]).exit_code == 0
     assert (tmp_path / "large-layer_norm-training-forward.png").exists()

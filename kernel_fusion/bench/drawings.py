@@ -28,6 +28,7 @@ from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Beyond this ratio of the longest to the shortest time, the shortest could not be told apart on a linear axis.
 _WIDE_RANGE = 8
@@ -56,7 +57,8 @@ def times(axes: Axes, cells: Cells, look: Styles) -> None:
     if over_floor:
         axes.axhline(1.0, color=GREY, linewidth=2, label=FLOOR)
     if shown and max(shown) > _WIDE_RANGE * min(shown):
-        _log_y(axes)
+        axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel("time ÷ floor" if over_floor else "time (µs)")
@@ -98,13 +100,14 @@ def _points(
     return medians
 
 
-def _log_y(axes: Axes) -> None:
+def _plain_ticks(*several: Axis) -> None:
+    """Give logarithmic axes plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    for axis in several:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _time_bars(axes: Axes, cell: dict[str, Measurement], look: Styles) -> None:
@@ -233,9 +236,8 @@ def roofline(axes: Axes, measurements: Sequence[Measurement], look: Styles) -> N
         sizes = sorted({m.bytes_moved / 1e6 for m in measurements if m.bytes_moved} | {fastest * shortest})
         roof = [min(fastest, size / shortest) for size in sizes]
         axes.plot(sizes, roof, color=GREY, linestyle="dashed", label="roof: shortest and fastest floor")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    _log_y(axes)
+    axes.loglog()
+    _plain_ticks(axes.xaxis, axes.yaxis)
     axes.set_xlabel("MB per call")
     axes.set_ylabel("GB/s")
     tidy(axes)

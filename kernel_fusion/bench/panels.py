@@ -86,9 +86,7 @@ def draw(
     legend = {label: handle for handles, labels in labelled for handle, label in zip(handles, labels, strict=True)}
     if legend:
         figure.legend(handles=[*legend.values()], loc="outside lower center", ncols=len(legend), frameon=False)
-    machine = results.about["machine"]
-    title = f"{results.title}: {what}\n{machine.get('gpu', machine['cpu'])}"
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.suptitle(f"{results.title}: {what}\n{results.hardware}", x=0.01, ha="left", fontweight="bold", fontsize=11)
     return figure
 
 
@@ -144,5 +142,7 @@ def bars(axes: Axes, values: Mapping[str, Sequence[float | None]], look: Styles,
         }
         drawn = axes.bar([at for at, _ in known], [height for _, height in known], label=style.label, **shape)
         if len(heights) <= MANY:
-            axes.bar_label(drawn, fmt=texts, padding=2, fontsize=7, rotation=90)
+            # Legible where a line crosses them, too.
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.bar_label(drawn, fmt=texts, padding=2, fontsize=7, rotation=90, bbox=behind, zorder=3)
     axes.margins(y=0.22)

@@ -54,10 +54,11 @@ def _times(results: Results) -> Iterator[Picture]:
 
 
 def _speedups(results: Results) -> Iterator[Picture]:
-    """The same panels, where PyTorch was timed beside others."""
+    """The same panels, where PyTorch was timed beside others in several cells."""
 
     def compared(cells: Cells) -> bool:
-        return any(cell.keys() - {FLOOR, REFERENCE} and REFERENCE in cell for cell in cells.values())
+        others = [cell for cell in cells.values() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}]
+        return len(others) > 1
 
     yield from _by_direction(results, "-speedup", drawings.speedup, lambda m: m.timing is not None, compared)
 
@@ -112,8 +113,8 @@ def _floor_shares(results: Results) -> Iterator[Picture]:
             for provider in mine:
                 if any(provider in cell for cells in columns.values() for cell in cells.values()):
                     found[_place(results, at), shown(provider)] = (provider, columns)
-        if found:
-            rows = max(len(cells) for _, columns in found.values() for cells in columns.values())
+        rows = max((len(cells) for _, columns in found.values() for cells in columns.values()), default=0)
+        if rows > 1:
             width = 2.2 + 0.85 * max(len(columns) for _, columns in found.values())
             size = (width, 0.7 + 0.24 * rows)
             what = f"{group}, % of the floor's speed"
@@ -121,24 +122,25 @@ def _floor_shares(results: Results) -> Iterator[Picture]:
 
 
 def _rooflines(results: Results) -> Iterator[Picture]:
-    """Everything of a run: rows of places, columns of directions."""
+    """Everything of a run, if of several sizes: rows of places, columns of directions."""
     found: dict[tuple[str, str], list[Measurement]] = {}
     for at, place in enumerate(results.places):
         for m in results.measurements:
             if m.place == place and m.gigabytes_per_second:
                 found.setdefault((_place(results, at), m.direction), []).append(m)
-    found = {key: several for key, several in found.items() if any(m.provider == FLOOR for m in several)}
+    sizes = {key: {m.bytes_moved for m in several if m.provider == FLOOR} for key, several in found.items()}
+    found = {key: several for key, several in found.items() if len(sizes[key]) > 1}
     if found:
         yield "roofline", panels.draw(results, "bandwidth under the roof", found, drawings.roofline, (6, 4.2))
 
 
 def _memory(results: Results) -> Iterator[Picture]:
-    """Per group: rows of dtypes, columns of devices. The number of threads changes no bytes."""
+    """Per group: rows of dtypes, columns of devices. Neither the number of threads nor the direction changes them."""
     devices = {place.device: place for place in results.places}
     for group in _groups(results):
         found = {
             (dtype, device if len(devices) > 1 else ""): _only(
-                results.cells(group, dtype, "forward+backward", place), lambda m: m.training_memory_bytes is not None
+                results.cells(group, dtype, None, place), lambda m: m.training_memory_bytes is not None
             )
             for dtype in _dtypes(results, group)
             for device, place in devices.items()

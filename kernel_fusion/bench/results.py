@@ -135,6 +135,12 @@ class Results:
         return self.suite + ("-quick" if self.quick else "")
 
     @property
+    def hardware(self) -> str:
+        """The GPU's name, or the CPU's where none was measured."""
+        facts = self.about["machine"]
+        return str(facts.get("gpu", facts["cpu"]))
+
+    @property
     def providers(self) -> list[str]:
         """The contenders in order: the floor, ours, PyTorch, other peers."""
         names = dict.fromkeys(m.provider for m in self.measurements)

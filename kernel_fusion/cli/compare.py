@@ -1,4 +1,4 @@
-"""`compare` and `plot`: what can be done with the JSON files of `bench` afterwards."""
+"""`compare`, `plot` and `report`: what can be done with the JSON files of `bench` afterwards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kernel_fusion.bench import compare as comparing
 from kernel_fusion.bench import plot as plotting
+from kernel_fusion.bench import report as reporting
 from kernel_fusion.bench import results
 from kernel_fusion.cli.common import console, names, progress_console
 
@@ -58,6 +59,18 @@ def plot(
             console().print(f"{file} has nothing to plot{f' of {kind}' if kind else ''}", soft_wrap=True)
         for path in paths:
             console().print(f"wrote {path}", soft_wrap=True)
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Results of `bench`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Put results into one HTML file: tables, plots, machine, versions, method, commands. It needs no other file."""
+    if reason := plotting.missing():
+        raise typer.BadParameter(reason)
+    runs = [_read(file) for file in files]
+    reporting.write(track(runs, "report", console=progress_console()), output)
+    console().print(f"wrote {output}", soft_wrap=True)
 
 
 def _read(path: Path) -> results.Results:
