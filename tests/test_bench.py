@@ -245,6 +245,17 @@ def test_bench_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
+def test_sweep_on_a_gpu(tmp_path: Path) -> None:
+    """CUDA and Triton kernels side by side, without naming them."""
+    command = ["bench", "sweep", "--quick", "--device", "cuda", "--shape", "512x1024", "--shape", "512x1536"]
+    result = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "sweep-quick.json").read_text())["measurements"]
+    assert {r["provider"] for r in records} == {"floor", "pytorch", "kf-cuda", "kf-triton"}
+    assert (tmp_path / "sweep-quick-layer_norm-bandwidth.png").exists()
+
+
+@pytest.mark.cuda
 def test_a_cpu_beside_a_gpu(tmp_path: Path) -> None:
     """Our kernels of each device, each on its own device alone."""
     command = ["bench", "cpu", "--quick", "--device", "cpu,cuda", "--shape", "256x512", "--output-dir", str(tmp_path)]

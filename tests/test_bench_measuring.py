@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
+from support import TRITON
 from torch import Tensor
 
 from kernel_fusion.bench import check, host, memory, pages, peers, providers, runner, timing
@@ -298,11 +299,11 @@ def test_check_refuses_results_without_a_kernel(monkeypatch: pytest.MonkeyPatch)
 
 def test_triton_kernels_are_counted() -> None:
     """Results of the Triton backend pass the check, and results without a launch of its kernels do not."""
-    assert loader.load(), loader.error()
-    ours = providers.ours("triton")
-    assert not isinstance(checked(ours), str)
-    verdict = checked(replace(providers.ours("cpu"), backend="triton"))
-    assert verdict == "AssertionError: no kernel of backend 'triton' ran: triton unchanged"
+    (inputs,) = NORM.input_sets(torch.device(TRITON.device), 1)
+    ours, others = providers.ours("triton"), replace(providers.ours("eager"), backend="triton")
+    verdicts = check.check(NORM, [ours, others], inputs, 1 << 20)
+    assert not isinstance(verdicts[ours], str)
+    assert verdicts[others] == "AssertionError: no kernel of backend 'triton' ran: triton unchanged"
 
 
 def test_check_compares_rows_spread_over_the_tensor() -> None:

@@ -12,6 +12,7 @@ from bench_support import measured, run
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import plot
+from kernel_fusion.bench.panels import styles
 from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.timing import Timing
 from kernel_fusion.cli import app
@@ -132,10 +133,10 @@ def test_memory_has_bars_of_peaks_and_what_was_saved() -> None:
 
 
 def test_no_two_contenders_look_alike() -> None:
-    """Each has a colour, a marker and a hatch of its own, up to six of them."""
-    from kernel_fusion.bench.panels import styles
-
-    look = [style for name, style in styles(swept()).items() if name != "floor"]
+    """Each has a colour, a marker and a hatch of its own, with two of ours and all peers of the norms."""
+    peers = [measured(name, 1.0) for name in ("liger", "quack", "apex", "flash-attn")]
+    look = [style for name, style in styles(run(*swept().measurements, *peers)).items() if name != "floor"]
+    assert len(look) == 8
     for kind in ("color", "marker", "hatch"):
         assert len({getattr(style, kind) for style in look}) == len(look)
 

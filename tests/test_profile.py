@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CPU, NORM
+from bench_support import NORM
+from support import CPU as TARGET_CPU
+from support import TRITON, Target
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import providers, suites, trace
@@ -65,17 +67,21 @@ def test_every_contender_has_a_trace_and_a_summary(tmp_path: Path) -> None:
 
 
 # One of each family; the vendor's product alone, which has no kernel of ours to show; arguments that are not moved.
-@pytest.mark.parametrize(
-    "case", ["rms_norm", "bias+gelu", "sum_squared, last", "softmax, scale, causal", "attention scores"]
-)
-def test_every_operation_can_be_traced(case: str, tmp_path: Path) -> None:
-    """On the CPU kernels and, but for its compilation, in Triton's interpreter."""
-    assert loader.load(), loader.error()
-    result = profile(case, "--output-dir", str(tmp_path), "--backends", "cpu,triton")
+_CASES = ["rms_norm", "bias+gelu", "sum_squared, last", "softmax, scale, causal", "attention scores"]
+
+
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("target", [TARGET_CPU, TRITON], ids=lambda target: target.backend)
+def test_every_operation_can_be_traced(target: Target, case: str, tmp_path: Path) -> None:
+    """The command itself finds our launches; a product shows none, and needs none."""
+    command = ["profile", case, "--shape", "8x32", "--dtype", "fp32", "--output-dir", str(tmp_path)]
+    options = ["--device", target.device, "--backends", target.backend]
+    result = CliRunner().invoke(app, [*command, *options])
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "triton_profile.json").exists()
-    shown = {launch.name for launch in trace.read(tmp_path / "triton_profile.json", "cpu")}
-    assert any(name.startswith("kernel_fusion::triton_") for name in shown) == (case != "attention scores")
+    launches = trace.read(tmp_path / f"{target.backend}_profile.json", target.device)
+    if case == "attention scores":
+        with pytest.raises(ValueError, match="shows no launch"):
+            trace._ours(launches, target.backend, target.device, tmp_path)
 
 
 def test_cases_are_the_norms_and_all_operations() -> None:
@@ -147,7 +153,7 @@ def test_on_a_gpu_kernels_are_read_and_ours_must_be_among_them(tmp_path: Path) -
 
 def test_triton_kernels_are_known_by_the_names_launched(tmp_path: Path) -> None:
     """Those of this process: what was never launched is nobody's."""
-    trace.make_calls(providers.ours("triton"), NORM, CPU)
+    trace.make_calls(providers.ours("triton"), NORM, torch.device(TRITON.device))
     launches = [Launch("forward", "row_norm_fwd", 1.0), Launch("backward", "row_norm_bwd", 1.0)]
     assert trace._ours(launches, "triton", "cuda", tmp_path) == ["row_norm_fwd", "row_norm_bwd"]
     with pytest.raises(ValueError, match="in forward, but row_norm_other"):

@@ -139,9 +139,10 @@ def bandwidth(axes: Axes, cells: Cells, look: Styles) -> None:
             return None
         return [m.bytes_moved / ms / 1e6 for ms in (timing.median_ms, timing.q1_ms, timing.q3_ms)]
 
+    # Where a size comes twice, there is no way from one point to the next; a ceiling is one all the same.
+    joined = "solid" if len(set(sizes)) == len(sizes) else "none"
     for provider in look:
-        line = "dashed" if provider == FLOOR else "solid"
-        _points(axes, sizes, cells, provider, look, values, line if len(set(sizes)) == len(sizes) else "none")
+        _points(axes, sizes, cells, provider, look, values, "dashed" if provider == FLOOR else joined)
     axes.set_xscale("log", base=2)
     if by_length:
         powers = [length for length in lengths if length & (length - 1) == 0]

@@ -24,9 +24,9 @@ Shown = TypeVar("Shown")  # what a panel shows: cells, or measurements
 GREY = "#999999"
 _ORANGE = "#E69F00"
 _OURS = ("#0072B2", "#56B4E9", "#000000")
-_PEERS = ("#009E73", "#CC79A7", "#D55E00", "#F0E442", "#7F7F00")
-_MARKERS = "sv^DPX"
-_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo")
+_PEERS = ("#009E73", "#CC79A7", "#D55E00", "#7F7F00", "#F0E442")
+_MARKERS = "sv^DPX<>*h"
+_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "|||", "---", "+++", "***")
 # Wider than this, a picture on a page could not be read.
 _MAX_WIDTH, _MAX_HEIGHT = 24.0, 40.0
 # More cells than this leave no room for a number at each.

@@ -147,10 +147,8 @@ def _memory(results: Results) -> Iterator[Picture]:
         }
         found = {key: cells for key, cells in found.items() if cells}
         if found:
-            yield (
-                f"{group}-memory",
-                panels.draw(results, f"{group}, memory", found, drawings.memory, panels.cell_size(found)),
-            )
+            figure = panels.draw(results, f"{group}, memory", found, drawings.memory, panels.cell_size(found))
+            yield f"{group}-memory", figure
 
 
 KINDS: dict[PlotKind, Callable[[Results], Iterator[Picture]]] = {

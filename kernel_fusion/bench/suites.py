@@ -230,7 +230,7 @@ _CPU = (
 _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
 # Powers of two and what lies halfway between.
 _SWEEP_QUICK = tuple(256 << power for power in range(8))
-_SWEEP = tuple(cols for power in _SWEEP_QUICK for cols in (power, power + power // 2))[:-1]
+_SWEEP = tuple(cols for power_of_2 in _SWEEP_QUICK for cols in (power_of_2, power_of_2 * 3 // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
 _BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
 

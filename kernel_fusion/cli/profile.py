@@ -79,12 +79,11 @@ def profile(
     _write_and_show(traces, workload, tables.heading(f"Profile of {case}", about), output_dir, out)
     if target.type == "cuda":
         out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
-        for one in (one for one in traces if one.ours):
-            calls = _command(case, shape, chosen, target, [one.provider])
-            out.print(
-                shlex.join(trace.ncu_command(one, ["python", "-m", "kernel_fusion", *calls, "--no-trace"])),
-                soft_wrap=True,
-            )
+        for one in traces:
+            if one.ours:
+                calls = _command(case, shape, chosen, target, [one.provider])
+                words = trace.ncu_command(one, ["python", "-m", "kernel_fusion", *calls, "--no-trace"])
+                out.print(shlex.join(words), soft_wrap=True)
     raise typer.Exit(exit_code)
 
 
