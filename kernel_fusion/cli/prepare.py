@@ -6,11 +6,12 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
-from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, split
+from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, progress_console, split
 from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, loader
@@ -30,7 +31,7 @@ def warmup(
     out = console()
     target = _target(arch)
     try:
-        sizes = [int(part) for part in split(hidden)]
+        sizes = list(dict.fromkeys(int(part) for part in split(hidden)))
     except ValueError as error:
         raise typer.BadParameter(f"expected numbers with commas, got {hidden!r}", param_hint="--hidden") from error
     names = dtype_names(dtypes)
@@ -41,8 +42,8 @@ def warmup(
     except BuildError as error:
         out.print(f"The C++ extension could not be built: {error}")
         raise typer.Exit(1) from error
-    with out.status(f"Compiling kernels for sm_{target.arch} ..."):
-        count = compile_ahead(sizes, names, target.arch, target.shared_bytes)
+    shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
+    count = sum(compile_ahead([cols], names, target.arch, target.shared_bytes) for cols in shown)
     if not CUBINS.entries():
         out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
         raise typer.Exit(1)

@@ -3,8 +3,8 @@
 One shared library, made of the operators and of the CPU kernels, compiled for the best instruction set of this machine
 and for none in particular; the process picks one. A library built ahead, for machines unknown, has them for every set.
 Built on first use under a file lock, in a temporary folder, and stored by an atomic rename, so that parallel processes
-build once and a killed builder leaves nothing behind that anyone would load. `torch.utils.cpp_extension` would need ninja,
-and its own lock file blocks for ever if a builder is killed.
+build once and a killed builder leaves nothing behind that anyone would load. `torch.utils.cpp_extension` would need
+ninja, and its own lock file blocks for ever if a builder is killed.
 """
 
 from __future__ import annotations
