@@ -1,8 +1,10 @@
-# The four commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
+# The commands of the repository. Each first makes what it needs: a virtual environment in .venv with the versions
 # of constraints.txt, made anew whenever pyproject.toml or constraints.txt changes.
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
 #   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
+#   make coverage  the tests under coverage, those marked slow apart: fails below 95 % of the lines that need no GPU,
+#                and lists those that do
 #   make lint    ruff and mypy
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
@@ -21,7 +23,7 @@ STAMP := .venv/installed
 # A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
 CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
 
-.PHONY: demo test lint clean
+.PHONY: demo test coverage lint clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -34,13 +36,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+coverage: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
+	$(BIN)/python tests/gpu_only_lines.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv $(RESULTS) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(RESULTS) build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and alone, so that one that is there already is never replaced.
