@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from kernel_fusion.backends import select
 from kernel_fusion.backends.cuda import planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.triton import operators
-from kernel_fusion.native import loader
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import build, loader
 
 GPU = torch.device("cuda", 0)
 on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU without the extension")
@@ -81,6 +83,30 @@ def test_triton_takes_over_where_cuda_cannot_run(gpu: pytest.MonkeyPatch) -> Non
     ((names, device),) = taken
     assert device == "CUDA"
     assert {"layer_norm", "softmax", "pointwise", "reduce"} <= set(names)
+
+
+def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
+    """Outside its interpreter it needs a GPU, and tensors that lie on one."""
+    gpu.setattr(select, "triton_is_interpreted", lambda: False)
+    gpu.setattr(torch.xpu, "is_available", lambda: False)
+    assert select._triton_reason(GPU) is None
+    assert "in the interpreter alone" in (select._triton_reason(torch.device("cpu")) or "")
+    assert select._triton_reason(torch.device("xpu")) == "PyTorch sees no xpu device"
+    gpu.setattr(torch.cuda, "is_available", lambda: False)
+    assert select._triton_reason(None) == "PyTorch sees no cuda or xpu device"
+
+
+def test_an_extension_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library for another machine, say, is an error that names it; who needs the library gets what is known."""
+    foreign = tmp_path / "extension.so"
+    foreign.write_text("for another machine")
+    monkeypatch.setattr(build, "built_library", lambda report: foreign)
+    with pytest.raises(BuildError, match=r"extension\.so could not be loaded"):
+        loader._open()
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_error", "for another machine")
+    with pytest.raises(BuildError, match="for another machine"):
+        loader.library()
 
 
 def test_a_device_is_described_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
