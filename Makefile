@@ -3,9 +3,10 @@
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
 #   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
-#   make coverage  the tests under coverage, those marked slow apart: fails below 95 % of the lines that need no GPU,
-#                and lists those that do
+#   make coverage
+#                the tests, those marked slow apart, with the lines they run: fails below 95 % of those that need no GPU
 #   make lint    ruff and mypy
+#   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
 #
@@ -23,7 +24,7 @@ STAMP := .venv/installed
 # A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
 CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
 
-.PHONY: demo test coverage lint clean
+.PHONY: demo test coverage lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -45,8 +46,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
+
 clean:
-	rm -rf .venv $(RESULTS) build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and alone, so that one that is there already is never replaced.

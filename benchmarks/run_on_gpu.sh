@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
-#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [peers] [experiments] [example]     (default: all)
+#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [peers] [profile] [experiments] [example] [report]
+# (default: all); `report` is about what `bench` and `peers` left in OUTPUT_DIR.
 # Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
 set -uo pipefail
 out=$1
 shift
-parts=${*:-tests sanitize bench peers experiments example}
+parts=${*:-tests sanitize bench peers profile experiments example report}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
 python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
@@ -32,15 +33,28 @@ for part in $parts; do
       run bench python3 -m kernel_fusion bench models host memory --device cuda --output-dir "$out"
       run bench-shapes python3 -m kernel_fusion bench large odd few-rows --device cuda --directions forward,backward \
         --output-dir "$out"
+      run bench-sweep python3 -m kernel_fusion bench sweep --device cuda --output-dir "$out"
       run bench-operations python3 -m kernel_fusion bench relu-layernorm fused-ops --device cuda --output-dir "$out"
       run bench-f32-weights python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --weights fp32 \
         --verbs layer_norm --directions forward,backward --output-dir "$out/fp32-weights"
       ;;
     peers)
-      run peers python3 -m kernel_fusion bench large models --device cuda --dtypes bf16 --directions forward,backward \
-        --peers torch.compile,liger,quack --output-dir "$out/peers"
+      run peers python3 -m kernel_fusion bench large models sweep --device cuda --dtypes bf16 --backends cuda,triton \
+        --directions forward,backward --peers torch.compile,liger,quack,flash-attn --output-dir "$out/peers"
+      ;;
+    profile)
+      for case in layer_norm rms_norm; do
+        run "profile-$case" python3 -m kernel_fusion profile $case --device cuda --output-dir "$out/profile-$case"
+      done
       ;;
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
+    report)
+      results=()
+      for suite in models large odd few-rows sweep host relu-layernorm fused-ops memory peers/{large,models,sweep}; do
+        [ -f "$out/$suite.json" ] && results+=("$out/$suite.json")
+      done
+      run report python3 -m kernel_fusion report "${results[@]}" --output "$out/report.html"
+      ;;
     example) run example python3 examples/train_gpt.py --device cuda --output-dir "$out" ;;
   esac
 done

@@ -1,16 +1,18 @@
-"""What the tests of the benchmark harness share: small cases, next to no effort, and providers that are wrong."""
+"""What the tests of the benchmark harness share: small cases, next to no effort, providers that are
+wrong, and results that nobody measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kernel_fusion.bench import providers
 from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.row_norms import RowNorm
-from kernel_fusion.bench.timing import Effort, Setup
+from kernel_fusion.bench.timing import Effort, Setup, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Function, Workload
 from kernel_fusion.testing.oracle import RowNormCase
 
@@ -19,6 +21,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
 CASE = RowNormCase("layer_norm", (48, 96), FP32, weight=FP32, bias=FP32)
 NORM = RowNorm("a", CASE)
 EFFORT = Effort(min_rounds=2, max_rounds=2, max_seconds=0.0, replays=2, host_rounds=2, max_checked=1 << 20)
+ABOUT = {
+    "command": "kernel-fusion bench large",
+    "date": "2026-01-01",
+    "machine": {"device": "cuda", "cpu": "A CPU"},
+    "versions": {"torch": "2"},
+    "peers": {"quack": "absent: ModuleNotFoundError"},
+    "method": {"time": "a clock"},
+}
 
 
 def scaled(name: str, factor: float, backend: str | None = None) -> Provider:
@@ -47,3 +57,17 @@ def setup(*contenders: Provider, directions: Any = DIRECTIONS) -> Setup:
 def empty() -> Results:
     """Results to measure into."""
     return Results("models", "Models", True, {})
+
+
+def measured(provider: str, median_ms: float | None, rows: int = 32, spread: float = 0.001, **more: Any) -> Measurement:
+    """One contender in the cell of `rows` rows, its quartiles `spread` of the median away from it."""
+    timing = None
+    if median_ms is not None:
+        timing = Timing(median_ms, median_ms * (1 - spread), median_ms * (1 + spread), 21, 4)
+    shape = f"{rows}x64", "layer_norm", rows, 64, "bf16", "bf16", "bf16", "contiguous"
+    return replace(Measurement(*shape, "cuda", "forward", provider, "1", timing=timing), **more)
+
+
+def run(*measurements: Measurement) -> Results:
+    """A run with these measurements."""
+    return Results("large", "Large inputs", False, ABOUT, list(measurements))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from kernel_fusion.bench import peers, providers, runner
 from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.workloads import DIRECTIONS
 from kernel_fusion.cli import app
 from kernel_fusion.native import loader
@@ -111,6 +113,24 @@ def test_the_cpu_suite_has_one_thread_and_all(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     records = json.loads((tmp_path / "cpu-quick.json").read_text())["measurements"]
     assert {record["threads"] for record in records} == {1, torch.get_num_threads()}
+
+
+def test_sweep_draws_bandwidth_beside_what_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backends of the suite take part; one that cannot run is named, and is no part of the command."""
+    both = replace(SUITES["sweep"], backends={"cpu": ("cpu", "cuda")})
+    monkeypatch.setitem(SUITES, "sweep", both)
+    command = ["bench", "sweep", "--quick", "--device", "cpu", "--shape", "8x16", "--shape", "8x32"]
+    result = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "kf-cuda: absent: the input is on cpu" in result.output
+    data = json.loads((tmp_path / "sweep-quick.json").read_text())
+    assert data["peers"] == {"kf-cuda": "absent: the input is on cpu"}
+    assert "--backends cpu --shape 8x16" in data["command"]
+    assert {r["provider"] for r in data["measurements"]} == {"floor", "pytorch", "kf-cpu"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"sweep-quick-layer_norm-{name}.png" for name in ("bandwidth", "forward-speedup", "backward-speedup")
+    }
+    assert "| kf-cpu GB/s | PyTorch GB/s | kf-cpu % of floor |" in (tmp_path / "sweep-quick.md").read_text()
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +242,17 @@ def test_bench_on_a_gpu(tmp_path: Path) -> None:
         calls = record["calls_per_iteration"]
         assert calls * read_and_written >= 300e6 or calls == 256
         assert record["percent_of_floor"] > 0, record  # tests beside this one use the same GPU
+
+
+@pytest.mark.cuda
+def test_sweep_on_a_gpu(tmp_path: Path) -> None:
+    """CUDA and Triton kernels side by side, without naming them."""
+    command = ["bench", "sweep", "--quick", "--device", "cuda", "--shape", "512x1024", "--shape", "512x1536"]
+    result = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "sweep-quick.json").read_text())["measurements"]
+    assert {r["provider"] for r in records} == {"floor", "pytorch", "kf-cuda", "kf-triton"}
+    assert (tmp_path / "sweep-quick-layer_norm-bandwidth.png").exists()
 
 
 @pytest.mark.cuda

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
+from support import TRITON
 from torch import Tensor
 
 from kernel_fusion.bench import check, host, memory, pages, peers, providers, runner, timing
@@ -181,6 +182,19 @@ def test_cpu_suite_has_the_published_shapes() -> None:
     assert "portable" in suite.quick().peers
 
 
+def test_sweep_suite_goes_over_the_published_lengths() -> None:
+    """4096 rows of 256 to 32768 elements, fewer on a CPU; every backend that has kernels for the device."""
+    for device, rows in (("cuda", 4096), ("cpu", 512)):
+        sizes = [w.case.shape for w in SUITES["sweep"].workloads(device, [FP32], ["rms_norm"])]
+        assert {size[0] for size in sizes} == {rows}
+        lengths = [size[1] for size in sizes]
+        assert lengths == sorted(lengths)
+        assert (lengths[0], lengths[-1], len(set(lengths))) == (256, 32768, 15)
+        assert {256 << power for power in range(8)} < set(lengths)
+    quick = SUITES["sweep"].quick().workloads("cuda", [FP32], ["layer_norm"])
+    assert [w.case.shape[1] for w in quick] == [256 << power for power in range(8)]
+
+
 def test_weights_have_the_dtype_asked_for() -> None:
     """fp32 parameters beside bf16 data."""
     (workload, *_) = SUITES["large"].workloads("cuda", [BF16], ["layer_norm"], FP32)
@@ -281,6 +295,15 @@ def test_check_refuses_results_without_a_kernel(monkeypatch: pytest.MonkeyPatch)
     assert loader.load(), loader.error()
     monkeypatch.setattr(loader, "launches", lambda counter: 0)
     assert "no kernel of backend 'cpu' ran" in checked(providers.ours("cpu"))
+
+
+def test_triton_kernels_are_counted() -> None:
+    """Results of the Triton backend pass the check, and results without a launch of its kernels do not."""
+    (inputs,) = NORM.input_sets(torch.device(TRITON.device), 1)
+    ours, others = providers.ours("triton"), replace(providers.ours("eager"), backend="triton")
+    verdicts = check.check(NORM, [ours, others], inputs, 1 << 20)
+    assert not isinstance(verdicts[ours], str)
+    assert verdicts[others] == "AssertionError: no kernel of backend 'triton' ran: triton unchanged"
 
 
 def test_check_compares_rows_spread_over_the_tensor() -> None:

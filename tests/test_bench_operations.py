@@ -346,13 +346,15 @@ def test_operations_of_a_shape_share_a_table_and_a_plot(tmp_path: Path) -> None:
     several = [measured(name, p, ms) for name in ("add+relu", "mul+tanh") for p, ms in times.items()]
     about = {"machine": {"device": "cuda", "cpu": "A CPU"}}
     results = Results("fused-ops", "Fused operations", False, about, several)
-    (table,) = tables.tables(results)
-    row = dict(zip(table.columns, table.rows[0], strict=True))
-    assert table.title == "Fused operations: 64x32, f32, forward"
-    expected = {"operation": "add+relu", "MB moved": "1.00", "kf-cuda GB/s": "50", "kf-cuda % of floor": "50%"}
-    assert {name: row[name] for name in expected} == expected
+    made = {t.title: dict(zip(t.columns, t.rows[0], strict=True)) for t in tables.tables(results)}
+    title = "Fused operations: 64x32, f32, forward"
+    assert list(made) == [title, f"{title}, bandwidth"]
+    row, bandwidth = made.values()
     assert (row["speedup"], row["kf-cuda over torch.compile"]) == ("3.00", "1.50")
-    assert [path.name for path in plot.plot(results, tmp_path)] == ["fused-ops-64x32-forward.png"]
+    expected = {"operation": "add+relu", "MB moved": "1.00", "kf-cuda GB/s": "50.0", "kf-cuda % of floor": "50%"}
+    assert {name: bandwidth[name] for name in expected} == expected
+    (path,) = plot.plot(results, tmp_path, ["time", "bandwidth"])  # one size is nothing to draw a bandwidth over
+    assert path.name == "fused-ops-64x32-forward.png"
 
 
 def test_relu_layernorm_writes_a_table_of_contenders_and_bars(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Results of the benchmark harness once they are measured: files read back, tables, comparisons, plots."""
+"""Results of the benchmark harness once they are measured: files read back, tables, comparisons."""
 
 from __future__ import annotations
 
@@ -9,37 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from bench_support import ABOUT, measured, run
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import plot, results, tables
+from kernel_fusion.bench import results, tables
 from kernel_fusion.bench.compare import compare
 from kernel_fusion.bench.results import Failure, Measurement, Results
 from kernel_fusion.bench.timing import Timing
 from kernel_fusion.cli import app
-
-ABOUT = {
-    "command": "kernel-fusion bench large",
-    "date": "2026-01-01",
-    "machine": {"device": "cuda", "cpu": "A CPU"},
-    "versions": {"torch": "2"},
-    "peers": {"quack": "absent: ModuleNotFoundError"},
-    "method": {"time": "a clock"},
-}
-
-
-def measured(provider: str, median_ms: float | None, rows: int = 32, spread: float = 0.001, **more: Any) -> Measurement:
-    """One contender in the cell of `rows` rows, its quartiles `spread` of the median away from it."""
-    timing = None
-    if median_ms is not None:
-        timing = Timing(median_ms, median_ms * (1 - spread), median_ms * (1 + spread), 21, 4)
-    shape = f"{rows}x64", "layer_norm", rows, 64, "bf16", "bf16", "bf16", "contiguous"
-    return replace(Measurement(*shape, "cuda", "forward", provider, "1", timing=timing), **more)
-
-
-def run(*measurements: Measurement) -> Results:
-    """A run with these measurements."""
-    return Results("large", "Large inputs", False, ABOUT, list(measurements))
 
 
 def table(run: Results) -> list[dict[str, str]]:
@@ -247,34 +224,3 @@ def test_a_file_that_holds_no_results_is_refused(content: str, tmp_path: Path) -
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2, result.output
         assert "holds no results of" in " ".join(result.output.replace("│", " ").split())
-
-
-def test_plot_shows_every_contender(tmp_path: Path) -> None:
-    """A picture per verb and direction with the colours of the floor, PyTorch, ours and a peer."""
-    from matplotlib.colors import to_rgb
-    from matplotlib.image import imread
-
-    names = ("floor", "pytorch", "kf-cuda", "apex")
-    cells = [measured(name, 0.01 * at, rows) for rows in (32, 64) for at, name in enumerate(names[:3], 1)]
-    # Of another place, and so in another panel.
-    elsewhere = [replace(measured(name, 0.01 * at), device="cuda:1") for at, name in enumerate(names, 1)]
-    (path,) = plot.plot(run(*cells, *elsewhere, measured("gone", None)), tmp_path)
-    assert path.name == "large-layer_norm-forward.png"
-    pixels = torch.from_numpy(imread(path)[..., :3].copy())
-    assert min(pixels.shape[:2]) > 400
-    for color in ("#999999", "#E69F00", "#0072B2", "#009E73"):
-        shown = (pixels - torch.tensor(to_rgb(color))).abs().amax(-1) < 0.01
-        assert shown.sum() > 100, color
-
-
-def test_plot_command_draws_files_again(tmp_path: Path) -> None:
-    """Beside the file or elsewhere, as PNG or SVG; host times, which have no floor, as well."""
-    host = [replace(m, direction="training forward") for m in (measured("pytorch", 0.01), measured("kf-cuda", 0.2))]
-    path = run(*host).write_json(tmp_path)
-    assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
-    assert (
-        CliRunner().invoke(app, ["plot", str(path), "--format", "svg", "--output-dir", str(tmp_path / "a")]).exit_code
-        == 0
-    )
-    assert (tmp_path / "large-layer_norm-training-forward.png").exists()
-    assert (tmp_path / "a" / "large-layer_norm-training-forward.svg").read_text().count("time (µs)") >= 1

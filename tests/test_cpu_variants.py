@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from support import CPU, call, python, skip_unless_cpu_runs
@@ -10,6 +14,7 @@ from kernel_fusion.native import build, loader
 
 # PyTorch's word for each build; PyTorch itself keeps to the limit too.
 _LIMITS = {"DEFAULT": "default", "AVX2": "avx2", "AVX512": None}
+_BEST = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.mark.slow
@@ -25,6 +30,30 @@ def test_every_build_keeps_the_budgets(variant: str) -> None:
     app(["verify", "--quick", "--device", "cpu"])
     """
     python(code, variant, env={"ATEN_CPU_CAPABILITY": _LIMITS[variant]}, timeout=600)
+
+
+@pytest.mark.slow
+def test_a_library_for_any_processor(tmp_path: Path) -> None:
+    """It has every build, and a process that finds it in the cache builds nothing, whatever its limit."""
+    folder = {"KERNEL_FUSION_CACHE_DIR": str(tmp_path)}
+    python("from kernel_fusion.native import build; build.built_library(print, every_variant=True)", env=folder)
+    (library,) = (tmp_path / "extension").glob("*.so")
+    symbols = subprocess.run(["nm", "--demangle", library], capture_output=True, text=True, check=True).stdout
+    for variant in build.cpu_variants():
+        assert re.search(rf"^[0-9a-f]+ .* kf::cpu::{variant}::kernels$", symbols, re.MULTILINE), variant
+        code = "from kernel_fusion.native import loader; print(loader.cpu_variant())"
+        ran = python(code, env={**folder, "ATEN_CPU_CAPABILITY": _LIMITS[variant]}).stdout.strip()
+        assert ran == min(variant, _BEST, key=build.cpu_variants().index)
+    assert [*(tmp_path / "extension").glob("*.so")] == [library]
+
+
+def test_a_library_of_our_own_has_what_this_processor_can_use() -> None:
+    """Its best build and the portable one, which `use_cpu_variant` chooses from."""
+    assert loader.cpu_variant() == _BEST
+    unused = {*build.cpu_variants()} - {_BEST, "DEFAULT"}
+    for name in unused:
+        with pytest.raises(ValueError, match=f"got '{name}'"):
+            loader.use_cpu_variant(name)
 
 
 def test_a_build_can_be_chosen_for_a_process() -> None:

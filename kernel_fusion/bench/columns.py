@@ -1,6 +1,7 @@
 """The columns of tables: what each shows of a cell, by its title.
 
-Times beside the floor, PyTorch and the peers; how single calls vary, and their page faults; errors and memory.
+Times beside the floor, PyTorch and the peers; bandwidths; how single calls vary, and their page faults; errors and
+memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ def time_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
         add_time(FLOOR)
     for provider in mine:
         add_time(provider)
-        if of_operations(cells):
-            columns |= _bandwidth_columns(provider)
         if FLOOR in providers:
             add_ratio(f"{provider} ÷ floor", [provider], [FLOOR])
     for peer in peers:
@@ -117,23 +116,29 @@ def page_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
     return _fact_columns(results, cells, {"faults": faults, unit: new, f"{unit}, reused memory": reused})
 
 
-def _bandwidth_columns(provider: str) -> dict[str, Value]:
-    """What moves, how fast `provider` moves it, and which share of the floor's speed that is."""
+def bandwidth_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:
+    """What moves, how fast each moves it, and which share of the floor's speed ours reaches; nothing without bytes."""
+    if not any(m.gigabytes_per_second for m in all_of(cells)):
+        return {}
 
-    def of(format: Callable[[Cell, Measurement], str | None]) -> Value:
-        return lambda cell: format(cell, cell[provider]) if provider in cell else None
+    def bandwidth(m: Measurement) -> str | None:
+        return None if m.gigabytes_per_second is None else number(m.gigabytes_per_second)
 
-    def moved(cell: Cell, m: Measurement) -> str | None:
-        return None if m.bytes_moved is None else megabytes(m.bytes_moved)
+    def share(provider: str) -> Value:
+        def value(cell: Cell) -> str | None:
+            ratio = time_ratio(cell, [FLOOR], [provider])
+            return None if ratio is None else f"{ratio:.0%}"
 
-    def bandwidth(cell: Cell, m: Measurement) -> str | None:
-        return None if m.gigabytes_per_second is None else f"{m.gigabytes_per_second:.0f}"
+        return value
 
-    def share(cell: Cell, m: Measurement) -> str | None:
-        ratio = time_ratio(cell, [FLOOR], [provider])
-        return None if ratio is None else f"{ratio:.0%}"
+    def moved(cell: Cell) -> str | None:
+        num_bytes = next(iter(cell.values())).bytes_moved
+        return None if num_bytes is None else megabytes(num_bytes)
 
-    return {"MB moved": of(moved), f"{provider} GB/s": of(bandwidth), f"{provider} % of floor": of(share)}
+    columns: dict[str, Value] = {"MB moved": moved} | _fact_columns(results, cells, {"GB/s": bandwidth})
+    if FLOOR in results.providers:
+        columns |= {f"{p} % of floor": share(p) for p in results.providers if p.startswith(OURS)}
+    return columns
 
 
 def error_columns(results: Results, cells: dict[str, Cell]) -> dict[str, Value]:

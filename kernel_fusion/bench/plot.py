@@ -1,29 +1,26 @@
-"""Plots of results: how many times the floor each contender takes; of a single operation, bars of times.
+"""Plots of results: of which measurements each kind of plot is made, and the pictures as files.
 
-Colours are those of Okabe and Ito, which every kind of colour vision tells apart.
+How a kind is drawn is in `drawings`, what all have in common in `panels`. A kind draws what the results have of it,
+and nothing where they have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import cycle, product
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kernel_fusion.bench import drawings, panels
+from kernel_fusion.bench.columns import shown
+from kernel_fusion.bench.panels import Cells
 from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
-from kernel_fusion.bench.timing import Place
+from kernel_fusion.bench.suites import PlotKind
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Cells = dict[str, dict[str, Measurement]]  # by label, then provider
-
-_GREY, _ORANGE = "#999999", "#E69F00"
-_OURS = ("#0072B2", "#56B4E9", "#000000")
-_PEERS = ("#009E73", "#CC79A7", "#D55E00", "#F0E442", "#7F7F00")
-_MARKERS = "sv^DPX"
-# Beyond this ratio of the longest to the shortest time, the shortest could not be told apart on a linear axis.
-_WIDE_RANGE = 8
+# A name for the file, and the figure.
+Picture = tuple[str, "Figure"]
 
 
 def missing() -> str | None:
@@ -35,146 +32,153 @@ def missing() -> str | None:
     return None
 
 
-def plot(results: Results, folder: Path, suffix: str = "png") -> list[Path]:
-    """Write a plot per verb (of operations: per shape) and direction into `folder`; the paths.
-
-    A plot has a row of panels per dtype, and in it a panel per place. Memory without times is not plotted.
-    """
-    timed = [m for m in results.measurements if m.timing]
-    figures = dict.fromkeys((m.group, m.direction) for m in timed)
+def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None, suffix: str = "png") -> list[Path]:
+    """Write the pictures of `kinds`, by default of all, into `folder`; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [_plot(results, group, direction, folder, suffix) for group, direction in figures]
+    paths = []
+    for name, figure in pictures(results, kinds):
+        paths.append(folder / f"{results.stem}-{name}.{suffix}")
+        figure.savefig(paths[-1])
+    return paths
 
 
-def _plot(results: Results, group: str, direction: str, folder: Path, suffix: str) -> Path:
-    # Not pyplot: a figure of one's own needs no display and leaves no global state.
-    from matplotlib.figure import Figure
-
-    panels = _panels(results, group, direction)
-    dtypes, places = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
-    width, height = _size(list(panels.values()))
-    figure = Figure(figsize=(width * len(places), 1.6 + height * len(dtypes)), layout="constrained", dpi=110)
-    axes = figure.subplots(len(dtypes), len(places), squeeze=False)
-    styles = _styles(results.providers)
-    for (row, dtype), (column, place) in product(enumerate(dtypes), enumerate(places)):
-        panel, cells = axes[row, column], panels.get((dtype, place), {})
-        if _is_of_operations(cells) and len(cells) == 1:
-            _plot_bars(panel, next(iter(cells.values())), styles)
-        else:
-            _plot_cells(panel, cells, styles)
-            _label_cells(panel, cells)
-        panel.set_title(dtype if len(places) == 1 else f"{dtype}, {place}", fontsize=10, loc="left")
-    # By label, since not everybody is in every panel.
-    labelled = [panel.get_legend_handles_labels() for panel in axes.flat]
-    legend = {label: handle for handles, labels in labelled for handle, label in zip(handles, labels, strict=True)}
-    if legend:
-        figure.legend(handles=[*legend.values()], loc="outside lower center", ncols=len(legend), frameon=False)
-    machine = results.about["machine"]
-    title = f"{results.title}: {group}, {direction}, {machine.get('gpu', machine['cpu'])}"
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    path = folder / f"{results.stem}-{group}-{direction.replace(' ', '-')}.{suffix}"
-    figure.savefig(path)
-    return path
+def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Iterator[Picture]:
+    """The pictures of `kinds`, by default of all: of each kind those that the results have something for."""
+    for kind in KINDS if kinds is None else kinds:
+        yield from KINDS[kind](results)
 
 
-def _panels(results: Results, group: str, direction: str) -> dict[tuple[str, Place], Cells]:
-    """By dtype and place, what was measured of a group in a direction."""
-    dtypes = [dtype for name, dtype in results.groups if name == group]
-    found = {(t, place): results.cells(group, t, direction, place) for t, place in product(dtypes, results.places)}
-    return {key: cells for key, cells in found.items() if cells}
+def _times(results: Results) -> Iterator[Picture]:
+    """Per group and direction: rows of dtypes, columns of places."""
+    yield from _by_direction(results, "", drawings.times, lambda m: m.timing is not None)
 
 
-def _size(panels: Sequence[Cells]) -> tuple[float, float]:
-    """Width and height of a panel in inches; operations are many, and their names are long."""
-    count = max(map(len, panels))
-    of_operations = any(map(_is_of_operations, panels))
-    width, height = (0.4, 3.8) if of_operations and count > 1 else (0.7, 2.6)
-    return max(9, 3 + width * count), height
+def _speedups(results: Results) -> Iterator[Picture]:
+    """The same panels, where PyTorch was timed beside others in several cells."""
+
+    def compared(cells: Cells) -> bool:
+        others = [cell for cell in cells.values() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}]
+        return len(others) > 1
+
+    yield from _by_direction(results, "-speedup", drawings.speedup, lambda m: m.timing is not None, compared)
 
 
-def _styles(providers: list[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and label of every provider but the floor, which is the line at 1."""
-    mine, peers = iter(_OURS), iter(_PEERS)
-    styles: dict[str, dict[str, Any]] = {}
-    for marker, provider in zip(cycle(_MARKERS), (p for p in providers if p != FLOOR), strict=False):
-        if provider == REFERENCE:
-            styles[provider] = {"color": _ORANGE, "marker": marker, "label": "PyTorch"}
-        else:
-            color = next(mine if provider.startswith(OURS) else peers, _GREY)
-            styles[provider] = {"color": color, "marker": marker, "label": provider}
-    return styles
+def _by_direction(
+    results: Results,
+    suffix: str,
+    draw: Callable[..., None],
+    wanted: Callable[[Measurement], bool],
+    fits: Callable[[Cells], bool] = bool,
+) -> Iterator[Picture]:
+    for group, direction in dict.fromkeys((m.group, m.direction) for m in results.measurements if wanted(m)):
+        found = {
+            (dtype, _place(results, at)): _only(results.cells(group, dtype, direction, place), wanted)
+            for dtype in _dtypes(results, group)
+            for at, place in enumerate(results.places)
+        }
+        found = {key: cells for key, cells in found.items() if fits(cells)}
+        if found:
+            figure = panels.draw(results, f"{group}, {direction}", found, draw, panels.cell_size(found))
+            yield f"{group}-{direction.replace(' ', '-')}{suffix}", figure
 
 
-def _plot_cells(axes: Axes, cells: Cells, styles: dict[str, dict[str, Any]]) -> None:
-    """Medians with their quartiles, over the floor's median where there is a floor, else in microseconds."""
-    from matplotlib.ticker import LogLocator
-
-    over_floor = any(FLOOR in cell for cell in cells.values())
-    shown: list[float] = []
-    for provider, style in styles.items():
-        points = [
-            (at, *(scale * ms for ms in (timing.median_ms, timing.q1_ms, timing.q3_ms)))
-            for at, cell in enumerate(cells.values())
-            if provider in cell and (timing := cell[provider].timing) and (scale := _scale(cell, over_floor))
-        ]
-        if points:
-            positions, medians, q1, q3 = map(list, zip(*points, strict=True))
-            below = [median - q for median, q in zip(medians, q1, strict=True)]
-            above = [q - median for median, q in zip(medians, q3, strict=True)]
-            # Operations are no series, so no line joins them.
-            line = "none" if _is_of_operations(cells) else "solid"
-            axes.errorbar(positions, medians, yerr=[below, above], linestyle=line, linewidth=1, markersize=7, **style)
-            shown += medians
-    if over_floor:
-        axes.axhline(1.0, color=_GREY, linewidth=2, label="floor")
-    if shown and max(shown) > _WIDE_RANGE * min(shown):
-        axes.set_yscale("log", subs=[])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set_ylabel("time ÷ floor" if over_floor else "time (µs)")
+def _bandwidths(results: Results) -> Iterator[Picture]:
+    """Per verb: rows of dtypes, columns of directions and places. Operations of one shape are no sizes to go over."""
+    for group in _groups(results):
+        found = {
+            (dtype, _joined(direction, _place(results, at))): _only(
+                results.cells(group, dtype, direction, place), lambda m: m.gigabytes_per_second is not None
+            )
+            for dtype in _dtypes(results, group)
+            for direction in results.directions(group, dtype)
+            for at, place in enumerate(results.places)
+        }
+        found = {key: cells for key, cells in found.items() if len(cells) > 1 and not panels.of_operations(cells)}
+        if found:
+            yield f"{group}-bandwidth", panels.draw(results, f"{group}, bandwidth", found, drawings.bandwidth, (6, 3.6))
 
 
-def _is_of_operations(cells: Cells) -> bool:
-    return any(m.operation for cell in cells.values() for m in cell.values())
+def _floor_shares(results: Results) -> Iterator[Picture]:
+    """Per group: a map of PyTorch and each of ours, in rows of places."""
+    mine = [p for p in results.providers if p == REFERENCE or p.startswith(OURS)]
+    for group in _groups(results):
+        found = {}
+        for at, place in enumerate(results.places):
+            columns = {
+                f"{dtype}\n{direction}": results.cells(group, dtype, direction, place)
+                for dtype in _dtypes(results, group)
+                for direction in results.directions(group, dtype)
+            }
+            columns = {name: cells for name, cells in columns.items() if any(FLOOR in cell for cell in cells.values())}
+            for provider in mine:
+                if any(provider in cell for cells in columns.values() for cell in cells.values()):
+                    found[_place(results, at), shown(provider)] = (provider, columns)
+        rows = max((len(cells) for _, columns in found.values() for cells in columns.values()), default=0)
+        if rows > 1:
+            width = 2.2 + 0.85 * max(len(columns) for _, columns in found.values())
+            size = (width, 0.7 + 0.24 * rows)
+            what = f"{group}, % of the floor's speed"
+            yield f"{group}-floor", panels.draw(results, what, found, drawings.floor_shares, size)
 
 
-def _plot_bars(axes: Axes, cell: dict[str, Measurement], styles: dict[str, dict[str, Any]]) -> None:
-    """A bar of the median per contender, the floor among them, with its time and bandwidth."""
-    styles = {FLOOR: {"color": _GREY, "label": FLOOR}} | styles
-    shown = [(styles[p], m.timing.median_ms * 1e3, m) for p, m in cell.items() if m.timing]
-    names = [style["label"] for style, _, _ in shown]
-    bars = axes.bar(names, [time for _, time, _ in shown], color=[style["color"] for style, _, _ in shown], width=0.6)
-    texts = [
-        f"{time:.3g} µs" + (f"\n{m.gigabytes_per_second:.0f} GB/s" if m.bytes_moved else "") for _, time, m in shown
-    ]
-    axes.bar_label(bars, texts, padding=2, fontsize=9)
-    axes.margins(y=0.25)
-    axes.set_ylabel("time (µs)")
-    _tidy(axes)
+def _rooflines(results: Results) -> Iterator[Picture]:
+    """Everything of a run, if of several sizes: rows of places, columns of directions."""
+    found: dict[tuple[str, str], list[Measurement]] = {}
+    for at, place in enumerate(results.places):
+        for m in results.measurements:
+            if m.place == place and m.gigabytes_per_second:
+                found.setdefault((_place(results, at), m.direction), []).append(m)
+    sizes = {key: {m.bytes_moved for m in several if m.provider == FLOOR} for key, several in found.items()}
+    found = {key: several for key, several in found.items() if len(sizes[key]) > 1}
+    if found:
+        yield "roofline", panels.draw(results, "bandwidth under the roof", found, drawings.roofline, (6, 4.2))
 
 
-def _scale(cell: dict[str, Measurement], over_floor: bool) -> float | None:
-    """What turns milliseconds into what is shown; None where the floor is missing."""
-    if not over_floor:
-        return 1e3
-    floor = cell[FLOOR].timing if FLOOR in cell else None
-    return 1 / floor.median_ms if floor else None
+def _memory(results: Results) -> Iterator[Picture]:
+    """Per group: rows of dtypes, columns of devices. Neither the number of threads nor the direction changes them."""
+    devices = {place.device: place for place in results.places}
+    for group in _groups(results):
+        found = {
+            (dtype, device if len(devices) > 1 else ""): _only(
+                results.cells(group, dtype, None, place), lambda m: m.training_memory_bytes is not None
+            )
+            for dtype in _dtypes(results, group)
+            for device, place in devices.items()
+        }
+        found = {key: cells for key, cells in found.items() if cells}
+        if found:
+            figure = panels.draw(results, f"{group}, memory", found, drawings.memory, panels.cell_size(found))
+            yield f"{group}-memory", figure
 
 
-def _label_cells(axes: Axes, cells: Cells) -> None:
-    some = [next(iter(cell.values())) for cell in cells.values()]
-    sizes = [f"{m.rows}×{m.cols}" for m in some]
-    # A shape given by the user is its own name, and that of an operation stands in the title.
-    names = ["" if name == size.replace("×", "x") else f"{name}\n" for name, size in zip(cells, sizes, strict=True)]
-    sizes = ["" if m.operation else size for m, size in zip(some, sizes, strict=True)]
-    labels = [name + size for name, size in zip(names, sizes, strict=True)]
-    axes.set_xticks(range(len(cells)), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
-    _tidy(axes)
+KINDS: dict[PlotKind, Callable[[Results], Iterator[Picture]]] = {
+    "time": _times,
+    "bandwidth": _bandwidths,
+    "speedup": _speedups,
+    "floor": _floor_shares,
+    "roofline": _rooflines,
+    "memory": _memory,
+}
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _groups(results: Results) -> list[str]:
+    return list(dict.fromkeys(group for group, _ in results.groups))
+
+
+def _dtypes(results: Results, group: str) -> list[str]:
+    return [dtype for name, dtype in results.groups if name == group]
+
+
+def _place(results: Results, index: int) -> str:
+    """What a place is called in titles: nothing where there is only one."""
+    return str(results.places[index]) if len(results.places) > 1 else ""
+
+
+def _joined(*names: str) -> str:
+    return ", ".join(name for name in names if name)
+
+
+def _only(cells: Cells, wanted: Callable[[Measurement], bool]) -> Cells:
+    """The cells with what is wanted of them, without those that are then empty."""
+    left = {label: {p: m for p, m in cell.items() if wanted(m)} for label, cell in cells.items()}
+    return {label: cell for label, cell in left.items() if cell}

@@ -135,6 +135,12 @@ class Results:
         return self.suite + ("-quick" if self.quick else "")
 
     @property
+    def hardware(self) -> str:
+        """The GPU's name, or the CPU's where none was measured."""
+        facts = self.about["machine"]
+        return str(facts.get("gpu", facts["cpu"]))
+
+    @property
     def providers(self) -> list[str]:
         """The contenders in order: the floor, ours, PyTorch, other peers."""
         names = dict.fromkeys(m.provider for m in self.measurements)
@@ -275,7 +281,14 @@ def start(
     peers: dict[str, str],
 ) -> Results:
     """Empty results of a run that begins now; `peers` says of each its version, or why it is absent."""
-    about = {
+    return Results(suite.name, suite.title, quick, describe(devices, command, method, peers))
+
+
+def describe(
+    devices: Sequence[torch.device], command: str, method: Mapping[str, str], peers: Mapping[str, str]
+) -> dict[str, Any]:
+    """Where, when and how something that begins now is measured."""
+    return {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(*devices) | {"load_average_at_start": round(load_average(), 2)},
@@ -283,7 +296,6 @@ def start(
         "peers": peers,
         "method": method,
     }
-    return Results(suite.name, suite.title, quick, about)
 
 
 _TIMES = [f.name for f in fields(Timing)]

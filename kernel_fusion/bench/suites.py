@@ -7,7 +7,7 @@ made of parts, each of which turns shapes into workloads: bare norms, or operati
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -18,9 +18,11 @@ from kernel_fusion.bench.chains import Chain, Operation
 from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
+from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
+PlotKind = Literal["time", "bandwidth", "speedup", "floor", "roofline", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
@@ -121,6 +123,8 @@ class Suite:
         quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
         directions: those measured by default.
         peers, quick_peers: those measured by default and under `--quick`.
+        backends: by device type, those of ours that are measured by default, if not the device's own alone.
+        plots: the kinds of plots that a run draws.
         single_thread: whether a CPU is measured with one thread, too.
         settles_memory: as in `Setup`.
     """
@@ -136,6 +140,8 @@ class Suite:
     directions: tuple[Direction, ...] = DIRECTIONS
     peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = ()
+    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    plots: tuple[PlotKind, ...] = ("time",)
     single_thread: bool = False
     settles_memory: bool = False
 
@@ -222,6 +228,9 @@ _CPU = (
     *((32768, 768), (4096, 4096), (64, 16384), (8, 131072), (200_000, 64)),
 )
 _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
+# Powers of two and what lies halfway between.
+_SWEEP_QUICK = tuple(256 << power for power in range(8))
+_SWEEP = tuple(cols for power_of_2 in _SWEEP_QUICK for cols in (power_of_2, power_of_2 * 3 // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
 _BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
 
@@ -237,12 +246,20 @@ def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
     return [_plain(_SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
+def _sweep(lengths: Sequence[int]) -> Shapes:
+    """4096 rows of every length, as published; a fraction of them on a CPU, which takes long for so many bytes."""
+    return lambda device, dtype: [_plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
+
+
+# Where several of ours have kernels for a device type.
+ALL_BACKENDS = {"cuda": ("cuda", "triton")}
+
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _DTYPES = {"cuda": (_BF16, _FP16, _FP32), "cpu": (_FP32, _BF16)}
 _QUICK_DTYPES = {"cuda": (_BF16, _FP32), "cpu": (_FP32,)}
 _HOST_DTYPES = {"cuda": (_BF16,), "cpu": (_FP32,)}
 _CPU_DTYPES = {"cuda": (_FP32, _BF16, _FP16), "cpu": (_FP32, _BF16, _FP16)}
-_FUSED_DTYPES = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
+_FP32_AND_BF16 = {"cuda": (_FP32, _BF16), "cpu": (_FP32, _BF16)}
 _FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
 
 
@@ -275,6 +292,25 @@ def _cpu() -> Suite:
     )
 
 
+def _sweep_suite() -> Suite:
+    """Bandwidth over the length of a row, of all our backends that have kernels for a device."""
+    return Suite(
+        "sweep",
+        "Sweep of row lengths",
+        "kernels",
+        (Norms(_sweep(_SWEEP)),),
+        _FP32_AND_BF16,
+        _QUICK_DTYPES,
+        quick_verbs=NORMS[:1],
+        quick_parts=(Norms(_sweep(_SWEEP_QUICK)),),
+        directions=("forward", "backward"),
+        peers=("torch.compile",),
+        backends=ALL_BACKENDS,
+        plots=("bandwidth", "speedup"),
+        settles_memory=True,
+    )
+
+
 def _fused_ops() -> Suite:
     plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
     batches = Operations(scores, _scores, batch=(_SCORES_BATCH,))
@@ -284,7 +320,7 @@ def _fused_ops() -> Suite:
         "Fused operations",
         "kernels",
         parts,
-        _FUSED_DTYPES,
+        _FP32_AND_BF16,
         _QUICK_DTYPES,
         quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
         directions=("forward", "backward"),
@@ -300,7 +336,7 @@ def _memory() -> Suite:
         Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
-    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES)
+    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",))
 
 
 _RELU_LAYER_NORM = Suite(
@@ -321,6 +357,7 @@ SUITES = {
         _norms("large", "Large inputs", _fixed(*_LARGE)),
         _norms("odd", "Odd row lengths and strides", _odd),
         _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
+        _sweep_suite(),
         _norms("host", "Host time per call", _host, "host"),
         _cpu(),
         _fused_ops(),
@@ -330,3 +367,25 @@ SUITES = {
 }
 # Of all suites.
 VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))
+
+# Single workloads, by name: the bare norms, and all operations.
+CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*operations.OPERATIONS, *operations.SCORES)))))
+
+
+def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
+    """The workload of `CASES` called `name`, of so many rows and columns.
+
+    Raises:
+        ValueError: there is none, or not in this dtype.
+    """
+    if name not in CASES:
+        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
+    part: Part = Norms(_fixed(sizes))
+    if name not in NORMS:
+        wanted = next(o for o in (*operations.OPERATIONS, *operations.SCORES) if o.name == name)
+        batch = (_SCORES_BATCH,) if wanted in operations.SCORES else ()
+        part = Operations((wanted,), _fixed((*batch, *sizes)))
+    found = part.workloads("", dtype, name if name in NORMS else part.verbs[0], None)
+    if not found:
+        raise ValueError(f"{name} has no {dtype_name(dtype)}")
+    return found[0]

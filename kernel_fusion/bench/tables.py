@@ -7,15 +7,17 @@ its own, and times stand side by side in one more.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernel_fusion.bench.columns import (
     INACCURATE,
     Cell,
     Value,
     all_of,
+    bandwidth_columns,
     error_columns,
     improvement,
     median,
@@ -33,6 +35,8 @@ from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Res
 from kernel_fusion.bench.timing import Place
 
 _MISSING = "–"
+# The parts of `Results.about` that have facts by name.
+ABOUT = ("machine", "versions", "peers", "method")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def _time_tables(results: Results, what: str, cells: dict[str, Cell]) -> list[Ta
         return [_contender_table(results, what, *cells.values())]
     return [
         _table(results, what, cells, time_columns(results, cells)),
+        _table(results, f"{what}, bandwidth", cells, bandwidth_columns(results, cells)),
         _table(results, f"{what}, spread", cells, spread_columns(results, cells)),
         _table(results, f"{what}, page faults", cells, page_columns(results, cells)),
     ]
@@ -118,22 +123,30 @@ def _key(provider: str, place: Place) -> str:
 
 def write_markdown(results: Results, folder: Path) -> Path:
     """Write all tables, with where and how they came about and what was not measured; the path."""
-    about = results.about
-    lines = [f"# {results.title}", "", f"`{about['command']}`, {about['date']}", ""]
-    if results.interrupted:
-        lines += ["Interrupted: what was measured until then.", ""]
-    for heading in ("machine", "versions", "peers", "method"):
-        lines += [f"- {key}: {value}" for key, value in about[heading].items()]
+    lines = heading(results.title, results.about, results.interrupted)
     if any(m.inaccurate for m in results.measurements):
         lines += [f"- {INACCURATE} after a time: less accurate than ours must be"]
     for table in tables(results):
-        lines += ["", f"## {table.title}", "", _markdown_row(table.columns)]
-        lines += [_markdown_row(["---", *["---:"] * (len(table.columns) - 1)])]
-        lines += [_markdown_row(row) for row in table.rows]
+        lines += markdown(table)
     lines += ["", "## Not measured", "", *(f"- {failure}" for failure in results.failures)] if results.failures else []
     path = folder / f"{results.stem}.md"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def heading(title: str, about: Mapping[str, Any], interrupted: bool = False) -> list[str]:
+    """The lines that say what follows, and where and how it came about."""
+    lines = [f"# {title}", "", f"`{about['command']}`, {about['date']}", ""]
+    if interrupted:
+        lines += ["Interrupted: what was measured until then.", ""]
+    return lines + [f"- {key}: {value}" for part in ABOUT for key, value in about[part].items()]
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table under its title."""
+    lines = ["", f"## {table.title}", "", _markdown_row(table.columns)]
+    lines += [_markdown_row(["---", *["---:"] * (len(table.columns) - 1)])]
+    return lines + [_markdown_row(row) for row in table.rows]
 
 
 def _table(results: Results, what: str, cells: dict[str, Cell], columns: dict[str, Value]) -> Table | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import typer
 
 from kernel_fusion.cli.bench import bench
-from kernel_fusion.cli.compare import compare, plot
+from kernel_fusion.cli.compare import compare, plot, report
 from kernel_fusion.cli.info import info
 from kernel_fusion.cli.prepare import cache, warmup
+from kernel_fusion.cli.profile import profile
 from kernel_fusion.cli.verify import verify
 
 app = typer.Typer(
@@ -16,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, verify, bench, compare, plot, warmup, cache):
+for command in (info, verify, bench, compare, plot, report, profile, warmup, cache):
     app.command()(command)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine, plot, providers, results, runner, tables
@@ -21,16 +19,19 @@ from kernel_fusion.bench.peers import PEERS, find
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
 from kernel_fusion.bench.row_norms import VERBS as NORMS
-from kernel_fusion.bench.suites import SUITES, VERBS, Suite
+from kernel_fusion.bench.suites import SUITES, VERBS, PlotKind, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.cli.common import (
+    INTERRUPTED,
     console,
     names,
     parse_dtypes,
+    parse_shape,
     progress_console,
     resolve_backend,
     resolve_device,
+    show,
     split,
 )
 from kernel_fusion.config import BACKENDS
@@ -38,7 +39,6 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.native import loader
 
 _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
-_INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def bench(
@@ -63,7 +63,9 @@ def bench(
     weights: Annotated[
         str | None, typer.Option(help="The dtype of weight and bias of bare norms. Default: the input's.")
     ] = None,
-    backends: Annotated[str | None, typer.Option(help="Such as cpu,eager. Default: the device's own.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Such as cuda,triton, side by side. Default: the suite's, or the device's own.")
+    ] = None,
     peers: Annotated[
         str | None, typer.Option(help=f"all, none, or some of {','.join(PEERS)}. Default: the suite's.")
     ] = None,
@@ -75,18 +77,21 @@ def bench(
     devices = [resolve_device(name) for name in dict.fromkeys(split(device) if device else [None])]
     selection = _Selection(
         quick=quick,
+        devices=devices,
+        backends=split(backends) if backends else [],
         dtypes=parse_dtypes(dtypes) if dtypes else None,
         verbs=names(verbs, VERBS, "verb") if verbs else None,
         directions=names(directions, DIRECTIONS, "direction") if directions else None,
         weights=parse_dtypes(weights)[0] if weights else None,
-        shapes=[_parse_shape(text) for text in shape or []],
+        shapes=[parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
         threads=[_parse_threads(text) for text in split(threads)] if threads else None,
     )
     for suite in chosen:
         _check_selection(suite, selection)
-    # Resolving a backend builds the extension, so that no build falls into a measurement.
-    contenders = _contenders(split(backends) if backends else [], devices)
+    for name in selection.backends:
+        if not any(name in BACKENDS and not unavailable_reason(name, one) for one in devices):
+            resolve_backend(name, devices[0])  # says why it runs nowhere
     folder = output_dir or Path("benchmarks", "results", machine.device_slug(*devices))
     out = console()
     if reason := plot.missing():
@@ -95,9 +100,9 @@ def bench(
         out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
     exit_code = 0
     for suite in chosen:
-        result = _measure(suite, selection, contenders, folder, out)
+        result = _measure(suite, selection, folder, out)
         failed = {failure.provider for failure in result.failures} - set(PEERS)
-        exit_code = _INTERRUPTED if result.interrupted else 1 if failed else exit_code
+        exit_code = INTERRUPTED if result.interrupted else 1 if failed else exit_code
         if result.interrupted:
             break
     raise typer.Exit(exit_code)
@@ -105,9 +110,11 @@ def bench(
 
 @dataclass(frozen=True)
 class _Selection:
-    """What of a suite is measured; None, and no shapes, stand for the suite's own."""
+    """What of a suite is measured, and where; None, and no backends or shapes, stand for the suite's own."""
 
     quick: bool
+    devices: Sequence[torch.device]
+    backends: Sequence[str]
     dtypes: Sequence[torch.dtype] | None
     verbs: Sequence[str] | None
     directions: Sequence[Direction] | None
@@ -136,40 +143,37 @@ def _check_selection(suite: Suite, selection: _Selection) -> None:
         raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 
 
-def _contenders(backends: Sequence[str], devices: Sequence[torch.device]) -> dict[torch.device, list[Provider]]:
-    """PyTorch on each device, and ours on those of the backends that run there; one that runs nowhere is an error."""
-    runs = {name: [d for d in devices if name in BACKENDS and not unavailable_reason(name, d)] for name in backends}
-    for name, where in runs.items():
-        if not where:
-            resolve_backend(name, devices[0])  # says why
+def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device, list[Provider]], dict[str, str]]:
+    """PyTorch and ours on each device; and of each of ours that runs on none of them, why."""
+    contenders: dict[torch.device, list[Provider]] = {}
+    absent: dict[str, str] = {}
+    for device in selection.devices:
+        named = selection.backends or suite.backends.get(device.type, ())
+        reasons = {name: unavailable_reason(name, device) for name in named}
+        absent |= {name: f"absent: {reason}" for name, reason in reasons.items() if reason}
+        running: list[str | None] = [name for name, reason in reasons.items() if not reason]
+        # Resolving a backend builds the extension, so that no build falls into a measurement.
+        ours = [providers.ours(resolve_backend(name, device)) for name in running or [None]]
+        contenders[device] = [providers.pytorch(), *ours]
+    present = {provider.name for several in contenders.values() for provider in several}
+    return contenders, {OURS + name: why for name, why in absent.items() if OURS + name not in present}
 
-    def ours(device: torch.device) -> list[Provider]:
-        named: list[str | None] = [name for name in backends if device in runs[name]]
-        return [providers.ours(resolve_backend(name, device)) for name in named or [None]]
 
-    return {device: [providers.pytorch(), *ours(device)] for device in devices}
-
-
-def _measure(
-    suite: Suite,
-    selection: _Selection,
-    contenders: Mapping[torch.device, Sequence[Provider]],
-    folder: Path,
-    out: Console,
-) -> Results:
+def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) -> Results:
     """Measure one suite, write its files and show its tables."""
     suite = suite.quick() if selection.quick else suite
     suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
+    contenders, absent = _contenders(suite, selection)
     setups, states = _setups(suite, selection, contenders)
-    for name, state in states.items():
+    for name, state in (absent | states).items():
         out.print(f"{name}: {state}")
     command = _command(suite, selection, setups, list(states))
     method = runner.describe_method(suite.kind, setups)
-    result = results.start(suite, list(contenders), command, selection.quick, method, states)
+    result = results.start(suite, selection.devices, command, selection.quick, method, absent | states)
     try:
         _run(result, suite, selection, setups, folder)
     finally:
-        _write_and_show(result, folder, out)
+        _write_and_show(result, suite.plots, folder, out)
     return result
 
 
@@ -245,17 +249,12 @@ def _run(result: Results, suite: Suite, selection: _Selection, setups: Sequence[
             result.interrupted = True
 
 
-def _write_and_show(result: Results, folder: Path, out: Console) -> None:
+def _write_and_show(result: Results, plots: Sequence[PlotKind], folder: Path, out: Console) -> None:
     # Files first: whatever happens to the output, what was measured is kept.
     paths = [*result.write(folder), tables.write_markdown(result, folder)]
-    paths += [] if plot.missing() else plot.plot(result, folder)
+    paths += [] if plot.missing() else plot.plot(result, folder, plots)
     for data in tables.tables(result):
-        table = Table(title=data.title, title_justify="left")
-        for index, column in enumerate(data.columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in data.rows:
-            table.add_row(*row)
-        out.print(table)
+        show(data, out)
     for failure in result.failures:
         out.print(f"NOT MEASURED: {failure}", style="red")
     if result.interrupted:
@@ -275,10 +274,3 @@ def _parse_threads(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint="--threads")
     return int(text)
-
-
-def _parse_shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match or not all(map(int, match.groups())):
-        raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
-    return int(match[1]), int(match[2])

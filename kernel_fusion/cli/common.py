@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import TypeVar
@@ -9,14 +10,18 @@ from typing import TypeVar
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kernel_fusion.backends.select import unavailable_reason
+from kernel_fusion.bench import tables
 from kernel_fusion.config import check_backend_name
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
 from kernel_fusion.core.spec import DTYPES, torch_dtype
 
 # Without a terminal rich assumes 80 columns and would cut the tables.
 _PIPE_WIDTH = 200
+
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 Name = TypeVar("Name", bound=str)
 
@@ -74,6 +79,14 @@ def dtype_names(text: str) -> tuple[str, ...]:
     return tuple(name.replace("fp", "f") for name in split(text))
 
 
+def parse_shape(text: str) -> tuple[int, int]:
+    """Rows and columns of a shape such as "512x3000"."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or not all(map(int, match.groups())):
+        raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
+    return int(match[1]), int(match[2])
+
+
 def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
     """Those of `known` that a list with commas names; an error that lists them where one is not among them."""
     by_name = {str(name): name for name in known}
@@ -86,6 +99,16 @@ def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
 def split(text: str) -> list[str]:
     """The parts of a list with commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def show(table: tables.Table, out: Console) -> None:
+    """Print a table of `bench`."""
+    shown = Table(title=table.title, title_justify="left")
+    for index, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if index else "left")
+    for row in table.rows:
+        shown.add_row(*row)
+    out.print(shown)
 
 
 def size(num_bytes: int) -> str:

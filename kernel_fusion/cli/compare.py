@@ -1,4 +1,4 @@
-"""`compare` and `plot`: what can be done with the JSON files of `bench` afterwards."""
+"""`compare`, `plot` and `report`: what can be done with the JSON files of `bench` afterwards."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.bench import compare as comparing
 from kernel_fusion.bench import plot as plotting
+from kernel_fusion.bench import report as reporting
 from kernel_fusion.bench import results
-from kernel_fusion.cli.common import console
+from kernel_fusion.cli.common import console, names, progress_console
 
 
 def compare(
@@ -41,14 +43,34 @@ def compare(
 def plot(
     files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Results of `bench`.")],
     format: Annotated[Literal["png", "svg"], typer.Option(help="Of the pictures.")] = "png",
+    kind: Annotated[
+        str | None, typer.Option(help=f"Some of {','.join(plotting.KINDS)}. Default: all that the results have.")
+    ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Default: beside each file.")] = None,
 ) -> None:
-    """Draw the plots of results again."""
+    """Draw results: times over the floor, bandwidth, speedup, share of the floor, roofline, memory."""
+    kinds = names(kind, plotting.KINDS, "kind of plot") if kind else None
     if reason := plotting.missing():
         raise typer.BadParameter(reason)
-    for file in files:
-        for path in plotting.plot(_read(file), output_dir or file.parent, format):
+    runs = {file: _read(file) for file in files}
+    for file, run in track(runs.items(), "plots", console=progress_console()):
+        paths = plotting.plot(run, output_dir or file.parent, kinds, format)
+        if not paths:
+            console().print(f"{file} has nothing to plot{f' of {kind}' if kind else ''}", soft_wrap=True)
+        for path in paths:
             console().print(f"wrote {path}", soft_wrap=True)
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="Results of `bench`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Put results into one HTML file: tables, plots, machine, versions, method, commands. It needs no other file."""
+    if reason := plotting.missing():
+        raise typer.BadParameter(reason)
+    runs = [_read(file) for file in files]
+    reporting.write(track(runs, "report", console=progress_console()), output)
+    console().print(f"wrote {output}", soft_wrap=True)
 
 
 def _read(path: Path) -> results.Results:

@@ -12,7 +12,6 @@ from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine
 from kernel_fusion.cli.common import CACHES, cache_facts, console, size
 from kernel_fusion.config import BACKENDS, cxx_compiler
-from kernel_fusion.core.cache import EXTENSIONS
 from kernel_fusion.native import build, loader
 
 
@@ -70,5 +69,5 @@ def _built_path() -> str | None:
     compiler = cxx_compiler()
     if compiler is None:
         return None
-    key = build.build_key(compiler)
-    return None if EXTENSIONS.read(key) is None else str(EXTENSIONS.path(key))
+    path = build.kept_library(compiler)
+    return None if path is None else str(path)

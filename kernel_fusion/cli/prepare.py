@@ -6,13 +6,15 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
-from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, split
+from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, progress_console, split
 from kernel_fusion.core.cache import CUBINS
-from kernel_fusion.native import loader
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import build, loader
 
 
 def warmup(
@@ -21,20 +23,27 @@ def warmup(
     arch: Annotated[
         int | None, typer.Option(help="Compute capability, 90 for 9.0. Default: this machine's GPU.")
     ] = None,
+    any_cpu: Annotated[
+        bool, typer.Option("--any-cpu", help="Build the extension for other processors too, as an image needs it.")
+    ] = False,
 ) -> None:
     """Build the extension and compile the CUDA kernels ahead of their first use, with or without a GPU."""
     out = console()
     target = _target(arch)
     try:
-        sizes = [int(part) for part in split(hidden)]
+        sizes = list(dict.fromkeys(int(part) for part in split(hidden)))
     except ValueError as error:
         raise typer.BadParameter(f"expected numbers with commas, got {hidden!r}", param_hint="--hidden") from error
     names = dtype_names(dtypes)
-    if not loader.load():
-        out.print(f"The C++ extension could not be built: {loader.error()}")
-        raise typer.Exit(1)
-    with out.status(f"Compiling kernels for sm_{target.arch} ..."):
-        count = compile_ahead(sizes, names, target.arch, target.shared_bytes)
+    try:
+        if any_cpu:
+            build.built_library(loader.say, every_variant=True)
+        loader.library()
+    except BuildError as error:
+        out.print(f"The C++ extension could not be built: {error}")
+        raise typer.Exit(1) from error
+    shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
+    count = sum(compile_ahead([cols], names, target.arch, target.shared_bytes) for cols in shown)
     if not CUBINS.entries():
         out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
         raise typer.Exit(1)

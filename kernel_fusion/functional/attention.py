@@ -127,7 +127,8 @@ def attention_scores(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0  # without terms the product is 0
     if normalize:
-        in_parts = causal and _fit(query, key) and query.shape[-2] > _PANEL_ROWS and _nothing_records(query, key)
+        # The length comes last: where something records, nothing may depend on it.
+        in_parts = causal and _fit(query, key) and _nothing_records(query, key) and query.shape[-2] > _PANEL_ROWS
         product = _causal_product if in_parts else _scaled_product
         return softmax(product(query, key, scale), mask=mask, causal=causal, backend=backend)
     scores = _scaled_product(query, key, scale)

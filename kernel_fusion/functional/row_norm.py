@@ -50,7 +50,7 @@ def layer_norm(
         activation: applied to the result, likewise.
         weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
         out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
-        backend: "cuda", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
 
     Returns:
         Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input); a row's result
@@ -111,7 +111,7 @@ def rms_norm(
         pre_activation, activation: as for :func:`layer_norm`.
         weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
         out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
-        backend: "cuda", "cpu", "eager", or None for the automatic choice.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:
         Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input).
@@ -191,7 +191,7 @@ def add_layer_norm(
 
     Raises:
         RuntimeError, ValueError, BackendUnavailableError: as for :func:`layer_norm`; RuntimeError where `residual` has
-        another shape than `input`; ValueError where `dropout_p` is no probability.
+            another shape than `input`; ValueError where `dropout_p` is no probability.
 
     Backward is one pass as well: the gradient that arrives at `residual` is added inside it, and dropout and
     pre-activation are computed again.

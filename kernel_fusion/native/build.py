@@ -1,9 +1,10 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no build step by hand.
 
-One shared library, made of the operators and of the CPU kernels compiled once per instruction set; the loader of the
-process picks the set. Built on first use under a file lock, in a temporary folder, and stored by an atomic rename, so
-that parallel processes build once and a killed builder leaves nothing behind that anyone would load. Not
-`torch.utils.cpp_extension`: that needs ninja, and its own lock file blocks for ever if a builder is killed.
+One shared library, made of the operators and of the CPU kernels, compiled for the best instruction set of this machine
+and for none in particular; the process picks one. A library built ahead, for machines unknown, has them for every set.
+Built on first use under a file lock, in a temporary folder, and stored by an atomic rename, so that parallel processes
+build once and a killed builder leaves nothing behind that anyone would load. `torch.utils.cpp_extension` would need
+ninja, and its own lock file blocks for ever if a builder is killed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ _FLAGS = [
 # inline functions share one name, and the linker keeps one of them for all.
 _VARIANTS = (
     {
-        "DEFAULT": [],  # the baseline, without -O3, which would take twice the time to build
+        "DEFAULT": ["-O1"],  # the baseline, for which more would take half as long again to build
         "AVX2": ["-O3", "-mavx2", "-mfma", "-mf16c"],
         "AVX512": ["-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     }
@@ -51,8 +52,14 @@ _VARIANTS = (
 
 
 def cpu_variants() -> list[str]:
-    """The instruction sets that the CPU kernels are compiled for on this architecture."""
+    """The instruction sets that the CPU kernels can be compiled for on this architecture."""
     return list(_VARIANTS)
+
+
+def _own_variants() -> list[str]:
+    """Those that this process has a use for: its best one, within PyTorch's limit, and the portable one."""
+    best = torch.backends.cpu.get_cpu_capability()
+    return [variant for variant in _VARIANTS if variant in ("DEFAULT", best)]
 
 
 def cpu_flags(variant: str) -> list[str]:
@@ -76,18 +83,28 @@ def compiler_version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def build_key(compiler: str) -> str:
-    """What the library depends on: PyTorch, compiler, flags, machine, sources."""
+def _key(compiler: str, variants: Sequence[str]) -> str:
+    """What a library depends on: PyTorch, compiler, flags, machine, sources."""
     sources = [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
-    settings = [torch.__version__, compiler_version(compiler), repr(_FLAGS), repr(_VARIANTS), platform.machine()]
-    return cache.digest(*settings, *sources)
+    flags = repr((_FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
+    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *sources)
 
 
-def built_library(say: Callable[[str], None]) -> Path:
+def kept_library(compiler: str) -> Path | None:
+    """The path of a library in the cache that serves this process, or None."""
+    for variants in (_own_variants(), cpu_variants()):
+        key = _key(compiler, variants)
+        if cache.EXTENSIONS.read(key) is not None:
+            return cache.EXTENSIONS.path(key)
+    return None
+
+
+def built_library(say: Callable[[str], None], *, every_variant: bool = False) -> Path:
     """The path of the library for this PyTorch and machine, built if it is not in the cache.
 
     Args:
         say: called with a line before and after a build.
+        every_variant: with the CPU kernels for other machines too, which takes longer.
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -96,23 +113,24 @@ def built_library(say: Callable[[str], None]) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler was found (looked for $CXX, g++ and clang++)")
     try:
-        key = build_key(compiler)
-        if cache.EXTENSIONS.read(key) is not None:
-            return cache.EXTENSIONS.path(key)
+        if not every_variant and (kept := kept_library(compiler)) is not None:
+            return kept
+        variants = cpu_variants() if every_variant else _own_variants()
+        key = _key(compiler, variants)
         with _lock(cache.EXTENSIONS.path(key), say):
             if cache.EXTENSIONS.read(key) is not None:
                 return cache.EXTENSIONS.path(key)
-            return _build(compiler, key, say)
+            return _build(compiler, key, variants, say)
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"building the extension failed: {error}") from error
 
 
-def _build(compiler: str, key: str, say: Callable[[str], None]) -> Path:
-    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (about a minute) ...")
+def _build(compiler: str, key: str, variants: Sequence[str], say: Callable[[str], None]) -> Path:
+    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (less than a minute) ...")
     start = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="kernel_fusion-build-"))
     try:
-        library = _compile(compiler, folder)
+        library = _compile(compiler, variants, folder)
         stored = cache.EXTENSIONS.write(key, library.read_bytes())
     except BaseException:
         _remove(folder)
@@ -126,7 +144,7 @@ def _build(compiler: str, key: str, say: Callable[[str], None]) -> Path:
     return stored
 
 
-def _units() -> list[tuple[list[Path], list[str]]]:
+def _units(variants: Sequence[str]) -> list[tuple[list[Path], list[str]]]:
     """What is compiled together, and with which flags; the longest first.
 
     PyTorch's headers take most of the time, and several files that include the same ones share it.
@@ -135,7 +153,7 @@ def _units() -> list[tuple[list[Path], list[str]]]:
     operators = sorted({*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")} - {*autograd})
     kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     host = _include_flags()
-    return [(autograd, host), (operators, host), *((kernels, cpu_flags(v)) for v in reversed(cpu_variants()))]
+    return [(operators, host), (autograd, host), *((kernels, cpu_flags(variant)) for variant in variants)]
 
 
 def _include_flags() -> list[str]:
@@ -145,10 +163,10 @@ def _include_flags() -> list[str]:
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
-def _compile(compiler: str, folder: Path) -> Path:
+def _compile(compiler: str, variants: Sequence[str], folder: Path) -> Path:
     """Compile every unit in parallel and link them."""
     objects, commands = [], []
-    for index, (files, flags) in enumerate(_units()):
+    for index, (files, flags) in enumerate(_units(variants)):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_text("".join(f'#include "{file}"\n' for file in files))
         objects.append(out)

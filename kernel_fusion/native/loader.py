@@ -104,10 +104,15 @@ def keep_memory(largest: int | None) -> None:
     library().kf_keep_memory(-1 if largest is None else largest)
 
 
+def say(line: str) -> None:
+    """Tell the user how a build goes."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _open() -> ctypes.CDLL:
     from kernel_fusion.native import build  # here, because filelock alone would double the time of our import
 
-    path = build.built_library(lambda line: print(line, file=sys.stderr, flush=True))
+    path = build.built_library(say)
     try:
         opened = ctypes.CDLL(str(path))
     except OSError as error:

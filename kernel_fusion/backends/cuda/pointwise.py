@@ -18,8 +18,9 @@ _THREADS = 128
 # vectors, 1.03 with 4; gelu+dropout in fp32 1.07 and 1.05.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# What 128 registers a thread allow, which leave room for all that is on its way.
-_MIN_BLOCKS = 4
+# What 128 registers a thread allow, which leave room for all that is on its way; but for both factors' gradients with
+# the bits of dropout beside them, which take up to 168.
+_MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PointwisePlan(Launch):
 
 def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> PointwisePlan:
     """Enough vectors per thread to keep memory busy; fewer where the operands are several."""
-    min_blocks = 1 if spec.acc == "f64" else _MIN_BLOCKS  # fp64 takes what it needs
+    min_blocks = _min_blocks(spec)
     if access.lanes:
         per_block = access.lanes * access.vec
         return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=_MAX_UNROLL, min_blocks=min_blocks)
@@ -43,6 +44,13 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     unroll = min(_MAX_UNROLL, max(_MIN_UNROLL, unroll))
     per_block = _THREADS * access.vec * unroll
     return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=min_blocks)
+
+
+def _min_blocks(spec: PointwiseSpec) -> int:
+    if spec.acc == "f64":
+        return 1  # it takes what it needs
+    both_gradients = spec.dy is not None and spec.combine in ("mul", "gate")
+    return _MIN_BLOCKS_OF_PRODUCTS if both_gradients and spec.dropout else _MIN_BLOCKS
 
 
 def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) -> Source:

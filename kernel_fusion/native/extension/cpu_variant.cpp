@@ -8,10 +8,11 @@
 
 namespace kf::cpu {
 
-// One table per variant, defined by kernels/table.cpp under different settings.
+// One table per variant, defined by kernels/table.cpp under different settings. At address 0 where the library was built
+// without it, for a machine that has no use for it.
 #if defined(__x86_64__)
-namespace AVX512 { extern const Kernels kernels; }
-namespace AVX2 { extern const Kernels kernels; }
+namespace AVX512 { extern const Kernels kernels __attribute__((weak)); }
+namespace AVX2 { extern const Kernels kernels __attribute__((weak)); }
 #endif
 namespace DEFAULT { extern const Kernels kernels; }
 
@@ -21,7 +22,7 @@ namespace {
 struct Variant {
   const char* name;
   const Kernels* kernels;
-  bool supported;  // by this machine
+  bool supported;  // by this machine and this library
 };
 
 // The best one first; the last one runs everywhere.
@@ -30,7 +31,8 @@ const auto& variants() {
   static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const std::array all{Variant{"AVX512", &AVX512::kernels, avx512}, Variant{"AVX2", &AVX2::kernels, avx2},
+  static const std::array all{Variant{"AVX512", &AVX512::kernels, avx512 && &AVX512::kernels},
+                              Variant{"AVX2", &AVX2::kernels, avx2 && &AVX2::kernels},
                               Variant{"DEFAULT", &DEFAULT::kernels, true}};
 #else
   static const std::array all{Variant{"DEFAULT", &DEFAULT::kernels, true}};

@@ -3,10 +3,13 @@
 //
 // There is a loop for each activation, direction and compute type. What else distinguishes chains (dtypes, how the operands are
 // combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are predicted,
-// and a small part of the work of an exponential. Activations that take few instructions themselves have a loop for each dtype.
+// and a small part of the work of an exponential. Activations that take few instructions themselves have loops for *plain* chains
+// too: of one operand or a sum of two, all of one dtype, without dropout, scale or addend.
 #pragma once
 
+#include <bit>
 #include <cstring>
+#include <limits>
 
 #include "chain.h"
 #include "cpu/math.h"
@@ -43,6 +46,20 @@ template <class A> struct ChainLoop {
   }
 };
 
+// What a loop knows when it is compiled. Nothing:
+struct AnyChain {
+  using Type = AnyType;
+  static constexpr bool kPlain = false;
+  static constexpr Combine combine(Combine given) { return given; }
+};
+
+// That its chain is plain, of elements T:
+template <class T, Combine kCombine> struct PlainChain {
+  using Type = T;
+  static constexpr bool kPlain = true;
+  static constexpr Combine combine(Combine) { return kCombine; }
+};
+
 // The argument of the activation.
 template <class A> KF_INLINE Pair<A> combined(Combine combine, const Pair<A>& a, const Pair<A>& b) {
   if (combine == Combine::kAdd) return a + b;
@@ -57,23 +74,44 @@ template <class F, class A> KF_INLINE Pair<A> times_slope(const Pair<A>& g, cons
   return {act::times_slope<F, Math<A>>(g.a, z.a), act::times_slope<F, Math<A>>(g.b, z.b)};
 }
 
+// relu of 16-bit elements and its gradient need no conversions.
+template <class F, class K>
+inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && K::combine(Combine::kFirst) == Combine::kFirst &&
+                                sizeof(typename K::Type) == 2;
+
+// What x has where `by` is above zero or NaN, and zeros.
+template <class T, class A> KF_INLINE void keep_positive(const void* x, const void* by, const Target<A>& y, int64_t n) {
+  using Bits = Vectorized<int16_t>;
+  const Bits zero(0), negative_infinity(std::bit_cast<int16_t>(-std::numeric_limits<T>::infinity()));  // NaN has more bits set
+  for (int64_t i = 0; i < n; i += Bits::size()) {
+    const auto v = Bits::loadu(static_cast<const int16_t*>(by) + i);
+    const auto keep = (v > zero) | ((v > negative_infinity) & (v < zero));
+    y.put(Bits::loadu(static_cast<const int16_t*>(x) + i) & keep, static_cast<int16_t*>(y.data) + i);
+  }
+}
+
 // x * scale of what dropout keeps.
-template <class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, const Pair<A>& x, int64_t i) {
+template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, const Pair<A>& x, int64_t i) {
+  if (K::kPlain) return x;
   const auto y = x * both(c.scale);
   if (!c.kept.data) return y;
   return y & c.kept.template load<A>(i);
 }
 
 // y = dropout(scale * f(a, b)) + addend. By value, so that no store can be taken for a change of the operands.
-template <class F, class T, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
+template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
+  using T = typename K::Type;
+  if constexpr (kOnBits<F, K>)
+    if (!c.second.data) return keep_positive<T>(c.a.data, c.a.data, c.first, n);
+  const Combine combine = K::combine(c.combine);
   for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
     const auto a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
-    if (c.combine != Combine::kFirst) b = c.b.template load<T>(i);
-    auto y = value_of<F>(combined(c.combine, a, b));
-    if (c.combine == Combine::kGate) y = y * b;
-    y = scaled(c, y, i);
-    if (c.addend.data) y = y + c.addend.template load<T>(i);
+    if (combine != Combine::kFirst) b = c.b.template load<T>(i);
+    auto y = value_of<F>(combined(combine, a, b));
+    if (combine == Combine::kGate) y = y * b;
+    y = scaled<K>(c, y, i);
+    if (!K::kPlain && c.addend.data) y = y + c.addend.template load<T>(i);
     c.first.template store<T>(i, y);
     if (c.second.data) c.second.template store<T>(i, y);
   }
@@ -81,17 +119,20 @@ template <class F, class T, class A> [[gnu::noinline]] void values(const ChainLo
 
 // Of g = dropout(scale * dy): g f'(a + b) for both operands of a sum, g f'(a b) times the other operand for a product, and
 // g f'(a) b and g f(a) for a gate.
-template <class F, class T, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
+template <class F, class K, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
+  using T = typename K::Type;
+  if constexpr (kOnBits<F, K>) return keep_positive<T>(c.dy.data, c.a.data, c.first, n);
+  const Combine combine = K::combine(c.combine);
   for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
-    const auto g = scaled(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);
+    const auto g = scaled<K>(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
-    if (c.combine != Combine::kFirst) b = c.b.template load<T>(i);
-    const auto dz = times_slope<F>(c.combine == Combine::kGate ? g * b : g, combined(c.combine, a, b));
+    if (combine != Combine::kFirst) b = c.b.template load<T>(i);
+    const auto dz = times_slope<F>(combine == Combine::kGate ? g * b : g, combined(combine, a, b));
     auto da = dz, db = dz;
-    if (c.combine == Combine::kMul) {
+    if (combine == Combine::kMul) {
       da = dz * b;
       db = a * dz;
-    } else if (c.combine == Combine::kGate) {
+    } else if (combine == Combine::kGate) {
       db = value_of<F>(a) * g;
     }
     if (c.first.data) c.first.template store<T>(i, da);
@@ -108,42 +149,50 @@ KF_CHEAP(leaky_relu) KF_CHEAP(hardswish)
 
 template <class A> using Loop = void(const ChainLoop<A>, int64_t);
 
-// The loops of one activation in one direction, for operands that are all of one type, or of several.
-template <class A> struct LoopsOfTypes {
-  Loop<A> *any, *same[4];  // at the position of the Dtype; null: use `any`
+// The loops of one activation in one direction.
+template <class A> struct LoopsOf {
+  Loop<A>* any;
+  Loop<A>* plain[2][4] = {};  // of one operand and of a sum, at the position of the Dtype; null: use `any`
 };
 
-#define KF_LOOPS(direction)                                                                                           \
-  template <class F, class A> constexpr LoopsOfTypes<A> direction##_of_types() {                                      \
-    if constexpr (!kCheap<F> || std::is_same_v<A, double>)                                                            \
-      return {direction<F, AnyType, A>, {}};                                                                          \
-    else                                                                                                              \
-      return {direction<F, AnyType, A>, {direction<F, c10::Half, A>, direction<F, c10::BFloat16, A>, direction<F, float, A>}}; \
+#define KF_LOOPS(direction)                                                            \
+  template <class F, class A> constexpr LoopsOf<A> loops_of_##direction() {            \
+    LoopsOf<A> loops{direction<F, AnyChain, A>};                                       \
+    if constexpr (kCheap<F> && std::is_same_v<A, float>) {                             \
+      const auto add = [&]<class T>(T) {                                               \
+        constexpr int kType = static_cast<int>(kDtypeOf<T>);                           \
+        loops.plain[0][kType] = direction<F, PlainChain<T, Combine::kFirst>, A>;       \
+        loops.plain[1][kType] = direction<F, PlainChain<T, Combine::kAdd>, A>;         \
+      };                                                                               \
+      add(float{}), add(c10::BFloat16{}), add(c10::Half{});                            \
+    }                                                                                  \
+    return loops;                                                                      \
   }
 KF_LOOPS(values)
 KF_LOOPS(gradients)
 #undef KF_LOOPS
 
-template <class A> using ChainLoops = LoopsOfTypes<A>[];
-#define KF_VALUES(name) values_of_types<act::name, A>(),
+template <class A> using ChainLoops = LoopsOf<A>[];
+#define KF_VALUES(name) loops_of_values<act::name, A>(),
 template <class A> inline constexpr ChainLoops<A> kValues = {KF_ACTIVATIONS(KF_VALUES)};
 #undef KF_VALUES
-#define KF_GRADIENTS(name) gradients_of_types<act::name, A>(),
+#define KF_GRADIENTS(name) loops_of_gradients<act::name, A>(),
 template <class A> inline constexpr ChainLoops<A> kGradients = {KF_ACTIVATIONS(KF_GRADIENTS)};
 #undef KF_GRADIENTS
 
-template <class A> Loop<A>* loop_for(const LoopsOfTypes<A>& loops, ChainLoop<A>& c) {
+template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, ChainLoop<A>& c) {
   const Dtype type = c.a.type;
-  bool same = true;
-  c.each_source([&](const Source<A>& source) { same = same && (source.type == type || &source == &c.kept); });
-  c.each_target([&](const Target<A>& target) { same = same && target.type == type; });
-  Loop<A>* found = same ? loops.same[static_cast<int>(type)] : nullptr;
+  const bool sum = c.combine == Combine::kAdd;
+  bool plain = (sum || c.combine == Combine::kFirst) && c.scale == 1 && !c.kept.data && !c.addend.data;
+  c.each_source([&](const Source<A>& source) { plain = plain && source.type == type; });
+  c.each_target([&](const Target<A>& target) { plain = plain && target.type == type; });
+  Loop<A>* found = plain ? loops.plain[sum][static_cast<int>(type)] : nullptr;
   return found ? found : loops.any;
 }
 
 // Runs a loop over n elements. Those beyond the last whole pair are copied into whole pairs: every element passes through the same
 // instructions, and has the same bits wherever it lies.
-template <class A> [[gnu::noinline]] void run(const LoopsOfTypes<A>& loops, ChainLoop<A> c, int64_t n) {
+template <class A> [[gnu::noinline]] void run(const LoopsOf<A>& loops, ChainLoop<A> c, int64_t n) {
   constexpr int64_t kStep = Pair<A>::kStep;
   const auto loop = loop_for(loops, c);
   const int64_t whole = n / kStep * kStep, rest = n - whole;

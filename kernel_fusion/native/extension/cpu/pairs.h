@@ -199,7 +199,7 @@ template <class A> struct Target {
     std::memcpy(static_cast<char*>(data) + i * size_of(type), copy, count * size_of(type));
   }
 
- private:
+  // A whole vector, as it is.
   template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {
     if (streams) stream(v, p);
     else v.store(p);

@@ -1,0 +1,77 @@
+"""The documentation site: `make docs` builds these pages, and the three of the repository's root, with Sphinx.
+
+Every page is plain Markdown that a forge renders as well, and links between pages and to sources are the same in both
+places; so the source folder is the repository's root. What Sphinx needs besides is made here, while it reads: the table
+of contents from the lists of docs/README.md, the options of the command line from the commands themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+from sphinx.application import Sphinx
+from typer.cli import get_docs_for_click
+
+import kernel_fusion
+from kernel_fusion.cli import app as command_line
+
+project = "kernel_fusion"
+version = release = kernel_fusion.__version__
+root_doc = "docs/README"
+include_patterns = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"]
+exclude_patterns = [".*", "benchmarks", "build", "demo-results", "docs/_build", "examples", "kernel_fusion", "tests"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes of a tuple are documented once
+napoleon_use_param = False  # several arguments may share a line, in signatures and descriptions alike
+napoleon_use_rtype = False
+default_role = "literal"
+
+html_theme = "furo"
+html_title = f"kernel_fusion {version}"
+html_copy_source = False
+html_show_copyright = False
+# A site begins at its index.html.
+templates_path = ["templates"]
+html_additional_pages = {"index": "index.html"}
+
+# Names in annotations that have no page here: PyTorch's, Python's, and our abbreviations of types.
+nitpick_ignore_regex = [("py:.*", r"(torch|collections)\..*|Tensor|.*\._(Shape|Dims)")]
+
+_OPTIONS = "<!-- the options of every command -->"
+
+
+def _add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turn each list of links of the first page into a part of the table of contents, under the list's heading."""
+    if docname != root_doc:
+        return
+    for heading, body in re.findall(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", source[0], re.MULTILINE | re.DOTALL):
+        links = re.findall(r"^- \[(.+?)\]\(([\w./]+\.md)\)", body, re.MULTILINE)
+        if links:
+            entries = "\n".join(f"{text} <{page}>" for text, page in links)
+            source[0] += f"\n```{{toctree}}\n:caption: {heading}\n:hidden:\n\n{entries}\n```\n"
+
+
+def _add_options(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Write out the help of every command where a page asks for it."""
+    if _OPTIONS in source[0]:
+        command = typer.main.get_command(command_line)
+        commands = command.commands.values()  # type: ignore[attr-defined]
+        context = typer.Context(command)
+        texts = [get_docs_for_click(obj=c, ctx=context, indent=1, call_prefix="kernel-fusion") for c in commands]
+        source[0] = source[0].replace(_OPTIONS, "\n".join(texts))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the above."""
+    app.connect("source-read", _add_contents)
+    app.connect("source-read", _add_options)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,117 @@
+"""`profile`: Chrome traces of one norm or operation, by PyTorch and by our backends, and a summary of them.
+
+Each trace is written as soon as it is taken, so Ctrl-C keeps those before.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from kernel_fusion.backends.select import unavailable_reason
+from kernel_fusion.bench import providers, results, tables, timing, trace
+from kernel_fusion.bench.providers import Provider
+from kernel_fusion.bench.suites import ALL_BACKENDS, case_workload
+from kernel_fusion.bench.trace import Trace
+from kernel_fusion.bench.workloads import Workload
+from kernel_fusion.cli.common import (
+    INTERRUPTED,
+    console,
+    parse_dtypes,
+    parse_shape,
+    progress_console,
+    resolve_backend,
+    resolve_device,
+    show,
+    split,
+)
+from kernel_fusion.core.spec import dtype_name
+
+
+def profile(
+    case: Annotated[
+        str, typer.Argument(help="layer_norm, rms_norm, or an operation of the suite fused-ops, such as bias+gelu.")
+    ],
+    shape: Annotated[str, typer.Option(help="RxN.")] = "4096x1024",
+    dtype: Annotated[str | None, typer.Option(help="Default: bf16 on a GPU, fp32 on a CPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: the GPU, if any.")] = None,
+    backends: Annotated[str | None, typer.Option(help="Such as cuda,triton. Default: all with kernels there.")] = None,
+    no_trace: Annotated[
+        bool, typer.Option("--no-trace", help="Only make the calls of ours, for a profiler of your own, such as ncu.")
+    ] = False,
+    output_dir: Annotated[Path, typer.Option(help="Where the traces go.")] = Path("profiles"),
+) -> None:
+    """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
+    target = resolve_device(device)
+    chosen = parse_dtypes(dtype)[0] if dtype else torch.float32 if target.type == "cpu" else torch.bfloat16
+    try:
+        workload = case_workload(case, parse_shape(shape), chosen)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    out = console()
+    mine = [providers.ours(name) for name in _backends(split(backends) if backends else [], target, out)]
+    if no_trace:
+        for provider in mine:
+            trace.make_calls(provider, workload, target)
+            out.print(f"{provider.name}: made the calls of {workload}")
+        return
+    command = _command(case, shape, chosen, target, mine)
+    about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
+    traces: list[Trace] = []
+    exit_code = 0
+    try:
+        for provider in track([providers.pytorch(), *mine], "traces", console=progress_console()):
+            try:
+                traces.append(trace.record(provider, workload, target, output_dir))
+            except Exception as error:  # whatever it is, it speaks against this contender alone
+                out.print(f"NOT TRACED: {provider.name}: {timing.reason(error)}", style="red")
+                exit_code = 1
+    except KeyboardInterrupt:
+        out.print("Interrupted: this is what was traced until then.")
+        exit_code = INTERRUPTED
+    _write_and_show(traces, workload, tables.heading(f"Profile of {case}", about), output_dir, out)
+    if target.type == "cuda":
+        out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
+        for one in traces:
+            if one.ours:
+                calls = _command(case, shape, chosen, target, [one.provider])
+                words = trace.ncu_command(one, ["python", "-m", "kernel_fusion", *calls, "--no-trace"])
+                out.print(shlex.join(words), soft_wrap=True)
+    raise typer.Exit(exit_code)
+
+
+def _backends(named: list[str], device: torch.device, out: Console) -> list[str]:
+    """Those named, or all that have kernels for the device and can run; the device's own if there are none."""
+    if named:
+        return [resolve_backend(name, device) for name in named]
+    reasons = {name: unavailable_reason(name, device) for name in ALL_BACKENDS.get(device.type, ())}
+    for name, reason in reasons.items():
+        if reason:
+            out.print(f"{name}: absent: {reason}")
+    return [name for name, reason in reasons.items() if not reason] or [resolve_backend(None, device)]
+
+
+def _command(case: str, shape: str, dtype: torch.dtype, device: torch.device, ours: list[Provider]) -> list[str]:
+    """The words after `kernel-fusion` that trace the same again, every default written out."""
+    backends = ",".join(str(provider.backend) for provider in ours)
+    options = {"--shape": shape, "--dtype": dtype_name(dtype), "--device": str(device), "--backends": backends}
+    return ["profile", case, *(word for option in options.items() for word in option)]
+
+
+def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str], folder: Path, out: Console) -> None:
+    """Print a summary of each trace, and write all of them beside the traces."""
+    summaries = [trace.summary(one, workload) for one in traces]
+    for one, summary in zip(traces, summaries, strict=True):
+        show(summary, out)
+        out.print(f"wrote {one.path}", soft_wrap=True)
+    if summaries:
+        path = folder / "profile.md"
+        path.write_text("\n".join([*heading, *(line for each in summaries for line in tables.markdown(each))]) + "\n")
+        out.print(f"wrote {path}", soft_wrap=True)

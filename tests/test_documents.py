@@ -1,0 +1,99 @@
+"""What the documents show is true: their Python runs, their links and paths lead somewhere, their commands exist.
+
+`make docs` is what builds the site; here is what Sphinx does not see.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+from inspect import ismodule
+
+import pytest
+import typer
+from support import CPU, ROOT
+
+import kernel_fusion as kf
+from kernel_fusion.cli import app
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+README = PAGES["README.md"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+def with_blocks(language: str) -> list[str]:
+    """The pages that have such blocks."""
+    return [page for page in PAGES if blocks(page, language)]
+
+
+def test_readme_runs_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its Python runs on the CPU kernels, and what it prints says so."""
+    with CPU.ran(forward=None, backward=None):
+        test_python_blocks_run("README.md")
+    assert capsys.readouterr().out.startswith("backend: cpu\n")
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_python_blocks_run(page: str) -> None:
+    """Every block runs as it stands."""
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", with_blocks("pycon"))
+def test_sessions_print_what_they_say(page: str) -> None:
+    """The sessions of a page are one, and its results are those shown."""
+    session = doctest.DocTestParser().get_doctest("\n".join(blocks(page, "pycon")), {}, page, page, 0)
+    assert doctest.DocTestRunner().run(session).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Every relative link names a file of the repository, every anchor a heading."""
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)", prose)
+    assert links, f"{page} has no relative links"
+    for path, anchor in links:
+        target = (ROOT / page).parent / path
+        assert target.is_file(), f"{page} links to {path}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{path} has no #{anchor}"
+
+
+def test_map_is_of_this_tree() -> None:
+    """Every path in the map of the tree exists."""
+    (tree,) = blocks("README.md", "text")
+    missing = [line.split()[0] for line in tree.splitlines() if not (ROOT / line.split()[0]).exists()]
+    assert not missing
+
+
+def test_commands_exist() -> None:
+    """Every `make` target and `kernel-fusion` command that the README names, or a page shows to be typed, exists."""
+    shown = "\n".join([README, *(block for page in with_blocks("sh") for block in blocks(page, "sh"))])
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", shown, re.MULTILINE)) <= targets
+    commands = set(re.findall(r"(?:^|`)kernel-fusion ([a-z]+)", shown, re.MULTILINE))
+    assert commands <= set(typer.main.get_command(app).commands)
+
+
+def test_tables_name_everything() -> None:
+    """Every verb, every module and every activation is in the README."""
+    verbs = [f"kf.{name}" for name in kf.functional.__all__ if name != "NormOutput"]
+    modules = [f"kf.{name}" for name in kf.nn.__all__]
+    missing = [name for name in (*verbs, *modules, *kf.ACTIVATIONS) if f"`{name}`" not in README]
+    assert not missing
+
+
+def test_reference_has_every_public_name() -> None:
+    """Each function, class and value of the package has its entry, and each module of names is there as a whole."""
+    text = "\n".join(PAGES.values())
+    entries = re.findall(r"^\.\. (?:auto(?:function|class):: |py:data:: kernel_fusion\.)(\w+)$", text, re.MULTILINE)
+    assert sorted(entries) == sorted(name for name in kf.__all__ if not ismodule(getattr(kf, name)))
+    modules = re.findall(r"^\.\. automodule:: kernel_fusion\.([\w.]+)$", text, re.MULTILINE)
+    assert sorted(modules) == sorted(["errors", "ops", "kernels", *(f"kernels.{name}" for name in kf.kernels.__all__)])
