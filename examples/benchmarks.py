@@ -90,7 +90,7 @@ def main() -> None:
     found = measure(wanted.shape or ["256x1024", "1024x1024"], DTYPES[wanted.dtype], wanted.device)
     paths = [*found.write(wanted.output_dir), tables.write_markdown(found, wanted.output_dir)]
     print(paths[-1].read_text())
-    print(*(paths if plot.missing() else [*paths, *plot.plot(found, wanted.output_dir)]), sep="\n")
+    print(*(paths if plot.missing() else [*paths, *plot.plot(found, wanted.output_dir, ["time"])]), sep="\n")
     if found.failures:
         sys.exit("FAILED: " + "; ".join(map(str, found.failures)))
 
