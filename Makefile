@@ -3,6 +3,8 @@
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
 #   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
+#   make coverage
+#                the tests, those marked slow apart, with the lines they run: fails below 95 % of those that need no GPU
 #   make lint    ruff and mypy
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
@@ -22,7 +24,7 @@ STAMP := .venv/installed
 # A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
 CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test coverage lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -35,6 +37,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+coverage: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
+	$(BIN)/python tests/gpu_only_lines.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -44,7 +50,7 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
 
 clean:
-	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and alone, so that one that is there already is never replaced.

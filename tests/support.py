@@ -7,6 +7,7 @@ native extension before and after: a result that came through a fallback fails, 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -143,6 +144,13 @@ def skip_unless_cpu_runs(variant: str) -> None:
     known, best = build.cpu_variants(), torch.backends.cpu.get_cpu_capability()
     if best in known and known.index(variant) > known.index(best):
         pytest.skip(f"this processor has no {variant}")
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | Path) -> None:
+    """Run an example as a script, but in this process, so that counters and patches reach it."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
 def python(

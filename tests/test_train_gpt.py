@@ -6,13 +6,12 @@ It runs in this process, so that the launch counters see which kernels did the w
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
+import support
 import torch
-from support import ROOT, Target
+from support import Target
 
 import kernel_fusion as kf
 
@@ -22,9 +21,8 @@ NORMS = 9
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
-    """Run the example as a script; SystemExit where it fails."""
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--steps", str(STEPS), *map(str, arguments)])
-    runpy.run_path(str(ROOT / "examples/train_gpt.py"), run_name="__main__")
+    """Run the example for a few steps; SystemExit where it fails."""
+    support.run_example(monkeypatch, "train_gpt", "--steps", str(STEPS), *arguments)
 
 
 def curves(output: str) -> list[tuple[int, float, float]]:

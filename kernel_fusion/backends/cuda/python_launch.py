@@ -80,7 +80,7 @@ class SumPartialsArgs(ctypes.Structure):
 class _Kernel:
     """A kernel loaded on one device."""
 
-    def __init__(self, spec: planner.Spec, access: Access, index: int) -> None:
+    def __init__(self, spec: planner.Spec, access: Access, index: int) -> None:  # pragma: gpu
         from cuda.bindings import driver
 
         self.plan, name, code = planner.compiled(spec, access, Device.of(index))
@@ -105,14 +105,14 @@ class _Kernel:
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self.max_blocks = max(1, _checked(blocks) * multiprocessors)
 
-    def grid(self, rows: int) -> int:
+    def grid(self, rows: int) -> int:  # pragma: gpu
         """Blocks for so many rows."""
         groups: int = -(-rows // self.plan.per_block)
         if self.plan.persistent:
             groups = min(groups, self.max_blocks // self.plan.cluster)
         return groups * int(self.plan.cluster)
 
-    def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:
+    def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:  # pragma: gpu
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
@@ -128,7 +128,7 @@ class _Kernel:
             config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:
+    def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:  # pragma: gpu
         from cuda.bindings import driver
 
         global launches
@@ -140,18 +140,18 @@ class _Kernel:
 
 
 @cache
-def _kernel(spec: planner.Spec, access: Access, index: int) -> _Kernel:
+def _kernel(spec: planner.Spec, access: Access, index: int) -> _Kernel:  # pragma: gpu
     return _Kernel(spec, access, index)
 
 
-def _checked(result: Any) -> Any:
+def _checked(result: Any) -> Any:  # pragma: gpu
     error, *values = result
     if int(error):
         raise RuntimeError(f"kernel_fusion: the CUDA driver answered {error}")
     return values[0] if values else None
 
 
-def _alignment(*tensors: Tensor | None) -> int:
+def _alignment(*tensors: Tensor | None) -> int:  # pragma: gpu
     bits = 16
     for tensor in tensors:
         if tensor is not None:
@@ -159,25 +159,25 @@ def _alignment(*tensors: Tensor | None) -> int:
     return bits & -bits
 
 
-def _row_alignment(rows: Tensor, cols: int) -> int:
+def _row_alignment(rows: Tensor, cols: int) -> int:  # pragma: gpu
     bits = _alignment(rows) | cols * rows.element_size() | 16
     return bits & -bits
 
 
-def _layout(cols: int, rows: int) -> RowLayout:
+def _layout(cols: int, rows: int) -> RowLayout:  # pragma: gpu
     return RowLayout(1, max(1, rows), (_i64 * 3)(0, 0, cols))
 
 
-def _geometry(input: Tensor, num_dims: int) -> tuple[int, int]:
+def _geometry(input: Tensor, num_dims: int) -> tuple[int, int]:  # pragma: gpu
     cols = math.prod(input.shape[input.dim() - num_dims :])
     return input.numel() // cols if cols else 0, cols
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:  # pragma: gpu
     return None if tensor is None else tensor.data_ptr()
 
 
-def _name(tensor: Tensor | None) -> str | None:
+def _name(tensor: Tensor | None) -> str | None:  # pragma: gpu
     return None if tensor is None else dtype_name(tensor.dtype)
 
 
@@ -186,11 +186,11 @@ def _empty_stats(input: Tensor, num_dims: int, rms: bool) -> Tensor:
     return input.new_empty(shape, dtype=compute_dtype(input.dtype))
 
 
-def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:
+def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:  # pragma: gpu
     return (None, stats[0].data_ptr()) if rms else (stats[0].data_ptr(), stats[1].data_ptr())
 
 
-def row_norm_fwd(
+def row_norm_fwd(  # pragma: gpu
     input: Tensor,
     num_dims: int,
     weight: Tensor | None,
@@ -225,7 +225,7 @@ def row_norm_fwd(
     return y, stats, x.new_empty(0)
 
 
-def row_norm_bwd(
+def row_norm_bwd(  # pragma: gpu
     dy: Tensor,
     input: Tensor,
     stats: Tensor,
@@ -257,7 +257,7 @@ def row_norm_bwd(
     return dx, dweight, dbias, x.new_empty(0)
 
 
-def _launch_backward(
+def _launch_backward(  # pragma: gpu
     spec: RowNormSpec, access: Access, device: torch.device, args: RowNormBwdArgs, dweight: Tensor, dbias: Tensor
 ) -> None:
     """The same launches as native/extension/row_norm_cuda.cpp."""

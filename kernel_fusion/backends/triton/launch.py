@@ -37,8 +37,8 @@ def tile(plan: Plan) -> dict[str, int]:
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` current, which is where Triton launches; a program can be traced for one that is not there."""
-    if device.type == "xpu" and torch.xpu.is_available():
+    if device.type == "xpu" and torch.xpu.is_available():  # pragma: gpu
         return torch.xpu.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():
+    if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         return torch.cuda.device(device)
     return nullcontext()

@@ -119,9 +119,9 @@ class Device:
 @lru_cache
 def device_of(device: torch.device) -> Device:
     """The device's numbers; those of a small one for the interpreter."""
-    if device.type == "cuda" and torch.cuda.is_available():
+    if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
         return Device(properties.multi_processor_count, 64 if torch.version.hip and properties.warp_size == 64 else 32)
-    if device.type == "xpu":
+    if device.type == "xpu":  # pragma: gpu
         return Device(torch.xpu.get_device_properties(device).max_compute_units, 32)
     return Device(2, 32)

@@ -1,0 +1,99 @@
+"""The benchmark harness from Python: an operation of one's own, measured like those of `kernel-fusion bench`.
+
+An operation is PyTorch's chain, our call and the arguments of both. That is all the harness needs: it compares results
+and gradients with the chain in float64, counts the bytes that must move, times both against each other and against the
+floor, and writes tables and plots. Here it is a residual addition, an RMSNorm and a SiLU.
+
+    python examples/benchmarks.py                                         # the best device, small sizes, a few seconds
+    python examples/benchmarks.py --shape 16384x4096 --shape 4096x16384 --dtype bf16 --output-dir results
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.nn import functional as F
+
+import kernel_fusion as kf
+from kernel_fusion.bench import plot, providers, results, runner, tables
+from kernel_fusion.bench.chains import Dropout, Operation
+from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.suites import Operations, Shape, Suite
+from kernel_fusion.bench.timing import QUICK, Setup
+from kernel_fusion.bench.workloads import Argument
+
+EPS = 1e-6
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
+    """Of both calls, in order: two tensors of the result's shape, and a parameter that all rows share."""
+    weight = Argument("weight", shape[-1:], dtype, mean=1.0, shared=True)
+    return [Argument("x", shape, dtype), Argument("residual", shape, dtype), weight]
+
+
+def chain(dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What PyTorch's users write; there is no dropout in it."""
+    h = residual + x
+    return F.silu(F.rms_norm(h, h.shape[-1:], weight, EPS)), h
+
+
+def fused(x: Tensor, residual: Tensor, weight: Tensor, p: float, backend: str | None) -> kf.NormOutput:
+    """What ours write."""
+    return kf.add_rms_norm(x, residual, x.shape[-1:], weight, EPS, activation="silu", backend=backend)
+
+
+OPERATION = Operation(
+    "add+rms_norm+silu",
+    "add_rms_norm",
+    arguments,
+    chain,
+    fused,
+    results=("y", "h"),
+    # Backward reads h, which is no argument but has the size of one, and writes one gradient for both terms of the sum.
+    backward_reads=("residual", "weight"),
+    backward_writes=("residual", "weight"),
+)
+
+
+def measure(shapes: Sequence[str], dtype: torch.dtype, device: torch.device) -> Results:
+    """Check and time OPERATION at every shape, in turns: ours, PyTorch and the floor."""
+    sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
+    part = Operations((OPERATION,), lambda *_: [Shape(*named) for named in zip(shapes, sizes, strict=True)], False)
+    suite = Suite("own-operation", "An operation of one's own", "kernels", (part,), {}, {})
+    backend = kf.explain(kf.layer_norm, torch.empty(1, 1, device=device), 1).backend
+    setup = Setup([providers.pytorch(), providers.ours(backend)], device, ("forward", "backward"), QUICK)
+    method = runner.describe_method(suite.kind, [setup])
+    found = results.start(suite, [device], " ".join(sys.argv), quick=False, method=method, peers={})
+    for workload in track(suite.workloads(device.type, [dtype], suite.verbs), "measuring", transient=True):
+        for _ in runner.run(found, suite.kind, workload, setup):
+            pass
+    return found
+
+
+def main() -> None:
+    """Measure, print the tables and write the files; an error if something could not be measured."""
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description="Measure an operation of one's own beside PyTorch and the floor.")
+    parser.add_argument("--shape", action="append", help="rows x columns, repeatable (default: 256x1024 and 1024x1024)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the data (default fp32)")
+    parser.add_argument("--device", default=best, type=torch.device, help=f"a PyTorch device (here by default {best})")
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-results"), help="(default demo-results)")
+    wanted = parser.parse_args()
+
+    found = measure(wanted.shape or ["256x1024", "1024x1024"], DTYPES[wanted.dtype], wanted.device)
+    paths = [*found.write(wanted.output_dir), tables.write_markdown(found, wanted.output_dir)]
+    print(paths[-1].read_text())
+    print(*(paths if plot.missing() else [*paths, *plot.plot(found, wanted.output_dir, ["time"])]), sep="\n")
+    if found.failures:
+        sys.exit("FAILED: " + "; ".join(map(str, found.failures)))
+
+
+if __name__ == "__main__":
+    main()

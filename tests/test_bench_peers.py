@@ -1,0 +1,155 @@
+"""What the harness asks of other libraries, of stand-ins that have their functions' names, arguments and habits.
+
+Nothing is learned here about the libraries themselves: only that the adapters, which need a GPU to run for real, call
+such functions so that they compute what PyTorch does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_support import CPU, EFFORT, FP32
+from torch import Tensor
+
+from kernel_fusion.bench import check, operations, peers
+from kernel_fusion.bench.chains import Chain
+from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.workloads import Workload
+from kernel_fusion.testing.oracle import RowNormCase
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _liger() -> dict[str, Any]:
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting_mode: str, in_place: bool) -> Tensor:
+        assert (casting_mode, in_place) == ("gemma", False)
+        return _rms_norm(x, offset + weight, eps)
+
+    return {
+        "liger_kernel.ops.layer_norm": {"LigerLayerNormFunction": SimpleNamespace(apply=_layer_norm)},
+        "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": SimpleNamespace(apply=rms_norm)},
+    }
+
+
+def _quack() -> dict[str, Any]:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, **more: bool) -> Any:
+        assert x.dim() == 2
+        assert weight.dtype == bias.dtype == FP32
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        assert set(more) in (set(), {"return_rstd", "return_mean"})
+        return (y, rstd, mean) if more else y
+
+    def backward(x: Tensor, weight: Tensor, dy: Tensor, rstd: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+        native = torch.ops.aten.native_layer_norm_backward
+        return native(dy, x, x.shape[-1:], mean, rstd, weight, torch.zeros_like(weight), [True] * 3)
+
+    def rmsnorm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+        return _rms_norm(x, weight, eps)
+
+    return {"quack.rmsnorm": {"layernorm_fwd": forward, "layernorm_bwd": backward, "rmsnorm": rmsnorm}}
+
+
+def _apex() -> dict[str, Any]:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, shape: torch.Size, eps: float) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    def rms_norm(x: Tensor, weight: Tensor, shape: torch.Size, eps: float) -> Tensor:
+        return F.rms_norm(x, shape, weight, eps)
+
+    functions = {"fused_layer_norm_affine": layer_norm, "fused_rms_norm_affine": rms_norm}
+    return {"apex.normalization.fused_layer_norm": functions, "fused_layer_norm_cuda": {}}
+
+
+def _flash_attn() -> dict[str, Any]:
+    def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        assert bias is None
+        return _rms_norm(x, weight, eps)
+
+    return {"flash_attn.ops.triton.layer_norm": {"layer_norm_fn": _layer_norm, "rms_norm_fn": rms_norm}}
+
+
+_STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
+    "liger": _liger,
+    "quack": _quack,
+    "apex": _apex,
+    "flash-attn": _flash_attn,
+}
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
+    """Make modules of these names importable, with these contents."""
+    for path, contents in modules.items():
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(contents)
+
+
+def _assert_right(provider: peers.Provider, workload: Workload) -> None:
+    (inputs,) = workload.input_sets(CPU, 1)
+    verdict = check.check(workload, [provider], inputs, EFFORT.max_checked)[provider]
+    assert not isinstance(verdict, str), verdict
+    assert all(comparison.ok for comparison in verdict), verdict
+
+
+@pytest.mark.parametrize("name", _STAND_INS)
+def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients are within the budget of ours; a version that no distribution has is unknown."""
+    _install(monkeypatch, _STAND_INS[name]())
+    ((provider,), states) = peers.find([name], torch.device("cuda"))
+    assert provider.version == "unknown version"
+    assert states[name].startswith("unknown version")
+    assert ("weight and bias in fp32 for layer_norm" in states[name]) == (name == "quack")
+    bias = FP32 if verb == "layer_norm" else None
+    case = RowNormCase(verb, (6, 4, 32), FP32, weight=FP32, bias=bias)
+    _assert_right(provider, RowNorm("a", case))
+    assert not provider.measures(Chain("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
+
+
+def test_quack_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inference keeps no statistics."""
+    _install(monkeypatch, _quack())
+    ((provider,), _) = peers.find(["quack"], torch.device("cuda"))
+    workload = RowNorm("a", RowNormCase("layer_norm", (6, 32), FP32, weight=FP32, bias=FP32))
+    (inputs,) = workload.input_sets(CPU, 1)
+    y = provider.prepare("forward", workload, inputs)()
+    torch.testing.assert_close(y, workload.unfused()(*inputs.arguments.values()).detach())
+
+
+def test_cupy_runs_on_the_stream_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chain runs within PyTorch's current stream, and only where a workload has one."""
+    streams: list[int] = []
+
+    class ExternalStream:
+        def __init__(self, pointer: int) -> None:
+            self.pointer = pointer
+
+        def __enter__(self) -> None:
+            streams.append(self.pointer)
+
+        def __exit__(self, *_: object) -> None:
+            streams.append(-self.pointer)
+
+    contents = vars(np) | {"__version__": "13", "cuda": SimpleNamespace(ExternalStream=ExternalStream)}
+    _install(monkeypatch, {"cupy": {name: contents[name] for name in contents if name != "__name__"}})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    ((provider,), states) = peers.find(["cupy"], torch.device("cuda"))
+    assert states == {"cupy": "13"}
+    assert not provider.measures(Chain("a", operations.OPERATIONS[0], (4, 8), FP32))
+    _assert_right(provider, Chain("a", operations.RELU_LAYER_NORM, (6, 32), FP32))
+    assert streams == [7, -7]

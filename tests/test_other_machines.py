@@ -1,0 +1,152 @@
+"""What is chosen on other machines than this one: PyTorch and the loader are made to say what they would say there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import CPU, TRITON, assert_as_accurate
+
+from kernel_fusion.backends import select
+from kernel_fusion.backends.cuda import planner, python_launch
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.backends.triton import operators
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import build, loader
+
+GPU = torch.device("cuda", 0)
+on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU without the extension")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a recent NVIDIA GPU, as far as anybody asks; and the means to change it."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: "found")
+    return monkeypatch
+
+
+def test_cuda_is_available_on_a_recent_gpu(gpu: pytest.MonkeyPatch) -> None:
+    """Nothing is in the way."""
+    assert select.unavailable_reason("cuda", GPU) is None
+
+
+_OBSTACLES: dict[str, tuple[Any, str, Any, str]] = {
+    "rocm": (torch.version, "hip", "6.4", "this PyTorch is for ROCm"),
+    "no device": (torch.cuda, "is_available", lambda: False, "PyTorch sees no CUDA device"),
+    "old device": (torch.cuda, "get_device_capability", lambda _: (7, 5), "this device has 7.5"),
+    "no cuda-core": (select.importlib.util, "find_spec", lambda name: None, "cuda-core is not installed"),
+}
+
+
+@pytest.mark.parametrize("obstacle", _OBSTACLES)
+def test_why_cuda_is_not_available(obstacle: str, gpu: pytest.MonkeyPatch) -> None:
+    """Each obstacle has its reason."""
+    holder, name, value, reason = _OBSTACLES[obstacle]
+    gpu.setattr(holder, name, value)
+    assert reason in (select.unavailable_reason("cuda", GPU) or "")
+
+
+def test_without_the_extension_cuda_has_the_plain_norms(gpu: pytest.MonkeyPatch) -> None:
+    """They are launched from Python; the other verbs are not, and say so."""
+    gpu.setattr(loader, "load", lambda: False)
+    gpu.setattr(loader, "error", lambda: "no compiler")
+    assert select.unavailable_reason("cuda", GPU, "rms_norm") is None
+    assert select.unavailable_reason("cuda", GPU, "softmax") == (
+        "what launches it is the extension, which could not be built: no compiler"
+    )
+
+
+def test_the_extension_serves_the_devices_that_can_run_its_kernels(gpu: pytest.MonkeyPatch) -> None:
+    """Of an old GPU and a recent one it gets the recent one."""
+    installed: list[Any] = []
+    gpu.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (7, 0))
+    gpu.setattr(planner, "install", lambda *args: installed.append(args))
+    select._enable_cuda("library")
+    assert installed == [("library", [1])]
+
+
+def test_triton_takes_over_where_cuda_cannot_run(gpu: pytest.MonkeyPatch) -> None:
+    """On an AMD GPU the verbs go to Triton's kernels."""
+    taken: list[Any] = []
+    gpu.setattr(torch.version, "hip", "6.4")
+    gpu.setattr(torch.cuda, "device_count", lambda: 1)
+    gpu.setattr(operators, "take_over", lambda library, names, device: taken.append((names, device)))
+    select._enable_cuda("library")
+    ((names, device),) = taken
+    assert device == "CUDA"
+    assert {"layer_norm", "softmax", "pointwise", "reduce"} <= set(names)
+
+
+def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
+    """Outside its interpreter it needs a GPU, and tensors that lie on one."""
+    gpu.setattr(select, "triton_is_interpreted", lambda: False)
+    gpu.setattr(torch.xpu, "is_available", lambda: False)
+    assert select._triton_reason(GPU) is None
+    assert "in the interpreter alone" in (select._triton_reason(torch.device("cpu")) or "")
+    assert select._triton_reason(torch.device("xpu")) == "PyTorch sees no xpu device"
+    gpu.setattr(torch.cuda, "is_available", lambda: False)
+    assert select._triton_reason(None) == "PyTorch sees no cuda or xpu device"
+
+
+def test_an_extension_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library for another machine, say, is an error that names it; who needs the library gets what is known."""
+    foreign = tmp_path / "extension.so"
+    foreign.write_text("for another machine")
+    monkeypatch.setattr(build, "built_library", lambda report: foreign)
+    with pytest.raises(BuildError, match=r"extension\.so could not be loaded"):
+        loader._open()
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_error", "for another machine")
+    with pytest.raises(BuildError, match="for another machine"):
+        loader.library()
+
+
+def test_a_device_is_described_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100, from the properties that PyTorch reports."""
+    properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert Device.of(0) == KNOWN_DEVICES[90]
+
+
+def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in ((6, 32), (32,), (32,))]
+
+
+@on_cpu
+def test_without_the_extension_triton_serves_other_gpus() -> None:
+    """What its kernels take goes to them, the rest to the definition."""
+    x, weight, bias = _norm()
+    serve = select.schemas.without_extension["xpu"]
+    with TRITON.ran():
+        y = serve("layer_norm", x, 1, weight, bias, 1e-5, 0.0, None)
+    assert_as_accurate(y, lambda *args: F.layer_norm(args[0], (32,), *args[1:]), x, weight, bias)
+    ones = torch.ones(3, dtype=torch.int64)
+    assert serve("reduce", ones, [0], False, "sum_squared", None) == 3
+
+
+@on_cpu
+def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.MonkeyPatch, verb: str) -> None:
+    """What its kernels take goes to them (here to the CPU's), the rest to the definition, which knows the errors."""
+    gpu.setattr(select, "_cuda_reason", lambda device: None)
+    gpu.setattr(python_launch, "register", lambda library: None)
+    x, weight, bias = _norm()
+    serve = select.schemas.without_extension["cuda"]
+    eps = {"layer_norm": 1e-5, "rms_norm": None}[verb]
+    with CPU.ran():
+        y = serve(verb, x, 1, weight, None, eps, 0.0, None)
+    pytorch = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[verb]
+    assert_as_accurate(y, lambda x, weight: pytorch(x, (32,), weight), x, weight)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        serve("layer_norm", x, 1, weight[:5], bias, 1e-5, 0.0, None)
+    with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
+        serve("layer_norm", x.long(), 1, None, None, 1e-5, 0.0, None)
+    with TRITON.ran():
+        serve("softmax", x, None, 1.0, False)
