@@ -28,7 +28,7 @@ def machine(*devices: torch.device) -> dict[str, str | int]:
         "os": f"{platform.system()} {platform.machine()}",
     }
     for device in devices:
-        if device.type == "cuda":
+        if device.type == "cuda":  # pragma: gpu
             properties = torch.cuda.get_device_properties(device)
             facts |= {
                 "gpu": properties.name,

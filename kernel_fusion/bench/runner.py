@@ -56,7 +56,7 @@ def run(results: Results, kind: Kind, workload: Workload, setup: Setup) -> Itera
                 yield f"{workload.name}: {done}"
     except Exception as error:
         results.fail(setup, "everybody", workload, timing.reason(error))
-    if setup.device.type == "cuda":
+    if setup.device.type == "cuda":  # pragma: gpu
         # The graphs and inputs are gone; give their memory back before the next workload asks for its own.
         torch.cuda.empty_cache()
 
@@ -89,7 +89,7 @@ def time_direction(
     def prepare(contender: Contender) -> list[Call]:
         return [contender.prepare(direction, workload, inputs) for inputs in sets]
 
-    if setup.device.type == "cuda":
+    if setup.device.type == "cuda":  # pragma: gpu
         calls = {c.name: partial(prepare, c) for c in contenders}
         launched = [c.name for c in contenders if isinstance(c, Provider) and not c.in_graphs]
         return known | timing.time_cuda(calls, setup.effort, setup.device, launched)

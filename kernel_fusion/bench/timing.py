@@ -232,7 +232,7 @@ def time_host(
     return outcomes | {name: summarise(times, HOST_CALLS) for name, times in samples.items()}
 
 
-def time_cuda(
+def time_cuda(  # pragma: gpu
     contenders: Mapping[str, Callable[[], list[Call]]],
     effort: Effort,
     device: torch.device,
@@ -282,7 +282,7 @@ class _Repeated:
     calls: list[Call]
 
     @classmethod
-    def of(cls, replay: Call, calls: list[Call]) -> _Repeated:
+    def of(cls, replay: Call, calls: list[Call]) -> _Repeated:  # pragma: gpu
         """As often as fills a sample."""
         replay()
         start, end = _timed_replays(replay, 1)
@@ -290,7 +290,7 @@ class _Repeated:
         return cls(replay, max(1, round(_SAMPLE_MS / start.elapsed_time(end))), calls)
 
 
-def _launched(calls: list[Call]) -> _Repeated:
+def _launched(calls: list[Call]) -> _Repeated:  # pragma: gpu
     def replay() -> None:
         for call in calls:
             call()
@@ -298,7 +298,7 @@ def _launched(calls: list[Call]) -> _Repeated:
     return _Repeated.of(replay, calls)
 
 
-def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeated:
+def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeated:  # pragma: gpu
     for call in calls[:2]:
         call()
     graph = torch.cuda.CUDAGraph()
@@ -310,7 +310,7 @@ def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeat
 
 
 @contextmanager
-def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:
+def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:  # pragma: gpu
     """After a capture that failed, make the allocator leave the pool of the graph.
 
     Not every version of PyTorch does so itself, and then no memory could be freed or captured any more.
@@ -344,7 +344,7 @@ def _take_turns(
     return outcomes, samples
 
 
-def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:  # pragma: gpu
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):

@@ -38,7 +38,7 @@ def info(
 
 def _devices() -> dict[str, str]:
     devices = {"cpu": f"{machine.cpu_model()}, {torch.get_num_threads()} threads"}
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count()):  # pragma: gpu
         properties = torch.cuda.get_device_properties(index)
         name = f"{properties.name}, sm_{properties.major}{properties.minor}, {size(properties.total_memory)}"
         devices[f"cuda:{index}"] = name

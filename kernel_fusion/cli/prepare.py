@@ -52,7 +52,7 @@ def warmup(
 
 def _target(arch: int | None) -> Device:
     """The device to compile for: the architecture named, or the GPU that is here."""
-    if arch is None and torch.cuda.is_available():
+    if arch is None and torch.cuda.is_available():  # pragma: gpu
         return Device.of(torch.cuda.current_device())
     if arch not in KNOWN_DEVICES:
         known = ", ".join(map(str, KNOWN_DEVICES))
