@@ -15,6 +15,11 @@ if not (torch.cuda.is_available() or torch.xpu.is_available()):
 from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
 
+from kernel_fusion.native import build
+
+# One library with every build of the CPU kernels serves all tests and the processes that they start.
+build.built_library(print, every_variant=True)
+
 _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
 
 

@@ -21,6 +21,7 @@ from kernel_fusion.bench.results import BASELINE
 from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import reason
 from kernel_fusion.bench.workloads import Function, Workload
+from kernel_fusion.native import build, loader
 from kernel_fusion.testing.oracle import RowNormCase, default_eps
 
 
@@ -45,6 +46,11 @@ def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], di
 
 
 def _portable() -> Provider:
+    if not loader.is_loaded():
+        build.built_library(loader.say, every_variant=True)
+    best = loader.cpu_variant()
+    loader.use_cpu_variant("DEFAULT")  # raises where the library that was loaded before has no such build
+    loader.use_cpu_variant(best)
     return replace(ours("cpu"), name=BASELINE, variant="DEFAULT")
 
 

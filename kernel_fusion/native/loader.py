@@ -83,11 +83,15 @@ def use_cpu_variant(name: str) -> None:
     """Make every thread run the build `name` of the CPU kernels from now on, to measure or to test it.
 
     Raises:
-        ValueError: there is no such build, or this machine cannot run it.
+        ValueError: this machine cannot run it, or the library that is loaded is without it; `kernel-fusion warmup
+            --any-cpu` builds one that has them all.
         BuildError: the extension cannot be loaded.
     """
     if not library().kf_use_cpu_variant(name.encode()):
-        raise ValueError(f"`name` must be a build of the CPU kernels that this machine can run, got {name!r}")
+        raise ValueError(
+            "`name` must be a build of the CPU kernels that this machine can run and the extension has "
+            f"(`kernel-fusion warmup --any-cpu` builds all of them), got {name!r}"
+        )
 
 
 def keep_memory(largest: int | None) -> None:

@@ -9,12 +9,12 @@
 namespace kf::cpu {
 
 // One table per variant, defined by kernels/table.cpp under different settings. At address 0 where the library was built
-// without it, for a machine that has no use for it.
+// without it, for a machine with a better one.
 #if defined(__x86_64__)
 namespace AVX512 { extern const Kernels kernels __attribute__((weak)); }
 namespace AVX2 { extern const Kernels kernels __attribute__((weak)); }
 #endif
-namespace DEFAULT { extern const Kernels kernels; }
+namespace DEFAULT { extern const Kernels kernels __attribute__((weak)); }
 
 namespace {
 
@@ -33,9 +33,9 @@ const auto& variants() {
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   static const std::array all{Variant{"AVX512", &AVX512::kernels, avx512 && &AVX512::kernels},
                               Variant{"AVX2", &AVX2::kernels, avx2 && &AVX2::kernels},
-                              Variant{"DEFAULT", &DEFAULT::kernels, true}};
+                              Variant{"DEFAULT", &DEFAULT::kernels, &DEFAULT::kernels != nullptr}};
 #else
-  static const std::array all{Variant{"DEFAULT", &DEFAULT::kernels, true}};
+  static const std::array all{Variant{"DEFAULT", &DEFAULT::kernels, &DEFAULT::kernels != nullptr}};
 #endif
   return all;
 }
