@@ -336,6 +336,12 @@ def test_a_peer_may_be_inaccurate_but_ours_may_not() -> None:
     assert "y is off by" in checked(scaled("peer", float("nan")))
 
 
+def test_pytorch_is_timed_however_inaccurate_it_is() -> None:
+    """Off by a half, which no peer may be; but not if it is no number."""
+    assert not isinstance(checked(scaled("pytorch", 1.5)), str)
+    assert "y is off by" in checked(scaled("pytorch", float("nan")))
+
+
 def test_a_wrong_provider_is_not_timed() -> None:
     """It becomes a failure that says what is wrong; PyTorch and the floor are still measured."""
     results = empty()

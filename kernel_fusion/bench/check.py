@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.bench.providers import Provider, pytorch
-from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.results import REFERENCE, Results
 from kernel_fusion.bench.timing import Setup, reason
 from kernel_fusion.bench.workloads import Inputs, Workload
 from kernel_fusion.testing import oracle
@@ -32,7 +32,8 @@ def describe(max_elements: int) -> str:
     """How results are judged, in words for the files."""
     return (
         "largest absolute error against float64; ours must stay within twice (PyTorch's error + one rounding); others "
-        f"are timed while it is below {_WRONG:.0%} of the largest value, and marked where it is over our budget; "
+        f"are timed while it is below {_WRONG:.0%} of the largest value (PyTorch below all of it), and marked where it "
+        "is over our budget; "
         f"compared at the timed shape on evenly spread rows of at most {max_elements} elements, dy being 0 in the "
         "rest; with dropout, everybody by the masks of its own results, and without it where they do not show them"
     )
@@ -158,7 +159,9 @@ def _problem(provider: Provider, comparisons: list[Comparison], expected: Mappin
     if provider.backend is not None:
         wrong = [f"{c.name} is {c.excess:.3g} times its error budget off" for c in comparisons if not c.ok]
     else:
+        # The error of PyTorch's own call makes the budgets: its bf16 weight gradients on a CPU are sums kept in bf16.
+        share = _WRONG if provider.name != REFERENCE else 1.0
         scales = {name: float(np.abs(values).max()) for name, values in expected.items()}
         # Negated, so that an error that is NaN is wrong too.
-        wrong = [f"{c.name} is off by {c.error:.3g}" for c in comparisons if not c.error <= _WRONG * scales[c.name]]
+        wrong = [f"{c.name} is off by {c.error:.3g}" for c in comparisons if not c.error <= share * scales[c.name]]
     return "; ".join(wrong) or None
