@@ -126,12 +126,17 @@ def pytorch() -> Provider:
     return Provider("pytorch", torch.__version__, lambda workload: workload.unfused())
 
 
-def ours(backend: str, explicit: bool = True) -> Provider:
-    """Our verbs on `backend`; explicitly, so that nothing else can be measured in its name.
+def ours(backend: str, explicit: bool | None = None) -> Provider:
+    """Our verbs on `backend`.
 
-    Asking for a backend costs the host some time. `explicit=False` is the call that users write, for a backend that is
-    the device's own.
+    Args:
+        backend: its name.
+        explicit: whether calls ask for it, so that nothing else can run in its name, which costs the host some time.
+            False makes the calls that users write, for a backend that is the device's own; that its kernels run is
+            checked before they are timed. None means no on a CPU, where the host's time is part of every measurement.
     """
+    if explicit is None:
+        explicit = backend != "cpu"
 
     def function(workload: Workload) -> Function:
         return workload.fused(backend if explicit else None)
