@@ -63,6 +63,21 @@ def test_a_library_of_our_own(tmp_path: Path) -> None:
     assert _variants_in(library) == {_BEST}
 
 
+@pytest.mark.slow
+def test_the_benchmark_builds_what_it_compares_with(tmp_path: Path) -> None:
+    """Where no library is in the cache, the portable build is measured all the same."""
+    code = """
+    import sys
+    from kernel_fusion.cli import app
+    options = "bench cpu --quick --device cpu --shape 16x32 --threads 1 --directions forward --output-dir"
+    app([*options.split(), sys.argv[1]])
+    """
+    ran = python(code, tmp_path, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path)}, timeout=600)
+    assert "portable: absent" not in ran.stdout
+    (library,) = (tmp_path / "extension").glob("*.so")
+    assert _variants_in(library) == {*build.cpu_variants()}
+
+
 def test_a_build_can_be_chosen_for_a_process() -> None:
     """The portable one runs at once, in every thread; a build that is none, or beyond this machine, changes nothing."""
     before = loader.cpu_variant()

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine, plot, providers, results, runner, tables
-from kernel_fusion.bench.peers import PEERS, find
+from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
 from kernel_fusion.bench.row_norms import VERBS as NORMS
@@ -89,6 +89,9 @@ def bench(
     )
     for suite in chosen:
         _check_selection(suite, selection)
+        if any(one.type == "cpu" for one in devices):
+            wanted = suite.quick() if quick else suite
+            prepare(wanted.peers if selection.peers is None else selection.peers)
     for name in selection.backends:
         if not any(name in BACKENDS and not unavailable_reason(name, one) for one in devices):
             resolve_backend(name, devices[0])  # says why it runs nowhere
