@@ -19,7 +19,7 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     wide = compute_dtype(first.dtype) == torch.float64
     if verb.endswith("norm"):
         shape = arguments["normalized_shape"]
-        return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), wide, device)
+        return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), first.dtype.itemsize, device)
     if verb in ("softmax", "attention_scores"):
         cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
         forward = plan.row_plan(cols, wide, device.warp_size)
@@ -29,12 +29,14 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     return (f"forward, backward: {plan.chain(None, device.warp_size)}, or rows where operands are broadcast",)
 
 
-def _norm_lines(cols: int, wide: bool, device: plan.Device) -> tuple[str, ...]:
-    backward = plan.norm_backward(cols, wide, True, device.warp_size)
-    lines = [
-        f"forward: {plan.norm_forward(cols, wide, device.warp_size)}",
-        f"backward: {backward}, {device.programs(backward.warps)} programs",
-    ]
-    if backward.looped:
-        lines.append(f"dweight, dbias: {plan.columns(cols, device.warp_size)}")
-    return tuple(lines)
+def _norm_lines(cols: int, itemsize: int, device: plan.Device) -> tuple[str, ...]:
+    backward = plan.norm_backward(cols, itemsize, True, device.warp_size)
+    forward = f"forward: {plan.norm_forward(cols, itemsize, device.warp_size)}"
+    if not backward.looped:
+        return forward, f"backward: {backward}, {device.programs(backward)} programs"
+    columns = plan.norm_columns(itemsize, device.warp_size)
+    return (
+        forward,
+        f"dx: {plan.norm_backward(cols, itemsize, False, device.warp_size)}",
+        f"dweight, dbias: {columns}, {device.programs(columns)} programs",
+    )

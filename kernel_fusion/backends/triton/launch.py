@@ -35,6 +35,11 @@ def tile(plan: Plan) -> dict[str, int]:
     return {"ROWS": plan.rows, "BLOCK": plan.block}
 
 
+def row_tile(plan: Plan, cols: int) -> dict[str, int]:
+    """The constants of a tile of rows of so many columns."""
+    return {**tile(plan), "EXACT": cols % plan.block == 0}
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` current, which is where Triton launches; a program can be traced for one that is not there."""
     if device.type == "xpu" and torch.xpu.is_available():  # pragma: gpu

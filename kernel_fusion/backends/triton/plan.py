@@ -2,7 +2,7 @@
 
 One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what
 it keeps of it; short rows share a program. No plan depends on the number of rows, so a new batch size compiles nothing
-and cannot change a row's bits. Nothing is tuned at a first call.
+and cannot change a row's bits. Nothing is tuned at a first call. What was measured for the norms is in docs/triton.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import torch
 # Columns of a row that is read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
+# The same of the norms, in float32. Chunks so large that the second reading of a row finds it in the L2 cache.
+_NORM_CHUNK = 16384
+_NORM_SHORT_TILE = 512
+# Bytes of a tile that a thread of a norm has: enough of them on their way for the memory system.
+_THREAD_BYTES = 64
+# What backward's programs have of the rows at a time, at most.
+_BACKWARD_TILE_BYTES = 32768
 # Elements of a section of a reduction: of a row, and down a block of columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
@@ -31,12 +38,18 @@ class Plan:
         rows, block: the tile of a program, rows times columns.
         warps: of the program.
         looped: whether rows are longer than the block.
+        early: whether weight and bias are asked for before the row's statistics are there.
+        stages: of the pipeline through shared memory in which a persistent program fetches rows ahead; 1 for none.
+        resident: programs on each multiprocessor, where they are persistent.
     """
 
     rows: int
     block: int
     warps: int
     looped: bool = False
+    early: bool = False
+    stages: int = 1
+    resident: int = 1
 
     def __str__(self) -> str:
         loop = ", row by chunks" if self.looped else ""
@@ -53,7 +66,7 @@ def _warps(elements: int, per_thread: int, warp_size: int) -> int:
 
 
 def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_thread: int = _PER_THREAD) -> Plan:
-    """For kernels that keep a row: norms and softmax.
+    """For kernels that keep a row: softmax, and reductions.
 
     Args:
         cols: N; only the next power of two matters.
@@ -62,7 +75,7 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
         longest: the longest row that is kept whole, in float32.
         per_thread: elements of a thread, fewer where a kernel keeps several values of each.
     """
-    block = max(16, _power_of_two(int(cols)))
+    block = _block(cols)
     longest, per_thread = (longest // 2, per_thread // 2) if wide else (longest, per_thread)
     looped = block > longest
     if looped:
@@ -71,14 +84,73 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
     return Plan(rows, block, _warps(rows * block, per_thread, warp_size), looped)
 
 
-def norm_forward(cols: int, wide: bool, warp_size: int) -> Plan:
-    """Forward keeps h alone."""
-    return row_plan(cols, wide, warp_size)
+def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
+    """One row, by 8 warps at most: beyond, waiting for each other costs more than longer shares of a row.
+
+    Weight and bias are asked for early where their registers are few; those of 16 bits would be widened early, too.
+
+    Args:
+        cols: N; only the next power of two matters.
+        itemsize: bytes of an element of the input.
+        warp_size: of the device.
+    """
+    block = _block(cols)
+    longest = _NORM_CHUNK // _width(itemsize)
+    if block > longest:
+        return Plan(1, longest, _narrow(16, warp_size), looped=True)
+    rows = max(1, _NORM_SHORT_TILE // block)
+    early = itemsize > 2 and block <= longest // 2
+    return Plan(rows, block, _norm_warps(rows * block * itemsize, 8, warp_size), early=early)
 
 
-def norm_backward(cols: int, wide: bool, sums: bool, warp_size: int) -> Plan:
-    """Backward keeps n, g and, if it `sums` columns, dweight and dbias: five values an element, so shorter rows."""
-    return row_plan(cols, wide, warp_size, 8192 if sums else 16384, _PER_THREAD)
+def norm_backward(cols: int, itemsize: int, sums: bool, warp_size: int) -> Plan:
+    """Backward keeps n and g of its rows and, if it `sums` columns, dweight and dbias; arguments as for forward.
+
+    With sums it has two rows at least, which wait for each other's sums once, unless 32 KB are exceeded. Two rows of
+    16-bit elements take more registers than two programs of a multiprocessor have: fetching ahead keeps some of them in
+    shared memory (of which devices with warps of 64, AMD's, have too little).
+    """
+    block = _block(cols)
+    longest = _NORM_CHUNK // _width(itemsize)
+    if sums and block <= longest // 2:
+        rows = max(2, min(8, 2 * _SHORT_TILE // block))
+        if rows * block * itemsize > _BACKWARD_TILE_BYTES:
+            return Plan(1, block, _narrow(32, warp_size))
+        warps = _norm_warps(rows * block * itemsize, 16, warp_size)
+        in_warps = warps * warp_size // 32
+        stages = 2 if rows == 2 and itemsize == 2 and in_warps < 16 and warp_size == 32 else 1
+        return Plan(rows, block, warps, stages=stages, resident=max(1, min(4, 16 // in_warps)))
+    if sums or block > longest:
+        return Plan(1, longest, _narrow(32, warp_size), looped=True)
+    return Plan(1, block, _norm_warps(block * itemsize, 16, warp_size))
+
+
+def norm_columns(itemsize: int, warp_size: int) -> Plan:
+    """For dweight and dbias of rows that are looped over: a program moves down through the rows of its columns."""
+    return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
+
+
+def partial_sums(warp_size: int) -> Plan:
+    """For adding partial rows: many of few columns at a time, since there are few columns."""
+    return Plan(128, 16, _narrow(4, warp_size))
+
+
+def _block(cols: int) -> int:
+    return max(16, _power_of_two(int(cols)))
+
+
+def _width(itemsize: int) -> int:
+    """Registers of an element in the type that is computed in."""
+    return max(1, itemsize // 4)
+
+
+def _narrow(warps: int, warp_size: int) -> int:
+    """So many warps of 32, in warps of the device."""
+    return max(1, warps * 32 // warp_size)
+
+
+def _norm_warps(tile_bytes: int, most: int, warp_size: int) -> int:
+    return _narrow(max(1, min(most, tile_bytes // (_THREAD_BYTES * 32))), warp_size)
 
 
 def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
@@ -90,7 +162,8 @@ def columns(cols: int, warp_size: int) -> Plan:
     """For sums over rows: a tile of 512 columns at most, which a program moves down through its rows."""
     block = max(16, min(512, _power_of_two(int(cols))))
     rows = max(1, min(32, _SHORT_TILE // block))
-    return Plan(rows, block, _warps(rows * block, 8, warp_size))
+    warps = _warps(rows * block, 8, warp_size)
+    return Plan(rows, block, warps, resident=max(1, 32 * 32 // (warps * warp_size)))
 
 
 def chain(cols: int | None, warp_size: int) -> Plan:
@@ -111,9 +184,9 @@ class Device:
     processors: int
     warp_size: int
 
-    def programs(self, warps: int) -> int:
-        """How many persistent programs: 32 warps of 32 on each multiprocessor, or one program."""
-        return self.processors * max(1, 32 * 32 // (warps * self.warp_size))
+    def programs(self, plan: Plan) -> int:
+        """How many persistent programs."""
+        return self.processors * plan.resident
 
 
 @lru_cache

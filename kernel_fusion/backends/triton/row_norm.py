@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
-from kernel_fusion.backends.triton.launch import launch, tile
+from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import IDENTITY
@@ -68,15 +68,15 @@ def forward(
     kinds = 0 if not wants_stats else 1 if rms else 2
     stats = torch.empty((kinds, rows.count), dtype=wide, device=input.device)
     device = plan.device_of(input.device)
-    layout = plan.norm_forward(cols, wide == torch.float64, device.warp_size)
+    layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size)
     size, lengths, strides = _in_units(Rows(rows.count, rows.middle, rows.inner, (rows.strides * 2)[:2]), cols)
     launch(
         fwd_kernel, (-(-rows.count // layout.rows),),
         x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
         EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
-        STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **tile(layout),
-        LOOPED=layout.looped, warps=layout.warps,
+        STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
+        LOOPED=layout.looped, EARLY=layout.early, warps=layout.warps,
     )  # fmt: skip
     return y, h, stats
 
@@ -122,32 +122,36 @@ def backward(
     device = plan.device_of(h.device)
     is_wide = stats.dtype == torch.float64
     sums = wants[2] or wants[3]
-    layout = plan.norm_backward(cols, is_wide, sums, device.warp_size)
+    layout = plan.norm_backward(cols, h.dtype.itemsize, sums, device.warp_size)
     size, lengths, strides = _in_units(rows, cols)
     given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
     constants = {
         "OFFSET": weight_offset, **_stages(pre_activation, activation, dropout_p, seed), "STORED": stored,
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RMS": rms, "WIDE": is_wide,
-        "FLAT": rows.simple, "UNIT": size, "DWEIGHT": wants[2], "DBIAS": wants[3],
+        "FLAT": rows.simple, "UNIT": size,
     }  # fmt: skip
-    by_columns = sums and layout.looped
-    programs = device.programs(layout.warps)
-    column_plan = plan.columns(cols, device.warp_size)
-    column_tiles = -(-cols // column_plan.block)
-    if by_columns:
-        programs = max(1, device.programs(column_plan.warps) // column_tiles)
+    # Which sums the kernel of the rows has registers for; those of long rows are left to a kernel of columns.
+    whole = not layout.looped
+    columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
+    tiles = -(-cols // columns.block)
+    programs = device.programs(layout) if whole else max(1, device.programs(columns) // tiles)
     partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
-    if wants[0] or wants[1] or not by_columns:
+    if not whole:
+        layout = plan.norm_backward(cols, h.dtype.itemsize, False, device.warp_size)
+    if wants[0] or wants[1] or whole:
+        grid = device.programs(layout) if sums and whole else -(-rows.count // layout.rows)
         launch(
-            bwd.row_norm_bwd, (device.programs(layout.warps),),
+            bwd.row_norm_bwd, (grid,),
             *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
-            HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], **tile(layout), LOOPED=layout.looped,
+            HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
+            DBIAS=wants[3] and whole, **row_tile(layout, cols), LOOPED=layout.looped, STAGES=layout.stages,
             warps=layout.warps, **constants,
         )  # fmt: skip
-    if by_columns:
+    if sums and not whole:
         launch(
-            bwd.row_norm_bwd_columns, (column_tiles, programs),
-            *given, partials, *lengths, *strides[:-3], **tile(column_plan), warps=column_plan.warps, **constants,
+            bwd.row_norm_bwd_columns, (tiles, programs),
+            *given, partials, *lengths, *strides[:-3], DWEIGHT=wants[2], DBIAS=wants[3], **row_tile(columns, cols),
+            warps=columns.warps, **constants,
         )  # fmt: skip
     if sums:
         sum_partials(partials, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
@@ -157,11 +161,11 @@ def backward(
 def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
     """Add partial rows, of shape (one or two sums, programs, columns), into one or two outputs."""
     _, programs, cols = partials.shape
-    block = min(128, plan.row_plan(cols, False, 32).block)
+    layout = plan.partial_sums(plan.device_of(partials.device).warp_size)
     launch(
-        bwd.sum_partials, (-(-cols // block), len(outputs)),
+        bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
         partials, outputs[0], outputs[-1], programs, cols,
-        PARTIALS=16, BLOCK=block, WIDE=partials.dtype == torch.float64, warps=4,
+        **tile(layout), WIDE=partials.dtype == torch.float64, warps=layout.warps,
     )  # fmt: skip
 
 

@@ -20,10 +20,28 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "x0", "x1", "x2"]
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _row_sums(gw, n, RMS: tl.constexpr):
+    """Of each row of a tile: the sums of gw * n and of gw, which RMSNorm has no use for, across the program at once."""
+    if RMS:
+        first = tl.sum(gw * n, axis=1)[:, None]
+        second = tl.zeros_like(first)
+    else:
+        a, b = tl.reduce((gw * n, gw), 1, _add_pairs)
+        first = a[:, None]
+        second = b[:, None]
+    return first, second
 
 
 @triton.jit
@@ -52,6 +70,7 @@ def _gradient(
     mean,
     rstd,
     mask,
+    col_mask,
     OFFSET: tl.constexpr,
     PRE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -64,25 +83,25 @@ def _gradient(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """n, g and g * w of a tile, zero where masked."""
+    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite."""
     if STORED:
-        h = load(h_ptr, h_offset, mask, WIDE)
+        h = load(h_ptr, h_offset, mask, WIDE, ONCE=True)
     else:
         h = normalised(
             h_ptr, h_ptr, seed_ptr, h_offset, h_offset, position, mask,
             PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE,
         )  # fmt: skip
-    n = tl.where(mask, (h - mean) * rstd, 0.0)
-    g = load(dy_ptr, dy_offset, mask, WIDE)
+    n = (h - mean) * rstd
+    g = load(dy_ptr, dy_offset, mask, WIDE, ONCE=True)
     if HAS_WEIGHT:
-        w = load(weight_ptr, col, mask, WIDE) + OFFSET
+        w = shifted(load(weight_ptr, col, col_mask, WIDE), OFFSET)
     if ACTIVATION != "identity":
         z = n
         if HAS_WEIGHT:
             z = z * w
         if HAS_BIAS:
-            z = z + load(bias_ptr, col, mask, WIDE)
-        g = tl.where(mask, times_slope(g, z, ACTIVATION), 0.0)
+            z = z + load(bias_ptr, col, col_mask, WIDE)
+        g = times_slope(g, z, ACTIVATION)
     if HAS_WEIGHT:
         gw = g * w
     else:
@@ -119,15 +138,15 @@ def _write(
     """dx and dresidual of a tile."""
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if HAS_DH:
-        dh += load(dh_ptr, out_offset, mask, WIDE)
+        dh += load(dh_ptr, out_offset, mask, WIDE, ONCE=True)
     if DRESIDUAL:
-        store(dresidual_ptr, out_offset, dh, mask)
+        store(dresidual_ptr, out_offset, dh, mask, ONCE=True)
     if DX:
         if THRESHOLD > 0:
             dh = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), dh * KEPT_SCALE, 0.0)
         if PRE != "identity":
             dh = times_slope(dh, load(x_ptr, x_offset, mask, WIDE), PRE)
-        store(dx_ptr, out_offset, dh, mask)
+        store(dx_ptr, out_offset, dh, mask, ONCE=True)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -175,7 +194,9 @@ def row_norm_bwd(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dx and dresidual, and the partial sums unless LOOPED. Lengths and strides count units of UNIT elements."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -186,10 +207,10 @@ def row_norm_bwd(
     col = tl.arange(0, BLOCK)[None, :]
     if not LOOPED:
         if DWEIGHT:
-            dweight = tl.zeros([ROWS, BLOCK], ACC)
+            dweight = tl.zeros([BLOCK], ACC)
         if DBIAS:
-            dbias = tl.zeros([ROWS, BLOCK], ACC)
-    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+            dbias = tl.zeros([BLOCK], ACC)
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < num_rows
         mean, rstd = _statistics(stats_ptr, row, num_rows, row_mask, RMS, WIDE)
@@ -202,21 +223,23 @@ def row_norm_bwd(
             sum_gw = tl.zeros([ROWS, 1], ACC)
             for start in range(0, num_cols, BLOCK):
                 at = start + col
-                mask = row_mask & (at < num_cols)
+                col_mask = within(at, num_cols, EXACT)
+                mask = row_mask & col_mask
                 n, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
-                    mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                    mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
                     HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
                 )  # fmt: skip
-                sum_gwn += tl.sum(gw * n, axis=1)[:, None]
-                if not RMS:
-                    sum_gw += tl.sum(gw, axis=1)[:, None]
+                chunk_gwn, chunk_gw = _row_sums(gw, n, RMS)
+                sum_gwn += chunk_gwn
+                sum_gw += chunk_gw
             for start in range(0, num_cols, BLOCK):
                 at = start + col
-                mask = row_mask & (at < num_cols)
+                col_mask = within(at, num_cols, EXACT)
+                mask = row_mask & col_mask
                 n, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
-                    mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                    mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
                     HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
                 )  # fmt: skip
                 _write(
@@ -225,35 +248,32 @@ def row_norm_bwd(
                     ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
                 )  # fmt: skip
         else:
-            mask = row_mask & (col < num_cols)
+            col_mask = within(col, num_cols, EXACT)
+            mask = row_mask & col_mask
             n, g, gw = _gradient(
                 dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, out_row, col,
-                mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+                mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
                 HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
             )  # fmt: skip
             if DWEIGHT:
-                dweight += g * n
+                dweight += tl.sum(g * n, axis=0)
             if DBIAS:
-                dbias += g
+                dbias += tl.sum(g, axis=0)
             if DX or DRESIDUAL:
-                mean_gwn = divide(tl.sum(gw * n, axis=1)[:, None], count)
-                if RMS:
-                    mean_gw = tl.zeros_like(mean_gwn)
-                else:
-                    mean_gw = divide(tl.sum(gw, axis=1)[:, None], count)
+                sum_gwn, sum_gw = _row_sums(gw, n, RMS)
                 _write(
-                    n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr, x_row + col,
-                    out_row + col, out_row, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK,
-                    WIDE,
+                    n, gw, divide(sum_gwn, count), divide(sum_gw, count), rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
+                    dresidual_ptr, x_row + col, out_row + col, out_row, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED,
+                    HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
                 )  # fmt: skip
     if not LOOPED:
         # Partial rows: those of dweight, one per program, then those of dbias.
         last = tl.arange(0, BLOCK)
         if DWEIGHT:
-            tl.store(partials_ptr + program * num_cols + last, tl.sum(dweight, axis=0), mask=last < num_cols)
+            tl.store(partials_ptr + program * num_cols + last, dweight, mask=last < num_cols)
         if DBIAS:
             first = tl.num_programs(0) if DWEIGHT else 0
-            tl.store(partials_ptr + (first + program) * num_cols + last, tl.sum(dbias, axis=0), mask=last < num_cols)
+            tl.store(partials_ptr + (first + program) * num_cols + last, dbias, mask=last < num_cols)
 
 
 @triton.jit(do_not_specialize=LENGTHS[:-3])
@@ -291,6 +311,7 @@ def row_norm_bwd_columns(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -304,13 +325,14 @@ def row_norm_bwd_columns(
     for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < num_rows
-        mask = row_mask & (col < num_cols)
+        col_mask = within(col, num_cols, EXACT)
+        mask = row_mask & col_mask
         mean, rstd = _statistics(stats_ptr, row, num_rows, row_mask, RMS, WIDE)
         dy_row = row_offset(row, middle, inner, g0 * UNIT, g1 * UNIT, g2 * UNIT, FLAT)
         h_row = row_offset(row, middle, inner, h0 * UNIT, h1 * UNIT, h2 * UNIT, FLAT)
         n, g, _ = _gradient(
             dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, row * num_cols + start, col,
-            mean, rstd, mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+            mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
             HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
         )  # fmt: skip
         if DWEIGHT:
@@ -332,16 +354,16 @@ def sum_partials(
     second_ptr,
     num_partials,
     num_cols,
-    PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Adds the partial rows of a block of columns, in order, and rounds once. Axis 1 of the grid: which of the sums."""
     which = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([PARTIALS, BLOCK], tl.float64 if WIDE else tl.float32)
-    for start in range(0, num_partials, PARTIALS):
-        partial = start + tl.arange(0, PARTIALS)[:, None]
+    total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)
+    for start in range(0, num_partials, ROWS):
+        partial = start + tl.arange(0, ROWS)[:, None]
         mask = (partial < num_partials) & (col < num_cols)[None, :]
         total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, WIDE)
     sums = tl.sum(total, axis=0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "r0", "r1", "r2"]
@@ -40,48 +40,63 @@ def normalised(
     WIDE: tl.constexpr,
 ):
     """h of a tile, from x and the residual."""
-    h = value(load(x_ptr, x_offset, mask, WIDE), PRE)
+    h = value(load(x_ptr, x_offset, mask, WIDE, ONCE=True), PRE)
     if THRESHOLD > 0:
         h = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), h * KEPT_SCALE, 0.0)
     if HAS_RESIDUAL:
-        h = (load(residual_ptr, residual_offset, mask, WIDE) + h).to(residual_ptr.dtype.element_ty).to(h.dtype)
+        h = load(residual_ptr, residual_offset, mask, WIDE, ONCE=True) + h
+        h = h.to(residual_ptr.dtype.element_ty).to(tl.float64 if WIDE else tl.float32)
     return h
 
 
 @triton.jit
-def _mean_and_squares(h, mask, count, RMS: tl.constexpr):
-    """Of each row of a tile: the mean (zero for RMSNorm) and the sum of squared deviations from it."""
-    h = tl.where(mask, h, 0.0)
+def _moments(h, mask, count, PRE: tl.constexpr, RMS: tl.constexpr, EXACT: tl.constexpr):
+    """Of each row of a tile: the mean (zero for RMSNorm), the deviations from it and the sum of their squares.
+
+    What is masked was read as zero, and is still zero unless there is a pre-activation.
+    """
+    if PRE != "identity" and not EXACT:
+        h = tl.where(mask, h, 0.0)
     if RMS:
         mean = tl.zeros([h.shape[0], 1], h.dtype)
         deviation = h
     else:
         mean = divide(tl.sum(h, axis=1)[:, None], count)
-        deviation = tl.where(mask, h - mean, 0.0)
-    return mean, tl.sum(deviation * deviation, axis=1)[:, None]
+        deviation = h - mean
+        if not EXACT:
+            deviation = tl.where(mask, deviation, 0.0)
+    return mean, deviation, tl.sum(deviation * deviation, axis=1)[:, None]
+
+
+@triton.jit
+def _parameters(weight_ptr, bias_ptr, col, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Weight and bias of some columns, as they are stored; of what is absent nothing is read."""
+    weight = col
+    bias = col
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + col, mask=mask, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + col, mask=mask, other=0.0)
+    return weight, bias
 
 
 @triton.jit
 def _affine(
-    h,
-    mean,
+    deviation,
     rstd,
-    weight_ptr,
-    bias_ptr,
-    col,
-    col_mask,
+    weight,
+    bias,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
-    """y of a tile of h."""
-    y = (h - mean) * rstd
+    """y of a tile."""
+    y = deviation * rstd
     if HAS_WEIGHT:
-        y = y * (load(weight_ptr, col, col_mask, WIDE) + OFFSET)
+        y = y * shifted(weight.to(y.dtype), OFFSET)
     if HAS_BIAS:
-        y = y + load(bias_ptr, col, col_mask, WIDE)
+        y = y + bias.to(y.dtype)
     return value(y, ACTIVATION)
 
 
@@ -121,7 +136,9 @@ def row_norm_fwd(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     num_cols = col_units * UNIT
@@ -137,7 +154,7 @@ def row_norm_fwd(
         squares = tl.zeros([ROWS, 1], tl.float64 if WIDE else tl.float32)
         for start in range(0, num_cols, BLOCK):
             at = start + col
-            mask = row_mask & (at < num_cols)
+            mask = row_mask & within(at, num_cols, EXACT)
             h = normalised(
                 x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
                 PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
@@ -145,38 +162,41 @@ def row_norm_fwd(
             after = tl.minimum(start + BLOCK, num_cols)
             count = (after - start).to(h.dtype)
             share = divide(count, after.to(h.dtype))
-            chunk_mean, chunk_squares = _mean_and_squares(h, mask, count, RMS)
+            chunk_mean, _, chunk_squares = _moments(h, mask, count, PRE, RMS, EXACT)
             delta = chunk_mean - mean
             mean += delta * share
             squares += chunk_squares + delta * delta * ((after.to(h.dtype) - count) * share)
         rstd = reciprocal_sqrt(divide(squares, num_cols.to(squares.dtype)) + EPS)
         for start in range(0, num_cols, BLOCK):
             at = start + col
-            col_mask = at < num_cols
+            col_mask = within(at, num_cols, EXACT)
             mask = row_mask & col_mask
             h = normalised(
                 x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
                 PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
             )  # fmt: skip
             if HAS_RESIDUAL:
-                store(h_ptr, y_row + at, h, mask)
-            y = _affine(
-                h, mean, rstd, weight_ptr, bias_ptr, at, col_mask, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION, WIDE
-            )
-            store(y_ptr, y_row + at, y, mask)
+                store(h_ptr, y_row + at, h, mask, ONCE=True)
+            weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
+            y = _affine(h - mean, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+            store(y_ptr, y_row + at, y, mask, ONCE=True)
     else:
-        col_mask = col < num_cols
+        col_mask = within(col, num_cols, EXACT)
         mask = row_mask & col_mask
         h = normalised(
             x_ptr, residual_ptr, seed_ptr, x_row + col, residual_row + col, y_row, mask,
             PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
         )  # fmt: skip
+        if EARLY:
+            weight, bias = _parameters(weight_ptr, bias_ptr, col, col_mask, HAS_WEIGHT, HAS_BIAS)
         if HAS_RESIDUAL:
-            store(h_ptr, y_row + col, h, mask)
-        mean, squares = _mean_and_squares(h, mask, num_cols.to(h.dtype), RMS)
+            store(h_ptr, y_row + col, h, mask, ONCE=True)
+        mean, deviation, squares = _moments(h, mask, num_cols.to(h.dtype), PRE, RMS, EXACT)
         rstd = reciprocal_sqrt(divide(squares, num_cols.to(h.dtype)) + EPS)
-        y = _affine(h, mean, rstd, weight_ptr, bias_ptr, col, col_mask, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION, WIDE)
-        store(y_ptr, y_row + col, y, mask)
+        if not EARLY:
+            weight, bias = _parameters(weight_ptr, bias_ptr, col, col_mask, HAS_WEIGHT, HAS_BIAS)
+        y = _affine(deviation, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+        store(y_ptr, y_row + col, y, mask, ONCE=True)
     if STATS:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
         if RMS:

@@ -19,12 +19,32 @@ def row_offset(row, middle, inner, stride0, stride1, stride2, FLAT: tl.constexpr
 
 
 @triton.jit
-def load(ptr, offset, mask, WIDE: tl.constexpr):
-    """A tile, widened to the type that is computed in: float64 if WIDE, else float32. Zero where masked."""
+def within(col, num_cols, EXACT: tl.constexpr):
+    """Which columns exist. EXACT: blocks divide rows, so all do, and the compiler drops what they would mask."""
+    if EXACT:
+        return tl.full(col.shape, True, tl.int1)
+    return col < num_cols
+
+
+@triton.jit
+def shifted(weight, OFFSET: tl.constexpr):
+    """`weight` + OFFSET; adding zero would be an instruction, as the compiler must keep it for -0."""
+    if OFFSET == 0.0:
+        return weight
+    return weight + OFFSET
+
+
+@triton.jit
+def load(ptr, offset, mask, WIDE: tl.constexpr, ONCE: tl.constexpr = False):
+    """A tile, widened to the type that is computed in: float64 if WIDE, else float32. Zero where masked.
+
+    ONCE: nobody reads it again soon, so it shall not push what many rows share (weights) out of the L1 cache.
+    """
+    policy: tl.constexpr = "evict_first" if ONCE else ""
     if mask is None:
-        values = tl.load(ptr + offset)
+        values = tl.load(ptr + offset, eviction_policy=policy)
     else:
-        values = tl.load(ptr + offset, mask=mask, other=0.0)
+        values = tl.load(ptr + offset, mask=mask, other=0.0, eviction_policy=policy)
     if WIDE:
         return values.to(tl.float64)
     else:
@@ -32,6 +52,7 @@ def load(ptr, offset, mask, WIDE: tl.constexpr):
 
 
 @triton.jit
-def store(ptr, offset, values, mask):
-    """A tile, rounded to the type of the tensor."""
-    tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask)
+def store(ptr, offset, values, mask, ONCE: tl.constexpr = False):
+    """A tile, rounded to the type of the tensor. ONCE as for `load`."""
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
