@@ -230,7 +230,7 @@ def test_without_the_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.Mon
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named."""
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(select, "_has_triton", lambda: False)
     reason = select.unavailable_reason("triton", torch.device(DEVICE))
     assert reason is not None
     assert reason.startswith("the package triton is not installed")
