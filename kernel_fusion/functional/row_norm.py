@@ -271,6 +271,8 @@ def _staged(
             return _staged(verb, x, r, shape, w, b, eps, weight_offset, out_dtype, pre, post, dropout_p, backend)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
+    if residual is None and verb.startswith("add_"):
+        raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     rms = verb.endswith("rms_norm")
     if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
