@@ -11,19 +11,18 @@ floor, and writes tables and plots. Here it is a residual addition, an RMSNorm a
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
 import kernel_fusion as kf
-from kernel_fusion.bench import plot, providers, results, runner, tables
+from kernel_fusion.bench import providers, run_suite
 from kernel_fusion.bench.chains import Dropout, Operation
-from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suites import Operations, Shape, Suite
 from kernel_fusion.bench.timing import QUICK, Setup
 from kernel_fusion.bench.workloads import Argument
@@ -62,19 +61,17 @@ OPERATION = Operation(
 )
 
 
-def measure(shapes: Sequence[str], dtype: torch.dtype, device: torch.device) -> Results:
-    """Check and time OPERATION at every shape, in turns: ours, PyTorch and the floor."""
+def suite(shapes: Sequence[str], dtype: torch.dtype) -> Suite:
+    """OPERATION at every shape."""
     sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
     part = Operations((OPERATION,), lambda *_: [Shape(*named) for named in zip(shapes, sizes, strict=True)], False)
-    suite = Suite("own-operation", "An operation of one's own", "kernels", (part,), {}, {})
+    return Suite("own-operation", "An operation of one's own", "kernels", (part,), {"cpu": [dtype]}, {})
+
+
+def setup(device: torch.device) -> Setup:
+    """Who is measured, in turns: PyTorch and ours; the floor is always there."""
     backend = kf.explain(kf.layer_norm, torch.empty(1, 1, device=device), 1).backend
-    setup = Setup([providers.pytorch(), providers.ours(backend)], device, ("forward", "backward"), QUICK)
-    method = runner.describe_method(suite.kind, [setup])
-    found = results.start(suite, [device], " ".join(sys.argv), quick=False, method=method, peers={})
-    for workload in track(suite.workloads(device.type, [dtype], suite.verbs), "measuring", transient=True):
-        for _ in runner.run(found, suite.kind, workload, setup):
-            pass
-    return found
+    return Setup([providers.pytorch(), providers.ours(backend)], device, ("forward", "backward"), QUICK)
 
 
 def main() -> None:
@@ -87,10 +84,10 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("demo-results"), help="(default demo-results)")
     wanted = parser.parse_args()
 
-    found = measure(wanted.shape or ["256x1024", "1024x1024"], DTYPES[wanted.dtype], wanted.device)
-    paths = [*found.write(wanted.output_dir), tables.write_markdown(found, wanted.output_dir)]
-    print(paths[-1].read_text())
-    print(*(paths if plot.missing() else [*paths, *plot.plot(found, wanted.output_dir, ["time"])]), sep="\n")
+    measured = suite(wanted.shape or ["256x1024", "1024x1024"], DTYPES[wanted.dtype])
+    found, files = run_suite(measured, [setup(wanted.device)], wanted.output_dir, command=shlex.join(sys.argv))
+    print(next(path.read_text() for path in files if path.suffix == ".md"))
+    print(*files, sep="\n")
     if found.failures:
         sys.exit("FAILED: " + "; ".join(map(str, found.failures)))
 

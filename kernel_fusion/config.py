@@ -1,8 +1,8 @@
 """Everything that can be configured, and the only module that reads the environment.
 
 Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
-`XDG_CACHE_HOME`), `CXX` names the C++ compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own; the C++ side reads it, so that
-it limits the instruction set of our CPU kernels too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run
+`XDG_CACHE_HOME`), `CXX` names the C++ compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own; PyTorch says which instruction
+set our CPU kernels have, so that it limits them too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run
 on the CPU, slowly, for tests.
 """
 

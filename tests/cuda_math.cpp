@@ -3,7 +3,8 @@
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of normal_cdf absolute), "name.value error" and "name.slope error" (halves of an ulp of fp16).
+// prints lines "name error" (relative; of normal_cdf absolute), "name.value error" and "name.slope error" (halves of an ulp
+// of fp16).
 #include <math.h>
 
 #include <cstdio>

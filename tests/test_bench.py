@@ -14,9 +14,10 @@ import torch
 from bench_support import scaled
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import peers, providers, runner
+from kernel_fusion.bench import peers, providers, results, run_suite, runner
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suites import SUITES
+from kernel_fusion.bench.timing import QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS
 from kernel_fusion.cli import app
 from kernel_fusion.native import loader
@@ -131,6 +132,34 @@ def test_sweep_draws_bandwidth_beside_what_is_absent(tmp_path: Path, monkeypatch
         f"sweep-quick-layer_norm-{name}.png" for name in ("bandwidth", "forward-speedup", "backward-speedup")
     }
     assert "| kf-cpu GB/s | PyTorch GB/s | kf-cpu % of floor |" in (tmp_path / "sweep-quick.md").read_text()
+
+
+def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
+    """What the command line calls: the results, the paths of all files, and reports from the first to the last."""
+    suite = replace(SUITES["models"], plots=()).with_shapes([(8, 16), (4, 32)])
+    setup = Setup([providers.pytorch(), providers.ours("eager")], torch.device("cpu"), ("forward",), QUICK)
+    reports: list[tuple[int, int, str]] = []
+    found, paths = run_suite(
+        suite,
+        [setup],
+        tmp_path / "new",
+        verbs=["rms_norm"],
+        dtypes=[torch.float32],
+        command="what it was",
+        peers={"other": "absent: nowhere"},
+        report=lambda *report: reports.append(report),
+    )
+    assert [path.name for path in paths] == ["models.json", "models.csv", "models.md"]
+    assert {*paths} == {*(tmp_path / "new").iterdir()}
+    assert [m.cell for m in results.read(paths[0]).measurements] == [m.cell for m in found.measurements]
+    assert {(m.configuration, m.provider) for m in found.measurements} == {
+        (shape, name) for shape in ("8x16", "4x32") for name in ("floor", "pytorch", "kf-eager")
+    }
+    assert (found.about["command"], found.about["peers"]) == ("what it was", {"other": "absent: nowhere"})
+    assert [(done, of) for done, of, _ in reports] == sorted((done, of) for done, of, _ in reports)
+    assert reports[0][:2] == (0, 2)
+    assert reports[-1][:2] == (2, 2)
+    assert all("rms_norm f32" in what for *_, what in reports)
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

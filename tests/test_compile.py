@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, EAGER, Target, call, python
+from support import CPU, EAGER, Target, call, python, pytorch_warns_of_itself
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,11 +20,7 @@ from verbs import Verb, cotangents, gradients, results
 
 import kernel_fusion as kf
 
-# PyTorch's compiler warns about itself when first imported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-]
+pytestmark = pytorch_warns_of_itself
 ROWS = (4, 7, 64, 1000, 33)
 
 

@@ -48,6 +48,21 @@ def test_a_library_for_any_processor() -> None:
         assert not ran.stderr  # nothing was built
 
 
+@pytest.mark.parametrize("variant", build.cpu_variants())
+def test_what_is_built_is_what_runs(variant: str) -> None:
+    """Building and loading go by PyTorch's word, here for processors that this one need not be; less may be chosen."""
+    build.built_library(print, every_variant=True)
+    code = """
+    import sys
+    from kernel_fusion.native import build, loader
+    assert [loader.cpu_variant()] == build._own_variants() == sys.argv[1:], loader.cpu_variant()
+    chosen = [bool(loader.library().kf_use_cpu_variant(name.encode())) for name in build.cpu_variants()]
+    assert chosen == sorted(chosen, reverse=True)
+    assert sum(chosen) == build.cpu_variants().index(sys.argv[1]) + 1, chosen
+    """
+    python(code, variant, env={"ATEN_CPU_CAPABILITY": variant.lower()})
+
+
 @pytest.mark.slow
 def test_a_library_of_our_own(tmp_path: Path) -> None:
     """A process that finds none builds one with its best kernels alone, and works with it."""

@@ -5,6 +5,7 @@ PyTorch's texts are not copied here: the same bad call is made on PyTorch, and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,14 @@ def test_unavailable_backend_says_why(
         with kf.use_backend(backend), pytest.raises(BackendUnavailableError) as by_context:
             call(verb, x)
     assert str(by_argument.value) == str(by_context.value) == text
+
+
+@pytest.mark.parametrize("verb", ["add_layer_norm", "add_rms_norm"])
+def test_no_residual_to_add_to(verb: str) -> None:
+    """The verbs that add want what they add to, and name the verb that does not."""
+    text = f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb.removeprefix('add_')}`"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        getattr(kf, verb)(torch.ones(2, 8), None, 8)
 
 
 def test_use_backend_nests_and_recovers() -> None:

@@ -69,6 +69,16 @@ MODULES = {
         lambda m, x, r: (_rms_norm(m, r + x), r + x),
         ((3, 8), (3, 8)),
     ),
+    "layer_norm_begins": Module(
+        lambda device: kf.FusedAddLayerNorm(8, pre_activation="gelu", activation="silu", device=device),
+        "(8,), eps=1e-05, elementwise_affine=True, bias=True, pre_activation='gelu', activation='silu'",
+        lambda m, x: (F.silu(_layer_norm(m, F.gelu(x))), F.gelu(x)),
+    ),
+    "rms_norm_begins": Module(
+        lambda device: kf.FusedAddRMSNorm(8, dropout=0.25, weight_offset=1.0, device=device).eval(),
+        "(8,), eps=None, elementwise_affine=True, dropout=0.25, weight_offset=1.0",
+        lambda m, x: (_rms_norm(m, x), x),
+    ),
     "bias_act": Module(
         lambda device: kf.FusedBiasAct(8, "gelu", 0.1, device=device).eval(),
         "8, activation='gelu', dropout=0.1",
@@ -192,6 +202,23 @@ def test_residual_keeps_its_dtype(kind: Any, any_target: Target) -> None:
         result = module(x, torch.randn(3, 8, device=any_target.device))
     assert isinstance(result, kf.NormOutput)
     assert (result.output.dtype, result.residual.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [kf.FusedAddLayerNorm, kf.FusedAddRMSNorm])
+def test_a_stream_begins_as_one_of_zeros(kind: Any, any_target: Target) -> None:
+    """Without a residual the same is dropped and normalised; what stays as it is, is the input itself."""
+    module = kind(8, dropout=0.5, pre_activation="relu", device=any_target.device)
+    x = torch.randn(16, 8, device=any_target.device, dtype=torch.bfloat16)
+    with kf.use_backend(any_target.backend), any_target.ran(forward=None):
+        torch.manual_seed(0)
+        begun = module(x)
+        torch.manual_seed(0)
+        added = module(x, torch.zeros_like(x))
+        plain = kind(8, dropout=0.5, device=any_target.device).eval()(x)
+    assert torch.equal(begun.residual, added.residual)
+    assert torch.equal(begun.output, added.output)
+    assert begun.output.dtype == plain.output.dtype == torch.bfloat16
+    assert plain.residual is x
 
 
 _DROPPING: dict[str, tuple[Callable[[str], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {

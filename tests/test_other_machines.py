@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with a recent NVIDIA GPU, as far as anybody asks; and the means to change it."""
+    """A machine with a recent NVIDIA GPU, as far as anybody asks; and the means to change it before the first call."""
+    for answer in ("_cuda_reason", "_has_triton", "_no_device_for_triton"):
+        monkeypatch.setattr(select, answer, cache(getattr(select, answer).__wrapped__))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -51,6 +54,19 @@ def test_why_cuda_is_not_available(obstacle: str, gpu: pytest.MonkeyPatch) -> No
     holder, name, value, reason = _OBSTACLES[obstacle]
     gpu.setattr(holder, name, value)
     assert reason in (select.unavailable_reason("cuda", GPU) or "")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_machine_is_asked_once(backend: str, gpu: pytest.MonkeyPatch) -> None:
+    """Calls that name their backend do not look for packages and devices each time."""
+    asked: list[str] = []
+    gpu.setattr(select, "triton_is_interpreted", lambda: False)
+    gpu.setattr(select.importlib.util, "find_spec", lambda name: asked.append(name) or "found")
+    gpu.setattr(torch.cuda, "is_available", lambda: asked.append("device") or True)
+    for _ in range(3):
+        assert select.unavailable_reason(backend, GPU) is None
+    assert "device" in asked
+    assert len(asked) == len(set(asked))
 
 
 def test_without_the_extension_cuda_has_the_plain_norms(gpu: pytest.MonkeyPatch) -> None:

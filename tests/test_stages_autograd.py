@@ -11,18 +11,14 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from stages_support import ADD_VERBS, BF16, F32, F64, VERBS, assert_equal, call, cotangents, make, run, with_gradients
-from support import CPU, EAGER, Target
+from support import CPU, EAGER, Target, pytorch_warns_of_itself
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import kernel_fusion as kf
 
-# PyTorch's forward mode scripts its decompositions when first used; its compiler warns about itself.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
-]
+pytestmark = pytorch_warns_of_itself
 
 Options = dict[str, Any]
 # Every way through the node: nothing but an addition; a slope before, after, both; dropout with and without a slope.

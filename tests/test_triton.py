@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TRITON, check, python
+from support import TRITON, check, python, pytorch_warns_of_itself
 from torch import Tensor
 
 import kernel_fusion as kf
@@ -170,8 +170,7 @@ def test_double_backward(name: str) -> None:
     assert torch.autograd.gradgradcheck(lambda *t: _first(CALLS[name](*t, backend="triton")), leaves, fast_mode=True)
 
 
-# PyTorch's own forward mode does what its own warning is about.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytorch_warns_of_itself
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_take_the_definition(name: str) -> None:
     """`torch.func.grad`, forward mode and vmap give the definition's results."""
@@ -232,7 +231,7 @@ def test_without_the_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.Mon
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named."""
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(select, "_has_triton", lambda: False)
     reason = select.unavailable_reason("triton", torch.device(DEVICE))
     assert reason is not None
     assert reason.startswith("the package triton is not installed")

@@ -1,22 +1,81 @@
-"""Runs workloads. Results are compared with float64 first, and only who passes is timed, in one process, in turns.
+"""Runs suites. Results are compared with float64 first, and only who passes is timed, in one process, in turns.
 
-Whatever a workload raises, memory that runs out included, becomes a failure of that workload, and the run goes on.
+The command line and users' own programs call the same `run_suite`. Whatever a workload raises, memory that runs out
+included, becomes a failure of that workload, and the run goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from kernel_fusion.bench import check, floor, host, memory, pages, timing
+from kernel_fusion.bench import check, floor, host, memory, pages, plot, results, tables, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
-from kernel_fusion.bench.suites import Kind
+from kernel_fusion.bench.suites import Kind, Suite
 from kernel_fusion.bench.timing import Outcomes, Setup, Timing
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
+from kernel_fusion.core.spec import dtype_name
+
+
+def run_suite(
+    suite: Suite,
+    setups: Sequence[Setup],
+    folder: Path,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    verbs: Sequence[str] | None = None,
+    weights: torch.dtype | None = None,
+    command: str = "",
+    quick: bool = False,
+    peers: Mapping[str, str] | None = None,
+    report: Callable[[int, int, str], None] = lambda *_: None,
+) -> tuple[Results, list[Path]]:
+    """Measure a suite in every setup and write its files: JSON, CSV, Markdown, and plots where Matplotlib is installed.
+
+    The JSON file is written again after every workload, and an interrupt (Ctrl-C) ends the measuring alone, so that
+    what was measured is kept.
+
+    Args:
+        suite: one of `kernel_fusion.bench.suites.SUITES`, or one's own.
+        setups: who is measured beside whom, and where; each workload is measured in each.
+        folder: of the files, which are named after the suite; made if need be.
+        dtypes, verbs: those measured; None for all of the suite's, the dtypes by device.
+        weights: the dtype of weight and bias of bare norms; None for the input's.
+        command: what measures the same again, for the files.
+        quick: whether the files are to be named and marked as those of a quick run.
+        peers: of each other library its version, or why it is absent, for the files.
+        report: called with the number of workloads that are done, that of all, and what was done last.
+
+    Returns:
+        The results, and the paths of the files. What failed or was wrong is in `Results.failures`, and not raised.
+    """
+    chosen = suite.verbs if verbs is None else verbs
+    jobs = [
+        (setup, workload)
+        for setup in setups
+        for workload in suite.workloads(
+            setup.device.type, dtypes or suite.dtypes_on(setup.device.type), chosen, weights
+        )
+    ]
+    devices = list(dict.fromkeys(setup.device for setup in setups))
+    method = describe_method(suite.kind, setups)
+    found = results.start(suite, devices, command, quick, method, dict(peers or {}))
+    try:
+        for finished, (setup, workload) in enumerate(jobs):
+            about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
+            for done in run(found, suite.kind, workload, setup):
+                report(finished, len(jobs), f"{about} {done}")
+            report(finished + 1, len(jobs), about)
+            found.write_json(folder)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    paths = [*found.write(folder), tables.write_markdown(found, folder)]
+    return found, paths if plot.missing() else [*paths, *plot.plot(found, folder, suite.plots)]
 
 
 def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:

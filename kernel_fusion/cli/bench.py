@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kernel_fusion.backends.select import unavailable_reason
-from kernel_fusion.bench import machine, plot, providers, results, runner, tables
+from kernel_fusion.bench import machine, plot, providers, run_suite, tables
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
 from kernel_fusion.bench.row_norms import VERBS as NORMS
-from kernel_fusion.bench.suites import SUITES, VERBS, PlotKind, Suite
+from kernel_fusion.bench.suites import SUITES, VERBS, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
-from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction
 from kernel_fusion.cli.common import (
     INTERRUPTED,
     console,
@@ -163,20 +163,29 @@ def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device,
 
 
 def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) -> Results:
-    """Measure one suite, write its files and show its tables."""
+    """Measure one suite, showing progress; write its files and show its tables."""
     suite = suite.quick() if selection.quick else suite
     suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
     contenders, absent = _contenders(suite, selection)
     setups, states = _setups(suite, selection, contenders)
     for name, state in (absent | states).items():
         out.print(f"{name}: {state}")
-    command = _command(suite, selection, setups, list(states))
-    method = runner.describe_method(suite.kind, setups)
-    result = results.start(suite, selection.devices, command, selection.quick, method, absent | states)
-    try:
-        _run(result, suite, selection, setups, folder)
-    finally:
-        _write_and_show(result, suite.plots, folder, out)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left:")
+    with Progress(*columns, TimeRemainingColumn(), console=progress_console()) as progress:
+        task = progress.add_task(suite.name, total=None)
+        result, paths = run_suite(
+            suite,
+            setups,
+            folder,
+            dtypes=selection.dtypes,
+            verbs=selection.verbs_of(suite),
+            weights=selection.weights,
+            command=_command(suite, selection, setups, list(states)),
+            quick=selection.quick,
+            peers=absent | states,
+            report=lambda done, of, what: progress.update(task, completed=done, total=of, description=what),
+        )
+    _show(result, paths, out)
     return result
 
 
@@ -204,12 +213,6 @@ def _setups(
     return setups, states
 
 
-def _workloads(suite: Suite, selection: _Selection, device: torch.device) -> list[Workload]:
-    """What is measured of a suite on a device."""
-    dtypes = selection.dtypes or suite.dtypes_on(device.type)
-    return suite.workloads(device.type, dtypes, selection.verbs_of(suite), selection.weights)
-
-
 def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers: Sequence[str]) -> str:
     """The command that measures the same again, every default written out, but for all verbs."""
     verbs = selection.verbs_of(suite)
@@ -234,28 +237,7 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
     return shlex.join(words)
 
 
-def _run(result: Results, suite: Suite, selection: _Selection, setups: Sequence[Setup], folder: Path) -> None:
-    """Measure every workload in every setup into `result`, showing progress, until done or interrupted."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left:")
-    jobs = [(setup, workload) for setup in setups for workload in _workloads(suite, selection, setup.device)]
-    with Progress(*columns, TimeRemainingColumn(), console=progress_console()) as progress:
-        task = progress.add_task(suite.name, total=len(jobs))
-        try:
-            for setup, workload in jobs:
-                about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
-                for done in runner.run(result, suite.kind, workload, setup):
-                    progress.update(task, description=f"{about} {done}")
-                progress.advance(task)
-                # Again after each one, so that even a killed run leaves what it measured.
-                result.write_json(folder)
-        except KeyboardInterrupt:
-            result.interrupted = True
-
-
-def _write_and_show(result: Results, plots: Sequence[PlotKind], folder: Path, out: Console) -> None:
-    # Files first: whatever happens to the output, what was measured is kept.
-    paths = [*result.write(folder), tables.write_markdown(result, folder)]
-    paths += [] if plot.missing() else plot.plot(result, folder, plots)
+def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
     for data in tables.tables(result):
         show(data, out)
     for failure in result.failures:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager, interop
-from kernel_fusion.backends.select import PLAIN_TENSORS, call, operator
+from kernel_fusion.backends.select import call, num_normalized_dims, operator
 from kernel_fusion.config import state
 from kernel_fusion.core import checks
 from kernel_fusion.native import schemas
@@ -75,7 +75,7 @@ def layer_norm(
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         return _staged("layer_norm", input, None, *norm, *stages, backend).output
     if backend is None and state.backend is None:
-        num_dims = _num_normalized_dims(input, normalized_shape)
+        num_dims = num_normalized_dims(input, normalized_shape)
         if num_dims:
             norm_op = schemas.layer_norm if is_dynamo_compiling() else _layer_norm
             if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
@@ -132,7 +132,7 @@ def rms_norm(
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         return _staged("rms_norm", input, None, *norm, *stages, backend).output
     if backend is None and state.backend is None:
-        num_dims = _num_normalized_dims(input, normalized_shape)
+        num_dims = num_normalized_dims(input, normalized_shape)
         if num_dims:
             norm_op = schemas.rms_norm if is_dynamo_compiling() else _rms_norm
             if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
@@ -271,6 +271,8 @@ def _staged(
             return _staged(verb, x, r, shape, w, b, eps, weight_offset, out_dtype, pre, post, dropout_p, backend)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
+    if residual is None and verb.startswith("add_"):
+        raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     rms = verb.endswith("rms_norm")
     if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
         eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
@@ -280,15 +282,3 @@ def _staged(
     norm = operator(verb, "staged_row_norm", backend, input, residual)
     stages = pre, post, dropout_p, seed
     return NormOutput(*norm(input, residual, len(shape), weight, bias, eps, weight_offset, out_dtype, rms, *stages))
-
-
-def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
-    """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
-    if type(input) not in PLAIN_TENSORS or input.is_nested:
-        return 0
-    shape = input.shape
-    expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-    # One dimension, the usual case, without slicing the shape: that costs 0.2 µs.
-    if len(expected) == 1:
-        return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
-    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0

@@ -38,6 +38,7 @@ _FLAGS = [
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
 ]
+# The names and the instructions are those of PyTorch's own kernels: where PyTorch runs its AVX2 kernels, ours run.
 # A CPU_CAPABILITY of its own puts each variant into a namespace of its own. Without it all variants of at::vec's
 # inline functions share one name, and the linker keeps one of them for all.
 _VARIANTS = (
@@ -57,7 +58,7 @@ def cpu_variants() -> list[str]:
 
 
 def _own_variants() -> list[str]:
-    """The one for this process: the best that its processor has, within PyTorch's limit."""
+    """The one for this process, by PyTorch's word, which extension/cpu_variant.cpp follows too."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 

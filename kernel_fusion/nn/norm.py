@@ -6,14 +6,14 @@ So the constructor, the state dict, `extra_repr`, `isinstance` checks and initia
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core import checks
-from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernel_fusion.functional import NormOutput, act_dropout, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _Shape = int | Sequence[int] | torch.Size
 
@@ -71,6 +71,13 @@ class _AddStages(_Stages):
 
     def _stages(self) -> dict[str, Any]:
         return {"dropout": self.dropout} | super()._stages()
+
+    def _begin(self, verb: Callable[..., Tensor], input: Tensor, *norm: Any) -> NormOutput:
+        """The residual stream that begins with `input`, and the norm of it by a verb without residual."""
+        unchanged = self.pre_activation is None and not (self.training and self.dropout)
+        h = input if unchanged else act_dropout(input, self.pre_activation, self.dropout, self.training)
+        y = verb(h, *norm, activation=self.activation, weight_offset=self.weight_offset, out_dtype=h.dtype)
+        return NormOutput(y, h)
 
 
 class FusedLayerNorm(_Stages, nn.LayerNorm):
@@ -210,6 +217,9 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
     :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
     :func:`kernel_fusion.add_layer_norm` for dtypes and accumulation.
 
+    Where a stream begins there is nothing to add: without a residual h is u, in the input's dtype (the input itself,
+    not a copy, where there is neither pre-activation nor dropout), and y the norm of it.
+
     Raises:
         TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability.
 
@@ -219,6 +229,7 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         >>> y, h = norm(torch.randn(2, 8, 64), torch.randn(2, 8, 64))
         >>> y.shape
         torch.Size([2, 8, 64])
+        >>> y, h = norm(torch.randn(2, 8, 64))  # the first of a stack
     """
 
     def __init__(
@@ -242,15 +253,15 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         _keep_out_of_fast_paths(self)
 
-    def forward(self, input: Tensor, residual: Tensor) -> NormOutput:  # type: ignore[override]
-        """Add `input`, after pre-activation and dropout, to `residual`, and normalise the sum."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
+        """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
+        norm = self.normalized_shape, self.weight, self.bias, self.eps
+        if residual is None:
+            return self._begin(layer_norm, input, *norm)
         return add_layer_norm(
             input,
             residual,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
+            *norm,
             dropout_p=self.dropout,
             training=self.training,
             pre_activation=self.pre_activation,
@@ -300,14 +311,15 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         _keep_out_of_fast_paths(self)
 
-    def forward(self, x: Tensor, residual: Tensor) -> NormOutput:  # type: ignore[override]
-        """Add `x`, after pre-activation and dropout, to `residual`, and normalise the sum."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
+        """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
+        norm = self.normalized_shape, self.weight, self.eps
+        if residual is None:
+            return self._begin(rms_norm, x, *norm)
         return add_rms_norm(
             x,
             residual,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
+            *norm,
             dropout_p=self.dropout,
             training=self.training,
             pre_activation=self.pre_activation,

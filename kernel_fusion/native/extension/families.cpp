@@ -119,7 +119,8 @@ struct Gradient {
 // One contiguous row in the last dimensions of a tensor of shape `shape`, broadcast over all others, of which there is more
 // than one.
 bool is_row(const Tensor& t, at::IntArrayRef shape) {
-  if (!t.is_contiguous() || t.dim() > static_cast<int64_t>(shape.size()) || t.numel() == c10::multiply_integers(shape)) return false;
+  if (!t.is_contiguous() || t.dim() > static_cast<int64_t>(shape.size()) || t.numel() == c10::multiply_integers(shape))
+    return false;
   bool leading = true;  // still in the dimensions of size 1 at the front
   for (int64_t d = 0; d < t.dim(); ++d) {
     leading = leading && t.size(d) == 1;

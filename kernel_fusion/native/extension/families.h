@@ -126,7 +126,8 @@ Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call);
 
 // Their backward. What is not wanted is undefined.
 using PointwiseGradients = std::tuple<Tensor, Tensor>;
-PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call, std::array<bool, 2> wants);
+PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
+                                std::array<bool, 2> wants);
 Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale);
 
 // Whether the kernels can serve a call. What they can't serve goes to the definition, which serves it or says what is wrong.

@@ -185,7 +185,8 @@ Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool kee
 // dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype.
 Tensor reduce_backward(const Tensor& dy, const Tensor& x, const ReduceVerbCall& c) {
   if (c.kind == "sum_squared")
-    return std::get<0>(call_pointwise_bwd(expanded(dy, x, c.dim, c.keepdim), {x, x, "mul", "identity", 2.0, 0.0, {}}, {true, false}));
+    return std::get<0>(
+        call_pointwise_bwd(expanded(dy, x, c.dim, c.keepdim), {x, x, "mul", "identity", 2.0, 0.0, {}}, {true, false}));
   const c10::SymInt outputs = dy.sym_numel(), inputs = x.sym_numel();
   const auto known_outputs = outputs.maybe_as_int(), known_inputs = inputs.maybe_as_int();
   double factor = 1.0;

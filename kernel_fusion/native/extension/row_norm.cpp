@@ -56,7 +56,8 @@ bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight
              double weight_offset, const OptionalDtype& out_dtype) {
   return supported(input.scalar_type()) && input.layout() == at::kStrided && num_dims >= 1 && num_dims <= input.dim() &&
          (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(weight, input, normalized_shape(input, num_dims)) &&
-         fits(bias, input, normalized_shape(input, num_dims)) && (weight_offset == 0.0 || present(weight)) && (!out_dtype || mixes(input.scalar_type(), *out_dtype));
+         fits(bias, input, normalized_shape(input, num_dims)) && (weight_offset == 0.0 || present(weight)) &&
+         (!out_dtype || mixes(input.scalar_type(), *out_dtype));
 }
 
 Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -2,7 +2,8 @@
 // instruction set.
 //
 // Those of float are inlined here, because a call for every vector costs more than the arithmetic. They err by at most 1.5 ulp,
-// erf by five of 1 (tests/test_cpu_math.py); results below the smallest normal number may be zero. Those of double are at::vec's (Sleef, 1 ulp).
+// erf by five of 1 (tests/test_cpu_math.py); results below the smallest normal number may be zero. Those of double are
+// at::vec's (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
