@@ -17,12 +17,29 @@ namespace {
 // Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.
 int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
 
-// weight or bias in the accumulator type, with the offset added: N elements, once per call.
-Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
-  if (!present(t)) return {};
-  Tensor wide = t->scalar_type() == acc ? t->contiguous() : t->to(acc, false, false, at::MemoryFormat::Contiguous);
-  return offset == 0.0 ? wide : wide.add(offset);
-}
+// weight or bias as the kernels take it, which is made once per call where it is not given like that.
+class Prepared {
+ public:
+  Prepared(const OptionalTensor& t, double offset, at::ScalarType acc, bool interleaved) {
+    if (!present(t)) return;
+    given = t->contiguous();
+    data = given.const_data_ptr();
+    if (given.scalar_type() == acc && offset == 0.0 && !interleaved) return;
+    const int64_t size = given.numel();
+    made = c10::GetCPUAllocator()->allocate(size * c10::elementSize(acc));
+    const cpu::Parameter parameter{data, made.get(), offset, cpu_dtype(given.scalar_type()), interleaved};
+    const int64_t tiles = (size + cpu::kParameterTile - 1) / cpu::kParameterTile;
+    at::parallel_for(0, tiles, 8, [&](int64_t begin, int64_t end) {
+      cpu::kernels().prepare(parameter, begin * cpu::kParameterTile, std::min(size, end * cpu::kParameterTile));
+    });
+    data = made.get();
+  }
+  const void* data = nullptr;  // null: absent
+
+ private:
+  Tensor given;
+  at::DataPtr made;
+};
 
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 
@@ -60,15 +77,15 @@ void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t r
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
   OptionalRows dh, x;
-  Tensor bias;
+  Prepared bias;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
       : dh(call.stages->dh, call.num_dims),
         x(call.stages->x, call.num_dims),
-        bias(prepared(call.stages->bias, 0.0, acc_dtype(call.input))) {
+        bias(call.stages->bias, 0.0, acc_dtype(call.input), false) {
     const BackwardStages& s = *call.stages;
-    args = {common(s), s.has_residual, dh.data(), x.data(), data_or_null(bias), call.wants[3] ? dresidual.data_ptr() : nullptr,
+    args = {common(s), s.has_residual, dh.data(), x.data(), bias.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
             dh.layout(), x.layout(), cpu_dtype(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
@@ -81,7 +98,9 @@ struct StagedBackward {
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
-  const Tensor weight = prepared(call.weight, call.weight_offset, acc), bias = prepared(call.bias, 0.0, acc);
+  const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.out_dtype);
+  const bool interleaved = !call.stages && cpu::interleaves(x_type, y_type);
+  const Prepared weight(call.weight, call.weight_offset, acc, interleaved), bias(call.bias, 0.0, acc, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -89,8 +108,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     rstd = call.rms ? mean : mean + x.rows * stats.element_size();
     if (call.rms) mean = nullptr;
   }
-  const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype),
+  const cpu::Forward args{x.data(), weight.data, bias.data, y.data_ptr(), mean, rstd, x.cols,
+                          x.layout, call.eps, call.rms, x_type, y_type,
                           past_caches(call.input.nbytes() + y.nbytes())};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
@@ -102,12 +121,14 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto acc = acc_dtype(call.input);
-  const Tensor weight = prepared(call.weight, call.weight_offset, acc), stats = call.stats.contiguous();
+  const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
+  const Prepared weight(call.weight, call.weight_offset, acc, !call.stages && cpu::interleaves(x_type, dy_type));
+  const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
+  const cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.data,
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           cpu_dtype(call.input.scalar_type()), cpu_dtype(call.dy.scalar_type()),
+                           x_type, dy_type,
                            past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);

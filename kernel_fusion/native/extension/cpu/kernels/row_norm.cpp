@@ -1,115 +1,83 @@
 // CPU row norm, forward and backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// A row is read in chunks of kStatisticsChunk elements that stay in L1. Forward: one pass for the statistics (per chunk its mean
-// and the squared deviations from it, joined over chunks in double by Chan's formula, so mean/std = 1e4 and long rows
-// lose nothing), one pass for the result. Backward: one pass for the two sums and the weight gradients, one for dx.
+// Forward: one pass over a row for the statistics (cpu/moments.h), one for the result. Backward: one pass for the two sums and the
+// weight gradients, one for dx.
 // The order of every sum depends on the row length alone. With stages (cpu/chains.h) a row is first brought, chunk by chunk, to the
 // accumulator type in a buffer, unless it lies in memory like that, and the same code finds it there.
 #include "cpu/chains.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/moments.h"
 #include "cpu/pairs.h"
 
 #include <algorithm>
-#include <array>
+#include <limits>
 #include <memory>
-#include <tuple>
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kStatisticsChunk = 2048;
 constexpr int64_t kLongRow = 32768;
 
-template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
-  using A = AccOf<T>;
-  const auto [sum] = sums_over<A, 1>(
-      n, [&](int64_t i, auto& sums) { sums[0] = sums[0] + load_pair(x + i); },
-      [&](int64_t i, auto& sums) { sums[0] += load_one(x + i); });
-  return static_cast<A>(sum / static_cast<double>(n));
+// Two vectors of elements that lie side by side, in the order of `Interleaved`.
+inline Pair<float> interleaved(const Pair<float>& v) {
+  const auto [even, odd] = at::vec::deinterleave2(v.a, v.b);
+  return {even, odd};
 }
 
-template <class T> inline double squares_of(const T* x, int64_t n) {
-  const auto add = [&](auto v, auto& sum) { sum = fma(v, v, sum); };
-  const auto [squares] = sums_over<AccOf<T>, 1>(
-      n, [&](int64_t i, auto& sums) { add(load_pair(x + i), sums[0]); },
-      [&](int64_t i, auto& sums) { add(load_one(x + i), sums[0]); });
-  return squares;
-}
-
-// Sums of x - center and of its square over [0, n).
-template <class T> inline std::pair<double, double> sums_around(const T* x, int64_t n, AccOf<T> center) {
-  using A = AccOf<T>;
-  const auto centers = both(center);
-  const auto add = [](auto d, auto& sums) {
-    sums[0] = sums[0] + d;
-    sums[1] = fma(d, d, sums[1]);
-  };
-  const auto [sum, square] = sums_over<A, 2>(
-      n, [&](int64_t i, auto& sums) { add(load_pair(x + i) - centers, sums); },
-      [&](int64_t i, auto& sums) { add(load_one(x + i) - center, sums); });
-  return {sum, square};
-}
-
-struct Moments {
-  double mean, variance;
-};
-
-// Of count elements: their mean is that of `rest` from `center`.
-template <class A> struct Deviations {
-  A center;
-  double rest, squares;  // of x - center: the sum, and that of the squares of the deviations from the mean
-};
-
-// One pass, around the mean of a few elements. Where that is further from the mean than the elements are on the average, squares
-// would lose digits: once more then, around the mean that is known now.
-template <class T> Deviations<AccOf<T>> deviations_of(const T* x, int64_t count) {
-  using A = AccOf<T>;
-  constexpr int64_t kSample = 32;
-  A center = mean_of(x, std::min(kSample, count));
-  const double n = static_cast<double>(count);
-  auto [rest, squares] = sums_around(x, count, center);
-  if (!(rest * rest <= squares * n / 2)) {
-    center = mean_of(x, count);
-    std::tie(rest, squares) = sums_around(x, count, center);
+// A sum of gradients back from the order of `Interleaved`.
+inline void restore(float* sum, int64_t cols) {
+  constexpr int64_t kStep = Pair<float>::kStep;
+  for (int64_t i = 0; i + kStep <= cols; i += kStep) {
+    const auto v = load_pair(sum + i);
+    const auto [first, second] = at::vec::interleave2(v.a, v.b);
+    store_pair(sum + i, {first, second});
   }
-  return {center, rest, squares - rest * rest / n};
 }
 
-template <class T> Moments moments(const T* x, int64_t n, bool rms) {
-  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining chunks rounds small numbers
-  for (int64_t start = 0; start < n; start += kStatisticsChunk) {
-    const int64_t count = std::min(kStatisticsChunk, n - start);
-    if (rms) {
-      squares += squares_of(x + start, count);
-      continue;
-    }
-    // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
-    const auto chunk = deviations_of(x + start, count);
-    const double rest = chunk.rest / static_cast<double>(count);
-    if (start == 0) {
-      base = chunk.center;
-      mean = rest;
-      squares = chunk.squares;
-      continue;
-    }
-    // Chan: join (start elements, mean, squares) and (count elements, local, chunk.squares).
-    const double local = (chunk.center - base) + rest, shift = local - mean, joined = static_cast<double>(start + count);
-    mean += shift * static_cast<double>(count) / joined;
-    squares += chunk.squares + shift * shift * static_cast<double>(start) * static_cast<double>(count) / joined;
-  }
-  return {base + mean, squares / static_cast<double>(n)};
+// A NaN as arithmetic makes them, for `interleaved_bits`.
+template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
+  return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
 }
+template <class A> inline A plain_nan(A v) { return v == v ? v : std::numeric_limits<A>::quiet_NaN(); }
 
-// mean (0 for RMSNorm) and rstd of a row, stored where they are wanted.
-template <class T> std::pair<AccOf<T>, AccOf<T>> statistics(const Forward& c, const T* x, int64_t row) {
+template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t end) {
   using A = AccOf<T>;
-  const Moments m = moments(x, c.cols, c.rms);
-  const A mean = static_cast<A>(m.mean), rstd = static_cast<A>(1 / std::sqrt(m.variance + c.eps));
-  if (c.mean) static_cast<A*>(c.mean)[row] = mean;
-  if (c.rstd) static_cast<A*>(c.rstd)[row] = rstd;
-  return {mean, rstd};
+  const T* in = static_cast<const T*>(p.data) + begin;
+  A* out = static_cast<A*>(p.out) + begin;
+  const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
+  const auto offsets = both(offset);
+  sweep<A>(
+      end - begin,
+      [&](int64_t i) {
+        auto v = load_pair(in + i) + offsets;
+        v = {plain_nan(v.a), plain_nan(v.b)};
+        if constexpr (std::is_same_v<A, float>)
+          if (p.interleaved) v = interleaved(v);
+        store_pair(out + i, v);
+      },
+      [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
+}
+
+// As many rows as are normalised together, at most.
+constexpr int64_t kMostRows = 16;
+
+// mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted. What takes
+// long and would be waited for, root and division, is done of all together.
+template <class T>
+void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
+  using A = AccOf<T>;
+  double variance[kMostRows];
+  for (int64_t r = 0; r < count; ++r) {
+    const Moments m = moments(x[r], c.cols, c.rms);
+    mean[r] = static_cast<A>(m.mean);
+    variance[r] = m.variance;
+  }
+  const double eps = c.eps;
+  for (int64_t r = 0; r < count; ++r) rstd[r] = static_cast<A>(1 / std::sqrt(variance[r] + eps));
+  if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
+  if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
 // y = (x - mean) * rstd * weight + bias over [0, n); y may be x.
@@ -135,13 +103,20 @@ inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* 
   else write([](auto v, int64_t) { return v; });
 }
 
+// The statistics of several short rows, and then their results, which find the rows in the L1 cache.
 template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<X>;
-  for (int64_t row = begin; row < end; ++row) {
-    const X* x = static_cast<const X*>(c.x) + row_offset(c.x_rows, row);
-    const auto [mean, rstd] = statistics(c, x, row);
-    normalize(x, mean, rstd, static_cast<const A*>(c.weight), static_cast<const A*>(c.bias), c.cols,
-              static_cast<Y*>(c.y) + row * c.cols, c.streams);
+  constexpr int64_t kBytes = 16384;
+  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
+  const int64_t together = std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t count = std::min(together, end - first);
+    const X* x[kMostRows];
+    A mean[kMostRows], rstd[kMostRows];
+    for (int64_t r = 0; r < count; ++r) x[r] = static_cast<const X*>(c.x) + row_offset(c.x_rows, first + r);
+    statistics(c, x, first, count, mean, rstd);
+    Y* y = static_cast<Y*>(c.y) + first * c.cols;
+    for (int64_t r = 0; r < count; ++r, y += c.cols) normalize(x[r], mean[r], rstd[r], weight, bias, c.cols, y, c.streams);
   }
   if (c.streams) finish_streams();
 }
@@ -163,25 +138,26 @@ template <size_t kRows, class X, class DY>
 void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t stop) {
   using A = AccOf<X>;
   using P = Pair<A>;
+  using V = Vectorized<A>;
   const auto* weight = static_cast<const A*>(c.weight);
   auto* dweight = static_cast<A*>(c.dweight);
   auto* dbias = static_cast<A*>(c.dbias);
   const X* x[kRows];
   const DY* dy[kRows];
   A mean[kRows], rstd[kRows], g_rest[kRows] = {}, gx_rest[kRows] = {};
-  P gs[kRows], gxs[kRows];
+  V gs[kRows], gxs[kRows];  // one vector for both halves of a pair, or there would not be registers enough
   for (size_t r = 0; r < kRows; ++r) {
     x[r] = rows[r].x;
     dy[r] = rows[r].dy;
     mean[r] = rows[r].mean;
     rstd[r] = rows[r].rstd;
-    gs[r] = gxs[r] = both<A>(0);
+    gs[r] = gxs[r] = V(0);
   }
   int64_t i = start;
   while (i + P::kStep <= stop) {
-    P g_block[kRows], gx_block[kRows];  // two levels, as in sums_over
-    std::fill_n(g_block, kRows, both<A>(0));
-    std::fill_n(gx_block, kRows, both<A>(0));
+    V g_block[kRows], gx_block[kRows];  // two levels, as in sums_over
+    std::fill_n(g_block, kRows, V(0));
+    std::fill_n(gx_block, kRows, V(0));
     for (const int64_t end = std::min(stop, i + 16 * P::kStep); i + P::kStep <= end; i += P::kStep) {
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       P dw = dweight ? load_pair(dweight + i) : both<A>(0), db = dbias ? load_pair(dbias + i) : both<A>(0);
@@ -189,8 +165,8 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
         const P d = load_pair(dy[r] + i), xhat = (load_pair(x[r] + i) - both(mean[r])) * both(rstd[r]), g = d * w;
         dw = fma(d, xhat, dw);
         db = db + d;
-        g_block[r] = g_block[r] + g;
-        gx_block[r] = fma(g, xhat, gx_block[r]);
+        g_block[r] = g_block[r] + (g.a + g.b);
+        gx_block[r] = at::vec::fmadd(g.b, xhat.b, at::vec::fmadd(g.a, xhat.a, gx_block[r]));
       }
       if (dweight) store_pair(dweight + i, dw);
       if (dbias) store_pair(dbias + i, db);
@@ -213,8 +189,8 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
     if (dbias) dbias[i] = db;
   }
   for (size_t r = 0; r < kRows; ++r) {
-    rows[r].sum_g += total(gs[r]) + g_rest[r];
-    rows[r].sum_gx += total(gxs[r]) + gx_rest[r];
+    rows[r].sum_g += total<A>({gs[r], V(0)}) + g_rest[r];
+    rows[r].sum_gx += total<A>({gxs[r], V(0)}) + gx_rest[r];
   }
 }
 
@@ -223,22 +199,22 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   using P = Pair<A>;
   const auto [x, dy, dx, mean, rstd, sum_g, sum_gx] = row;
   const auto* weight = static_cast<const A*>(c.weight);
-  const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), mean_gx = static_cast<A>(sum_gx / c.cols);
-  const auto gradient = [](auto g, auto xhat, auto mean_g, auto mean_gx, auto rstd) {
-    return (g - mean_g - xhat * mean_gx) * rstd;
+  const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), minus_mean_gx = static_cast<A>(-sum_gx / c.cols);
+  const auto gradient = [](auto g, auto xhat, auto mean_g, auto minus_mean_gx, auto rstd) {
+    return fma(xhat, minus_mean_gx, g - mean_g) * rstd;
   };
   const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
-  const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), mean_gxs = both(mean_gx);
+  const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), minus_mean_gxs = both(minus_mean_gx);
   sweep<A>(
       c.cols,
       [&, x = x, dy = dy](int64_t i) {
         const P xhat = (load_pair(x + i) - means) * rstds;
         const P g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
-        target.template store<X>(i, gradient(g, xhat, mean_gs, mean_gxs, rstds));
+        target.template store<X>(i, gradient(g, xhat, mean_gs, minus_mean_gxs, rstds));
       },
       [&, x = x, dy = dy, dx = dx, mean = mean, rstd = rstd](int64_t i) {
         const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
-        dx[i] = static_cast<X>(gradient(g, (load_one(x + i) - mean) * rstd, mean_g, mean_gx, rstd));
+        dx[i] = static_cast<X>(gradient(g, (load_one(x + i) - mean) * rstd, mean_g, minus_mean_gx, rstd));
       });
 }
 
@@ -271,6 +247,9 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
     }
     backward_together(c, rows, count);
   }
+  if constexpr (std::is_same_v<X, Interleaved>)
+    for (void* sum : {c.dweight, c.dbias})
+      if (sum) restore(static_cast<float*>(sum), c.cols);
   if (c.streams) finish_streams();
 }
 
@@ -354,7 +333,8 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
 
 template <class A, class X>
 void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const X* h) {
-  const auto [mean, rstd] = statistics(c, h, row);
+  A mean, rstd;
+  statistics(c, &h, row, 1, &mean, &rstd);
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
   char* y = element(c.y_type, c.y, row * c.cols);
   if (!s.activation)
@@ -468,18 +448,24 @@ template <class A> void backward_staged_rows(const Backward& c, const BackwardSt
 
 // ---- The table -------------------------------------------------------------------------------------------------------------
 
-// `with_type` for the pairs that occur: fp64 with itself, the others with each other.
+// `with_type` for the pairs that occur: fp64 with itself, the others with each other; bf16 with itself is interleaved.
 template <class F> void with_types(Dtype first, Dtype second, F&& f) {
+  if (interleaves(first, second)) return f(static_cast<Interleaved*>(nullptr), static_cast<Interleaved*>(nullptr));
   with_type(first, [&](auto* a) {
     with_type(second, [&](auto* b) {
       using X = std::remove_pointer_t<decltype(a)>;
       using Y = std::remove_pointer_t<decltype(b)>;
-      if constexpr (std::is_same_v<X, double> == std::is_same_v<Y, double>) f(a, b);
+      constexpr bool kAgree = std::is_same_v<X, double> == std::is_same_v<Y, double>;
+      if constexpr (kAgree && !interleaves(kDtypeOf<X>, kDtypeOf<Y>)) f(a, b);
     });
   });
 }
 
 }  // namespace
+
+void prepare(const Parameter& p, int64_t begin, int64_t end) {
+  with_type(p.type, [&](auto* type) { prepare_as<std::remove_pointer_t<decltype(type)>>(p, begin, end); });
+}
 
 void forward(const Forward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {

@@ -4,6 +4,7 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
+PrepareParameter prepare;
 RowNormForward forward;
 RowNormBackward backward;
 RowNormForwardStaged forward_staged;
@@ -17,8 +18,8 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
-const Kernels kernels{forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd, pointwise_bwd_columns,
-                      reduce_rows, reduce_columns, store_sums, softmax, softmax_bwd};
+const Kernels kernels{prepare, forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd,
+                      pointwise_bwd_columns, reduce_rows, reduce_columns, store_sums, softmax, softmax_bwd};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu
