@@ -158,6 +158,8 @@ using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
                            double* sums);
 inline constexpr int64_t kMaxColumns = 512;
+// sums[i] = the sum of rows[r * pitch + i] of `count` rows of floats or doubles, for n columns, at most kMaxColumns.
+using AddRows = void(Dtype type, const void* rows, int64_t count, int64_t pitch, int64_t n, double* sums);
 // out[i] = sums[i] / divisor, rounded to the compute type and then to `type`.
 using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type, void* out);
 
@@ -219,6 +221,7 @@ struct Kernels {
   PointwiseColumns* pointwise_bwd_columns;
   ReduceRows* reduce_rows;
   ReduceColumns* reduce_columns;
+  AddRows* add_rows;
   StoreSums* store_sums;
   SoftmaxForwardRows* softmax;
   SoftmaxBackwardRows* softmax_bwd;

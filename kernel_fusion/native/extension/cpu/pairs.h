@@ -195,6 +195,10 @@ inline void finish_streams() {
 #endif
 }
 
+#if defined(CPU_CAPABILITY_AVX2)
+KF_INLINE __m128i halves(const Vectorized<float>& v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#endif
+
 template <class A> struct Target {
   Dtype type = kDtypeOf<A>;
   void* data = nullptr;   // null: absent
@@ -214,6 +218,11 @@ template <class A> struct Target {
       put(v.b, p + Vectorized<A>::size());
     } else if constexpr (std::is_same_v<T, Interleaved>) {
       put(interleaved_bits(v), static_cast<int32_t*>(data) + i / 2);
+#if defined(CPU_CAPABILITY_AVX2)
+    } else if constexpr (std::is_same_v<T, c10::Half>) {  // half by half, as in load_pair
+      put(halves(v.a), static_cast<T*>(data) + i);
+      put(halves(v.b), static_cast<T*>(data) + i + Vectorized<A>::size());
+#endif
     } else if constexpr (!std::is_same_v<T, AnyType>) {
       put(at::vec::convert_from_float<T>(v.a, v.b), static_cast<T*>(data) + i);
     } else if constexpr (std::is_same_v<A, float>) {
@@ -237,6 +246,12 @@ template <class A> struct Target {
     if (streams) stream(v, p);
     else v.store(p);
   }
+#if defined(CPU_CAPABILITY_AVX2)
+  KF_INLINE void put(const __m128i& v, c10::Half* p) const {
+    if (streams) _mm_stream_si128(reinterpret_cast<__m128i*>(p), v);
+    else _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v);
+  }
+#endif
 };
 
 // Calls vector(i) for each full pair of [0, n) and scalar(i) for the rest.

@@ -145,7 +145,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
   const X* x[kRows];
   const DY* dy[kRows];
   A mean[kRows], rstd[kRows], g_rest[kRows] = {}, gx_rest[kRows] = {};
-  V gs[kRows], gxs[kRows];  // one vector for both halves of a pair, or there would not be registers enough
+  V gs[kRows], gxs[kRows];  // one vector for both halves of a pair, one after the other: there are not registers enough for more
   for (size_t r = 0; r < kRows; ++r) {
     x[r] = rows[r].x;
     dy[r] = rows[r].dy;
@@ -158,15 +158,19 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
     V g_block[kRows], gx_block[kRows];  // two levels, as in sums_over
     std::fill_n(g_block, kRows, V(0));
     std::fill_n(gx_block, kRows, V(0));
-    for (const int64_t end = std::min(stop, i + 16 * P::kStep); i + P::kStep <= end; i += P::kStep) {
+    for (const int64_t end = std::min(stop, i + 8 * P::kStep); i + P::kStep <= end; i += P::kStep) {
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       P dw = dweight ? load_pair(dweight + i) : both<A>(0), db = dbias ? load_pair(dbias + i) : both<A>(0);
       for (size_t r = 0; r < kRows; ++r) {
-        const P d = load_pair(dy[r] + i), xhat = (load_pair(x[r] + i) - both(mean[r])) * both(rstd[r]), g = d * w;
-        dw = fma(d, xhat, dw);
-        db = db + d;
-        g_block[r] = g_block[r] + (g.a + g.b);
-        gx_block[r] = at::vec::fmadd(g.b, xhat.b, at::vec::fmadd(g.a, xhat.a, gx_block[r]));
+        const auto add = [&]<V P::*kHalf>() {
+          const V d = load_pair(dy[r] + i).*kHalf, xhat = (load_pair(x[r] + i).*kHalf - V(mean[r])) * V(rstd[r]), g = d * w.*kHalf;
+          dw.*kHalf = at::vec::fmadd(d, xhat, dw.*kHalf);
+          db.*kHalf = db.*kHalf + d;
+          g_block[r] = g_block[r] + g;
+          gx_block[r] = at::vec::fmadd(g, xhat, gx_block[r]);
+        };
+        add.template operator()<&P::a>();
+        add.template operator()<&P::b>();
       }
       if (dweight) store_pair(dweight + i, dw);
       if (dbias) store_pair(dbias + i, db);
