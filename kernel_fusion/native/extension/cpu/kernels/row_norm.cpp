@@ -129,6 +129,7 @@ template <class X, class DY> struct Row {
   const DY* dy;
   X* dx;
   AccOf<X> mean, rstd;
+  int64_t next_x, next_dy;  // how far ahead of x and dy lies what will be read in their place
   double sum_g = 0, sum_gx = 0;
 };
 
@@ -201,7 +202,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
 template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& row) {
   using A = AccOf<X>;
   using P = Pair<A>;
-  const auto [x, dy, dx, mean, rstd, sum_g, sum_gx] = row;
+  const auto [x, dy, dx, mean, rstd, next_x, next_dy, sum_g, sum_gx] = row;
   const auto* weight = static_cast<const A*>(c.weight);
   const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), minus_mean_gx = static_cast<A>(-sum_gx / c.cols);
   const auto gradient = [](auto g, auto xhat, auto mean_g, auto minus_mean_gx, auto rstd) {
@@ -211,7 +212,9 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), minus_mean_gxs = both(minus_mean_gx);
   sweep<A>(
       c.cols,
-      [&, x = x, dy = dy](int64_t i) {
+      [&, x = x, dy = dy, next_x = next_x, next_dy = next_dy](int64_t i) {
+        __builtin_prefetch(x + i + next_x);
+        __builtin_prefetch(dy + i + next_dy);
         const P xhat = (load_pair(x + i) - means) * rstds;
         const P g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
         target.template store<X>(i, gradient(g, xhat, mean_gs, minus_mean_gxs, rstds));
@@ -238,16 +241,26 @@ template <class X, class DY> void backward_together(const Backward& c, Row<X, DY
 // that ought to stay.
 inline int rows_together(int64_t cols) { return cols <= kLongRow ? 2 : 8; }
 
+// Rows up to this size are fetched while others are finished: processors see ahead in one stream of addresses, but not where the
+// next of several short ones begins.
+constexpr size_t kAheadBytes = 8192;
+
 template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
   const int together = rows_together(c.cols);
+  const bool looks_ahead = c.cols * sizeof(X) <= kAheadBytes;
   Row<X, DY> rows[8];
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     for (int r = 0; r < count; ++r) {
-      const int64_t row = first + r;
-      rows[r] = {static_cast<const X*>(c.x) + row_offset(c.x_rows, row), static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row),
-                 c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr, saved_mean<AccOf<X>>(c, row),
-                 static_cast<const AccOf<X>*>(c.rstd)[row]};
+      const int64_t row = first + r, x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
+      const bool ahead = looks_ahead && row + together < end;
+      rows[r] = {static_cast<const X*>(c.x) + x,
+                 static_cast<const DY*>(c.dy) + dy,
+                 c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr,
+                 saved_mean<AccOf<X>>(c, row),
+                 static_cast<const AccOf<X>*>(c.rstd)[row],
+                 ahead ? row_offset(c.x_rows, row + together) - x : 0,
+                 ahead ? row_offset(c.dy_rows, row + together) - dy : 0};
     }
     backward_together(c, rows, count);
   }
@@ -442,7 +455,7 @@ template <class A> void backward_staged_rows(const Backward& c, const BackwardSt
       A *first_room = buffer.get() + 2 * r * c.cols, *second_room = first_room + c.cols;
       const A mean = saved_mean<A>(c, first + r), rstd = static_cast<const A*>(c.rstd)[first + r];
       const A* h = load_h(c, s, first + r, first_room);
-      rows[r] = {h, load_dz(c, s, first + r, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd};
+      rows[r] = {h, load_dz(c, s, first + r, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd, 0, 0};
     }
     backward_together(in_buffers, rows, count);
     for (int r = 0; wants_g && r < count; ++r) store_gradients(c, s, first + r, rows[r].dx);
