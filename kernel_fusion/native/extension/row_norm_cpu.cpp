@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <vector>
 
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
@@ -93,6 +94,34 @@ struct StagedBackward {
   }
 };
 
+// Few long rows: threads share the columns, and every column of dweight and dbias has one sum. A function of the shape too.
+bool goes_by_columns(const Rows& x) { return x.rows <= cpu::kFewRows && x.cols >= 8 * cpu::kStretch; }
+
+void backward_by_columns(const cpu::Backward& args, int64_t rows) {
+  const int64_t stretches = (args.cols + cpu::kStretch - 1) / cpu::kStretch, grain = std::max<int64_t>(1, 32768 / (rows * cpu::kStretch));
+  std::vector<cpu::RowSums> sums(stretches * rows);
+  at::parallel_for(0, stretches, grain, [&](int64_t begin, int64_t end) {
+    cpu::kernels().backward_sums(args, rows, begin, end, sums.data());
+  });
+  if (!args.dx) return;
+  for (int64_t i = rows; i < stretches * rows; ++i) {  // the first stretch gathers what the others have
+    sums[i % rows].g += sums[i].g;
+    sums[i % rows].gx += sums[i].gx;
+  }
+  at::parallel_for(0, stretches, grain, [&](int64_t begin, int64_t end) {
+    cpu::kernels().backward_dx(args, rows, begin, end, sums.data());
+  });
+}
+
+// A block of rows, whose sums begin at zero.
+void backward_block(const cpu::Backward& args, const std::optional<StagedBackward>& staged, int64_t row_bytes, int64_t begin,
+                    int64_t end) {
+  for (void* sum : {args.dweight, args.dbias})
+    if (sum) std::memset(sum, 0, row_bytes);
+  if (staged) cpu::kernels().backward_staged(args, staged->args, begin, end);
+  else cpu::kernels().backward(args, begin, end);
+}
+
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
@@ -139,27 +168,29 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
   // accumulator type stay small; the blocks themselves are added in double.
-  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64), blocks = (x.rows + block_rows - 1) / block_rows;
+  const bool by_columns = !staged && goes_by_columns(x);
+  const int64_t block_rows = std::max<int64_t>(by_columns ? x.rows : 8, (x.rows + 63) / 64);
+  const int64_t blocks = (x.rows + block_rows - 1) / block_rows, row_bytes = x.cols * stats.element_size();
   const bool sums = call.wants[1] || call.wants[2];
-  const int64_t row_bytes = x.cols * stats.element_size();
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
   const auto partial = [&](int which, int64_t block) -> void* {
     if (!call.wants[1 + which]) return nullptr;
     return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
-  const int64_t block_grain = std::max<int64_t>(1, grain(x.cols) / block_rows);
-  at::parallel_for(0, blocks, block_grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      cpu::Backward mine = args;
-      mine.dweight = partial(0, block);
-      mine.dbias = partial(1, block);
-      for (void* sum : {mine.dweight, mine.dbias})
-        if (sum) std::memset(sum, 0, row_bytes);
-      const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-      if (staged) cpu::kernels().backward_staged(mine, staged->args, first, last);
-      else cpu::kernels().backward(mine, first, last);
-    }
-  });
+  const auto with_sums = [&](int64_t block) {
+    cpu::Backward mine = args;
+    mine.dweight = partial(0, block);
+    mine.dbias = partial(1, block);
+    return mine;
+  };
+  if (by_columns) {
+    backward_by_columns(with_sums(0), x.rows);
+  } else {
+    at::parallel_for(0, blocks, std::max<int64_t>(1, grain(x.cols) / block_rows), [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block)
+        backward_block(with_sums(block), staged, row_bytes, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
+    });
+  }
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);
   if (call.wants[2]) add_rows(partial(1, 0), blocks, x.cols, dbias);
 }

@@ -99,6 +99,14 @@ using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
+// Of few rows, at most kFewRows, the stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs,
+// at stretch * rows + row, with the stretches of dweight and dbias; and dx, from the sums of the whole rows.
+inline constexpr int64_t kFewRows = 16, kStretch = 2048;
+struct RowSums {
+  double g, gx;
+};
+using RowNormBackwardSums = void(const Backward&, int64_t rows, int64_t begin, int64_t end, RowSums* sums);
+using RowNormBackwardDx = void(const Backward&, int64_t rows, int64_t begin, int64_t end, const RowSums* sums);
 using RowNormForwardStaged = void(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
 using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
 
@@ -214,6 +222,8 @@ struct Kernels {
   PrepareParameter* prepare;
   RowNormForward* forward;
   RowNormBackward* backward;
+  RowNormBackwardSums* backward_sums;
+  RowNormBackwardDx* backward_dx;
   RowNormForwardStaged* forward_staged;
   RowNormBackwardStaged* backward_staged;
   PointwiseLoop* pointwise;

@@ -60,6 +60,9 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
       [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
 }
 
+// What begins `start` elements later; of what is absent, nothing.
+template <class A> const A* from(const A* p, int64_t start) { return p ? p + start : nullptr; }
+
 // As many rows as are normalised together, at most.
 constexpr int64_t kMostRows = 16;
 
@@ -129,11 +132,11 @@ template <class X, class DY> struct Row {
   const DY* dy;
   X* dx;
   AccOf<X> mean, rstd;
-  int64_t next_x, next_dy;  // how far ahead of x and dy lies what will be read in their place
+  int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
   double sum_g = 0, sum_gx = 0;
 };
 
-// Adds to the sums of kRows rows, and to dweight and dbias, what the columns [start, stop) have, at most kStatisticsChunk. The rows
+// Adds to the sums of kRows rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch. The rows
 // share the loads of weight and of dweight and dbias, to which they are added one by one.
 template <size_t kRows, class X, class DY>
 void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t stop) {
@@ -199,42 +202,49 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
   }
 }
 
-template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& row) {
+// dx of the columns [start, stop), once the sums are those of the whole row.
+template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop) {
   using A = AccOf<X>;
   using P = Pair<A>;
-  const auto [x, dy, dx, mean, rstd, next_x, next_dy, sum_g, sum_gx] = row;
-  const auto* weight = static_cast<const A*>(c.weight);
-  const A mean_g = c.rms ? A(0) : static_cast<A>(sum_g / c.cols), minus_mean_gx = static_cast<A>(-sum_gx / c.cols);
+  const X* x = row.x + start;
+  const DY* dy = row.dy + start;
+  X* dx = row.dx + start;
+  const A* weight = from(static_cast<const A*>(c.weight), start);
+  const A mean = row.mean, rstd = row.rstd;
+  const A mean_g = c.rms ? A(0) : static_cast<A>(row.sum_g / c.cols), minus_mean_gx = static_cast<A>(-row.sum_gx / c.cols);
+  const int64_t next_x = row.next_x, next_dy = row.next_dy;
   const auto gradient = [](auto g, auto xhat, auto mean_g, auto minus_mean_gx, auto rstd) {
     return fma(xhat, minus_mean_gx, g - mean_g) * rstd;
   };
   const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
   const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), minus_mean_gxs = both(minus_mean_gx);
   sweep<A>(
-      c.cols,
-      [&, x = x, dy = dy, next_x = next_x, next_dy = next_dy](int64_t i) {
+      stop - start,
+      [&](int64_t i) {
         __builtin_prefetch(x + i + next_x);
         __builtin_prefetch(dy + i + next_dy);
         const P xhat = (load_pair(x + i) - means) * rstds;
         const P g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
         target.template store<X>(i, gradient(g, xhat, mean_gs, minus_mean_gxs, rstds));
       },
-      [&, x = x, dy = dy, dx = dx, mean = mean, rstd = rstd](int64_t i) {
+      [&](int64_t i) {
         const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
         dx[i] = static_cast<X>(gradient(g, (load_one(x + i) - mean) * rstd, mean_g, minus_mean_gx, rstd));
       });
 }
 
+// What `add_columns` adds, of any number of rows.
+template <class X, class DY> void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, int64_t start, int64_t stop) {
+  int64_t r = 0;
+  for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
+  if (r < count) add_columns<1>(c, rows + r, start, stop);
+}
+
 // Rows two at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count) {
-  for (int64_t start = 0; start < c.cols; start += kStatisticsChunk) {
-    const int64_t stop = std::min(start + kStatisticsChunk, c.cols);
-    int r = 0;
-    for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
-    if (r < count) add_columns<1>(c, rows + r, start, stop);
-  }
+  for (int64_t start = 0; start < c.cols; start += kStretch) add_stretch(c, rows, count, start, std::min(start + kStretch, c.cols));
   for (int r = 0; r < count; ++r)
-    if (rows[r].dx) write_dx(c, rows[r]);
+    if (rows[r].dx) write_dx(c, rows[r], 0, c.cols);
 }
 
 // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
@@ -245,6 +255,19 @@ inline int rows_together(int64_t cols) { return cols <= kLongRow ? 2 : 8; }
 // next of several short ones begins.
 constexpr size_t kAheadBytes = 8192;
 
+template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row) {
+  return {static_cast<const X*>(c.x) + row_offset(c.x_rows, row), static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row),
+          c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr, saved_mean<AccOf<X>>(c, row),
+          static_cast<const AccOf<X>*>(c.rstd)[row]};
+}
+
+// What was added up of the columns [start, stop), from the order of `Interleaved`.
+template <class X> void restore_sums(const Backward& c, int64_t start, int64_t stop) {
+  if constexpr (std::is_same_v<X, Interleaved>)
+    for (void* sum : {c.dweight, c.dbias})
+      if (sum) restore(static_cast<float*>(sum) + start, stop - start);
+}
+
 template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
   const int together = rows_together(c.cols);
   const bool looks_ahead = c.cols * sizeof(X) <= kAheadBytes;
@@ -252,21 +275,39 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     for (int r = 0; r < count; ++r) {
-      const int64_t row = first + r, x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
-      const bool ahead = looks_ahead && row + together < end;
-      rows[r] = {static_cast<const X*>(c.x) + x,
-                 static_cast<const DY*>(c.dy) + dy,
-                 c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr,
-                 saved_mean<AccOf<X>>(c, row),
-                 static_cast<const AccOf<X>*>(c.rstd)[row],
-                 ahead ? row_offset(c.x_rows, row + together) - x : 0,
-                 ahead ? row_offset(c.dy_rows, row + together) - dy : 0};
+      const int64_t row = first + r, next = row + together;
+      rows[r] = row_of<X, DY>(c, row);
+      if (!looks_ahead || next >= end) continue;
+      rows[r].next_x = row_offset(c.x_rows, next) - row_offset(c.x_rows, row);
+      rows[r].next_dy = row_offset(c.dy_rows, next) - row_offset(c.dy_rows, row);
     }
     backward_together(c, rows, count);
   }
-  if constexpr (std::is_same_v<X, Interleaved>)
+  restore_sums<X>(c, 0, c.cols);
+  if (c.streams) finish_streams();
+}
+
+template <class X, class DY> void sums_of_stretches(const Backward& c, int64_t count, int64_t begin, int64_t end, RowSums* sums) {
+  using A = AccOf<X>;
+  for (int64_t stretch = begin; stretch < end; ++stretch) {
+    const int64_t start = stretch * kStretch, stop = std::min(start + kStretch, c.cols);
     for (void* sum : {c.dweight, c.dbias})
-      if (sum) restore(static_cast<float*>(sum), c.cols);
+      if (sum) std::fill(static_cast<A*>(sum) + start, static_cast<A*>(sum) + stop, A(0));
+    Row<X, DY> rows[kFewRows];
+    for (int64_t r = 0; r < count; ++r) rows[r] = row_of<X, DY>(c, r);
+    add_stretch(c, rows, count, start, stop);
+    restore_sums<X>(c, start, stop);
+    for (int64_t r = 0; r < count; ++r) sums[stretch * count + r] = {rows[r].sum_g, rows[r].sum_gx};
+  }
+}
+
+template <class X, class DY> void dx_of_stretches(const Backward& c, int64_t count, int64_t begin, int64_t end, const RowSums* sums) {
+  for (int64_t r = 0; r < count; ++r) {
+    auto row = row_of<X, DY>(c, r);
+    row.sum_g = sums[r].g;
+    row.sum_gx = sums[r].gx;
+    write_dx(c, row, begin * kStretch, std::min(end * kStretch, c.cols));
+  }
   if (c.streams) finish_streams();
 }
 
@@ -298,7 +339,6 @@ template <class A> Target<A> from(Target<A> x, int64_t start) {
   if (x.data) x.data = element(x.type, x.data, start);
   return x;
 }
-template <class A> const A* from(const A* p, int64_t start) { return p ? p + start : nullptr; }
 
 // A strided row of any dtype from `start` on; of A = double, doubles alone.
 template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLayout& rows, int64_t row, int64_t start) {
@@ -455,7 +495,7 @@ template <class A> void backward_staged_rows(const Backward& c, const BackwardSt
       A *first_room = buffer.get() + 2 * r * c.cols, *second_room = first_room + c.cols;
       const A mean = saved_mean<A>(c, first + r), rstd = static_cast<const A*>(c.rstd)[first + r];
       const A* h = load_h(c, s, first + r, first_room);
-      rows[r] = {h, load_dz(c, s, first + r, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd, 0, 0};
+      rows[r] = {h, load_dz(c, s, first + r, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd};
     }
     backward_together(in_buffers, rows, count);
     for (int r = 0; wants_g && r < count; ++r) store_gradients(c, s, first + r, rows[r].dx);
@@ -493,6 +533,18 @@ void forward(const Forward& c, int64_t begin, int64_t end) {
 void backward(const Backward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
     backward_rows<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end);
+  });
+}
+
+void backward_sums(const Backward& c, int64_t rows, int64_t begin, int64_t end, RowSums* sums) {
+  with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
+    sums_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, rows, begin, end, sums);
+  });
+}
+
+void backward_dx(const Backward& c, int64_t rows, int64_t begin, int64_t end, const RowSums* sums) {
+  with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
+    dx_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, rows, begin, end, sums);
   });
 }
 

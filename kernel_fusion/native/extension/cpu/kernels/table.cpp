@@ -7,6 +7,8 @@ namespace CPU_CAPABILITY {
 PrepareParameter prepare;
 RowNormForward forward;
 RowNormBackward backward;
+RowNormBackwardSums backward_sums;
+RowNormBackwardDx backward_dx;
 RowNormForwardStaged forward_staged;
 RowNormBackwardStaged backward_staged;
 PointwiseLoop pointwise, pointwise_bwd;
@@ -19,8 +21,9 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
-const Kernels kernels{prepare, forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd,
-                      pointwise_bwd_columns, reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
+const Kernels kernels{prepare, forward, backward, backward_sums, backward_dx, forward_staged, backward_staged,
+                      pointwise, pointwise_bwd, pointwise_bwd_columns,
+                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu
