@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <vector>
 
 #include "counters.h"
 #include "cpu/cpu_dtype.h"
@@ -17,12 +18,29 @@ namespace {
 // Rows worth a task of their own: about 32K elements, the size at which a task costs less than 1 % of its work.
 int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / cols); }
 
-// weight or bias in the accumulator type, with the offset added: N elements, once per call.
-Tensor prepared(const OptionalTensor& t, double offset, at::ScalarType acc) {
-  if (!present(t)) return {};
-  Tensor wide = t->scalar_type() == acc ? t->contiguous() : t->to(acc, false, false, at::MemoryFormat::Contiguous);
-  return offset == 0.0 ? wide : wide.add(offset);
-}
+// weight or bias as the kernels take it, which is made once per call where it is not given like that.
+class Prepared {
+ public:
+  Prepared(const OptionalTensor& t, double offset, at::ScalarType acc, bool interleaved) {
+    if (!present(t)) return;
+    given = t->contiguous();
+    data = given.const_data_ptr();
+    if (given.scalar_type() == acc && offset == 0.0 && !interleaved) return;
+    const int64_t size = given.numel();
+    made = c10::GetCPUAllocator()->allocate(size * c10::elementSize(acc));
+    const cpu::Parameter parameter{data, made.get(), offset, cpu_dtype(given.scalar_type()), interleaved};
+    const int64_t tiles = (size + cpu::kParameterTile - 1) / cpu::kParameterTile;
+    at::parallel_for(0, tiles, 8, [&](int64_t begin, int64_t end) {
+      cpu::kernels().prepare(parameter, begin * cpu::kParameterTile, std::min(size, end * cpu::kParameterTile));
+    });
+    data = made.get();
+  }
+  const void* data = nullptr;  // null: absent
+
+ private:
+  Tensor given;
+  at::DataPtr made;
+};
 
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 
@@ -60,15 +78,15 @@ void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t r
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
   OptionalRows dh, x;
-  Tensor bias;
+  Prepared bias;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
       : dh(call.stages->dh, call.num_dims),
         x(call.stages->x, call.num_dims),
-        bias(prepared(call.stages->bias, 0.0, acc_dtype(call.input))) {
+        bias(call.stages->bias, 0.0, acc_dtype(call.input), false) {
     const BackwardStages& s = *call.stages;
-    args = {common(s), s.has_residual, dh.data(), x.data(), data_or_null(bias), call.wants[3] ? dresidual.data_ptr() : nullptr,
+    args = {common(s), s.has_residual, dh.data(), x.data(), bias.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
             dh.layout(), x.layout(), cpu_dtype(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
@@ -76,12 +94,42 @@ struct StagedBackward {
   }
 };
 
+// Few long rows: threads share the columns, and every column of dweight and dbias has one sum. A function of the shape too.
+bool goes_by_columns(const Rows& x) { return x.rows <= cpu::kFewRows && x.cols >= 8 * cpu::kStretch; }
+
+void backward_by_columns(const cpu::Backward& args, int64_t rows) {
+  const int64_t stretches = (args.cols + cpu::kStretch - 1) / cpu::kStretch, grain = std::max<int64_t>(1, 32768 / (rows * cpu::kStretch));
+  std::vector<cpu::RowSums> sums(stretches * rows);
+  at::parallel_for(0, stretches, grain, [&](int64_t begin, int64_t end) {
+    cpu::kernels().backward_sums(args, rows, begin, end, sums.data());
+  });
+  if (!args.dx) return;
+  for (int64_t i = rows; i < stretches * rows; ++i) {  // the first stretch gathers what the others have
+    sums[i % rows].g += sums[i].g;
+    sums[i % rows].gx += sums[i].gx;
+  }
+  at::parallel_for(0, stretches, grain, [&](int64_t begin, int64_t end) {
+    cpu::kernels().backward_dx(args, rows, begin, end, sums.data());
+  });
+}
+
+// A block of rows, whose sums begin at zero.
+void backward_block(const cpu::Backward& args, const std::optional<StagedBackward>& staged, int64_t row_bytes, int64_t begin,
+                    int64_t end) {
+  for (void* sum : {args.dweight, args.dbias})
+    if (sum) std::memset(sum, 0, row_bytes);
+  if (staged) cpu::kernels().backward_staged(args, staged->args, begin, end);
+  else cpu::kernels().backward(args, begin, end);
+}
+
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
-  const Tensor weight = prepared(call.weight, call.weight_offset, acc), bias = prepared(call.bias, 0.0, acc);
+  const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.out_dtype);
+  const bool interleaved = !call.stages && cpu::interleaves(x_type, y_type);
+  const Prepared weight(call.weight, call.weight_offset, acc, interleaved), bias(call.bias, 0.0, acc, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -89,8 +137,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     rstd = call.rms ? mean : mean + x.rows * stats.element_size();
     if (call.rms) mean = nullptr;
   }
-  const cpu::Forward args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), mean, rstd, x.cols,
-                          x.layout, call.eps, call.rms, cpu_dtype(call.input.scalar_type()), cpu_dtype(call.out_dtype),
+  const cpu::Forward args{x.data(), weight.data, bias.data, y.data_ptr(), mean, rstd, x.cols,
+                          x.layout, call.eps, call.rms, x_type, y_type,
                           past_caches(call.input.nbytes() + y.nbytes())};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
@@ -102,12 +150,14 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto acc = acc_dtype(call.input);
-  const Tensor weight = prepared(call.weight, call.weight_offset, acc), stats = call.stats.contiguous();
+  const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
+  const Prepared weight(call.weight, call.weight_offset, acc, !call.stages && cpu::interleaves(x_type, dy_type));
+  const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const cpu::Backward args{dy.data(), x.data(), mean, rstd, data_or_null(weight),
+  const cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.data,
                            call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           cpu_dtype(call.input.scalar_type()), cpu_dtype(call.dy.scalar_type()),
+                           x_type, dy_type,
                            past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
@@ -118,27 +168,29 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
   // accumulator type stay small; the blocks themselves are added in double.
-  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64), blocks = (x.rows + block_rows - 1) / block_rows;
+  const bool by_columns = !staged && goes_by_columns(x);
+  const int64_t block_rows = std::max<int64_t>(by_columns ? x.rows : 8, (x.rows + 63) / 64);
+  const int64_t blocks = (x.rows + block_rows - 1) / block_rows, row_bytes = x.cols * stats.element_size();
   const bool sums = call.wants[1] || call.wants[2];
-  const int64_t row_bytes = x.cols * stats.element_size();
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
   const auto partial = [&](int which, int64_t block) -> void* {
     if (!call.wants[1 + which]) return nullptr;
     return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
-  const int64_t block_grain = std::max<int64_t>(1, grain(x.cols) / block_rows);
-  at::parallel_for(0, blocks, block_grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      cpu::Backward mine = args;
-      mine.dweight = partial(0, block);
-      mine.dbias = partial(1, block);
-      for (void* sum : {mine.dweight, mine.dbias})
-        if (sum) std::memset(sum, 0, row_bytes);
-      const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-      if (staged) cpu::kernels().backward_staged(mine, staged->args, first, last);
-      else cpu::kernels().backward(mine, first, last);
-    }
-  });
+  const auto with_sums = [&](int64_t block) {
+    cpu::Backward mine = args;
+    mine.dweight = partial(0, block);
+    mine.dbias = partial(1, block);
+    return mine;
+  };
+  if (by_columns) {
+    backward_by_columns(with_sums(0), x.rows);
+  } else {
+    at::parallel_for(0, blocks, std::max<int64_t>(1, grain(x.cols) / block_rows), [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block)
+        backward_block(with_sums(block), staged, row_bytes, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
+    });
+  }
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);
   if (call.wants[2]) add_rows(partial(1, 0), blocks, x.cols, dbias);
 }

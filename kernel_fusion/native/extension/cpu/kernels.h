@@ -11,6 +11,7 @@ namespace kf {
 
 // Offset of a row in elements; the host twin of kernels/rows.cuh.
 inline int64_t row_offset(const RowLayout& l, int64_t row) {
+  if (row < l.inner) return row * l.stride[2];  // as of every contiguous tensor, and without a division
   const int64_t outer = row / l.inner;
   return outer / l.middle * l.stride[0] + outer % l.middle * l.stride[1] + row % l.inner * l.stride[2];
 }
@@ -21,7 +22,21 @@ namespace kf::cpu {
 
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
-// weight and bias arrive in the accumulator type, the offset already added; null where absent.
+// Whether elements that belong to the columns of such rows, all but x, dy and their like, lie in the order of `Interleaved`
+// (cpu/pairs.h). With stages they never do.
+constexpr bool interleaves(Dtype x, Dtype other) { return x == Dtype::kBFloat16 && other == Dtype::kBFloat16; }
+
+// weight or bias as it is given, side by side, and `out`, as many in the accumulator type with the offset added.
+struct Parameter {
+  const void* data;
+  void* out;
+  double offset;
+  Dtype type;
+  bool interleaved;
+};
+inline constexpr int64_t kParameterTile = 4096;  // a range begins at a multiple of it
+
+// weight and bias arrive prepared; null where absent.
 struct Forward {
   const void* x;
   const void* weight;
@@ -44,7 +59,7 @@ struct Backward {
   const void* rstd;
   const void* weight;
   void* dx;       // null: not wanted
-  void* dweight;  // accumulator type, one row of the block's own, added to; null: not wanted
+  void* dweight;  // accumulator type, one row of the block's own, zeros at first; null: not wanted
   void* dbias;
   int64_t cols;
   RowLayout x_rows, dy_rows;
@@ -79,9 +94,19 @@ struct BackwardStages : Stages {
   Dtype dx_type;  // that of x as well
 };
 
+// Elements [begin, end).
+using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
+// Of few rows, at most kFewRows, the stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs,
+// at stretch * rows + row, with the stretches of dweight and dbias; and dx, from the sums of the whole rows.
+inline constexpr int64_t kFewRows = 16, kStretch = 2048;
+struct RowSums {
+  double g, gx;
+};
+using RowNormBackwardSums = void(const Backward&, int64_t rows, int64_t begin, int64_t end, RowSums* sums);
+using RowNormBackwardDx = void(const Backward&, int64_t rows, int64_t begin, int64_t end, const RowSums* sums);
 using RowNormForwardStaged = void(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
 using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
 
@@ -141,6 +166,8 @@ using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
                            double* sums);
 inline constexpr int64_t kMaxColumns = 512;
+// sums[i] = the sum of rows[r * pitch + i] of `count` rows of floats or doubles, for n columns, at most kMaxColumns.
+using AddRows = void(Dtype type, const void* rows, int64_t count, int64_t pitch, int64_t n, double* sums);
 // out[i] = sums[i] / divisor, rounded to the compute type and then to `type`.
 using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type, void* out);
 
@@ -192,8 +219,11 @@ using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t 
 // ---- One instruction set ---------------------------------------------------------------------------------------------------
 
 struct Kernels {
+  PrepareParameter* prepare;
   RowNormForward* forward;
   RowNormBackward* backward;
+  RowNormBackwardSums* backward_sums;
+  RowNormBackwardDx* backward_dx;
   RowNormForwardStaged* forward_staged;
   RowNormBackwardStaged* backward_staged;
   PointwiseLoop* pointwise;
@@ -201,6 +231,7 @@ struct Kernels {
   PointwiseColumns* pointwise_bwd_columns;
   ReduceRows* reduce_rows;
   ReduceColumns* reduce_columns;
+  AddRows* add_rows;
   StoreSums* store_sums;
   SoftmaxForwardRows* softmax;
   SoftmaxBackwardRows* softmax_bwd;

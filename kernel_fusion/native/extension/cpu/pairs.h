@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -21,6 +22,14 @@ using at::vec::Vectorized;
 
 template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// A bf16 of a row whose pairs hold the elements at even positions in one vector and those at odd positions in the other: both
+// lie in the upper halves of words of 32 bits already, so that no element has to move to another lane. What goes with such a row,
+// in the accumulator type, is stored in that order, at::vec's deinterleave2.
+struct Interleaved : c10::BFloat16 {
+  using c10::BFloat16::BFloat16;
+};
+using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
+
 // Two vectors of accumulators at a time: one full vector of a 16-bit type.
 template <class A> struct Pair {
   using V = Vectorized<A>;
@@ -32,6 +41,15 @@ template <class T> inline Pair<AccOf<T>> load_pair(const T* p) {
   using V = Vectorized<AccOf<T>>;
   if constexpr (std::is_same_v<T, AccOf<T>>) {
     return {V::loadu(p), V::loadu(p + V::size())};
+  } else if constexpr (std::is_same_v<T, Interleaved>) {
+    Words words;
+    std::memcpy(&words, p, sizeof(words));
+    return {std::bit_cast<V>(words << 16), std::bit_cast<V>(words & 0xffff0000)};
+#if defined(CPU_CAPABILITY_AVX2)
+  } else if constexpr (std::is_same_v<T, c10::Half>) {  // a vector would have to be cut in two
+    const auto* halves = reinterpret_cast<const __m128i*>(p);
+    return {V(_mm256_cvtph_ps(_mm_loadu_si128(halves))), V(_mm256_cvtph_ps(_mm_loadu_si128(halves + 1)))};
+#endif
   } else {
     const auto [a, b] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(p));
     return {a, b};
@@ -48,6 +66,16 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
   }
 }
 
+// Both vectors of a pair as bf16, to nearest, ties to even. A NaN stays one only if the lower half of its bits is zero, like those
+// that come from a bf16 or from arithmetic: to look for others would take two instructions more for every five.
+KF_INLINE Vectorized<int32_t> interleaved_bits(const Pair<float>& v) {
+  const auto rounded = [](const Vectorized<float>& half) {
+    const auto bits = std::bit_cast<Words>(half);
+    return bits + 0x7fff + (bits >> 16 & 1);
+  };
+  return std::bit_cast<Vectorized<int32_t>>(rounded(v.a) >> 16 | (rounded(v.b) & 0xffff0000));
+}
+
 template <class A> inline Pair<A> operator+(const Pair<A>& x, const Pair<A>& y) { return {x.a + y.a, x.b + y.b}; }
 template <class A> inline Pair<A> operator-(const Pair<A>& x, const Pair<A>& y) { return {x.a - y.a, x.b - y.b}; }
 template <class A> inline Pair<A> operator*(const Pair<A>& x, const Pair<A>& y) { return {x.a * y.a, x.b * y.b}; }
@@ -62,13 +90,16 @@ inline double fma(double x, double y, double z) { return std::fma(x, y, z); }
 // One element, in the same notation, for the end of a row.
 template <class T> inline AccOf<T> load_one(const T* p) { return static_cast<AccOf<T>>(*p); }
 
-// The sum of all lanes, joined in double.
+// The sum of all lanes, joined in double: halves of them, again and again.
 template <class A> inline double total(const Pair<A>& v) {
-  A lanes[Vectorized<A>::size()];
+  constexpr int kLanes = Vectorized<A>::size();
+  A lanes[kLanes];
   (v.a + v.b).store(lanes);
-  double result = 0;
-  for (const A lane : lanes) result += lane;
-  return result;
+  double sums[kLanes];
+  std::copy_n(lanes, kLanes, sums);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
 }
 
 // Sums over [0, n): add(i, sums) adds the pair at i to sums of pairs, of which there are kSums, and one(i, sums) element i to sums
@@ -109,8 +140,8 @@ inline int64_t size_of(Dtype dtype) {
 
 template <class T> inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>          ? Dtype::kDouble
                                                     : std::is_same_v<T, float>         ? Dtype::kFloat
-                                                    : std::is_same_v<T, c10::BFloat16> ? Dtype::kBFloat16
-                                                                                       : Dtype::kHalf;
+                                                    : std::is_same_v<T, c10::Half>     ? Dtype::kHalf
+                                                                                       : Dtype::kBFloat16;
 struct AnyType {};
 
 // Elements side by side in memory, of a type known at run time: double for A = double, one of the others for A = float.
@@ -164,6 +195,10 @@ inline void finish_streams() {
 #endif
 }
 
+#if defined(CPU_CAPABILITY_AVX2)
+KF_INLINE __m128i halves(const Vectorized<float>& v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#endif
+
 template <class A> struct Target {
   Dtype type = kDtypeOf<A>;
   void* data = nullptr;   // null: absent
@@ -181,6 +216,13 @@ template <class A> struct Target {
       A* p = static_cast<A*>(data) + i;
       put(v.a, p);
       put(v.b, p + Vectorized<A>::size());
+    } else if constexpr (std::is_same_v<T, Interleaved>) {
+      put(interleaved_bits(v), static_cast<int32_t*>(data) + i / 2);
+#if defined(CPU_CAPABILITY_AVX2)
+    } else if constexpr (std::is_same_v<T, c10::Half>) {  // half by half, as in load_pair
+      put(halves(v.a), static_cast<T*>(data) + i);
+      put(halves(v.b), static_cast<T*>(data) + i + Vectorized<A>::size());
+#endif
     } else if constexpr (!std::is_same_v<T, AnyType>) {
       put(at::vec::convert_from_float<T>(v.a, v.b), static_cast<T*>(data) + i);
     } else if constexpr (std::is_same_v<A, float>) {
@@ -204,6 +246,12 @@ template <class A> struct Target {
     if (streams) stream(v, p);
     else v.store(p);
   }
+#if defined(CPU_CAPABILITY_AVX2)
+  KF_INLINE void put(const __m128i& v, c10::Half* p) const {
+    if (streams) _mm_stream_si128(reinterpret_cast<__m128i*>(p), v);
+    else _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v);
+  }
+#endif
 };
 
 // Calls vector(i) for each full pair of [0, n) and scalar(i) for the rest.

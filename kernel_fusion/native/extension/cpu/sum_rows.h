@@ -16,19 +16,15 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
   cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
-// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, in double: of eight rows at a time, and then of these sums.
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, in double.
 template <class A> void sum_rows(const A* rows, int64_t count, int64_t cols, double divisor, at::Tensor& out, int64_t first) {
-  constexpr int64_t kTile = 256, kGroup = 8, kGrain = 32768;
+  constexpr int64_t kTile = cpu::kMaxColumns, kGrain = 32768;
+  constexpr auto kType = std::is_same_v<A, double> ? cpu::Dtype::kDouble : cpu::Dtype::kFloat;
   at::parallel_for(0, (cols + kTile - 1) / kTile, std::max<int64_t>(1, kGrain / (kTile * count)), [&](int64_t begin, int64_t end) {
     for (int64_t start = begin * kTile; start < std::min(cols, end * kTile); start += kTile) {
       const int64_t width = std::min(kTile, cols - start);
-      double sums[kTile] = {};
-      for (int64_t r = 0; r < count; r += kGroup) {
-        double group[kTile] = {};
-        for (int64_t k = r; k < std::min(count, r + kGroup); ++k)
-          for (int64_t i = 0; i < width; ++i) group[i] += rows[k * cols + start + i];
-        for (int64_t i = 0; i < width; ++i) sums[i] += group[i];
-      }
+      double sums[kTile];
+      cpu::kernels().add_rows(kType, rows + start, count, cols, width, sums);
       store_sums(sums, width, divisor, out, first + start);
     }
   });

@@ -104,7 +104,24 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
     case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__); \
   }
 
+// Of eight rows at a time, and then of these sums.
+template <class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, int64_t n, double* sums) {
+  constexpr int64_t kGroup = 8;
+  std::fill_n(sums, n, 0.0);
+  for (int64_t first = 0; first < count; first += kGroup) {
+    double group[kMaxColumns] = {};
+    for (int64_t r = first; r < std::min(count, first + kGroup); ++r)
+      for (int64_t i = 0; i < n; ++i) group[i] += rows[r * pitch + i];
+    for (int64_t i = 0; i < n; ++i) sums[i] += group[i];
+  }
+}
+
 }  // namespace
+
+void add_rows(Dtype type, const void* rows, int64_t count, int64_t pitch, int64_t n, double* sums) {
+  if (type == Dtype::kDouble) add_rows_of(static_cast<const double*>(rows), count, pitch, n, sums);
+  else add_rows_of(static_cast<const float*>(rows), count, pitch, n, sums);
+}
 
 void reduce_rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums) {
   KF_REDUCE(rows, c, blocks, block, begin, end, sums)

@@ -4,21 +4,26 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
+PrepareParameter prepare;
 RowNormForward forward;
 RowNormBackward backward;
+RowNormBackwardSums backward_sums;
+RowNormBackwardDx backward_dx;
 RowNormForwardStaged forward_staged;
 RowNormBackwardStaged backward_staged;
 PointwiseLoop pointwise, pointwise_bwd;
 PointwiseColumns pointwise_bwd_columns;
 ReduceRows reduce_rows;
 ReduceColumns reduce_columns;
+AddRows add_rows;
 StoreSums store_sums;
 SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
-const Kernels kernels{forward, backward, forward_staged, backward_staged, pointwise, pointwise_bwd, pointwise_bwd_columns,
-                      reduce_rows, reduce_columns, store_sums, softmax, softmax_bwd};
+const Kernels kernels{prepare, forward, backward, backward_sums, backward_dx, forward_staged, backward_staged,
+                      pointwise, pointwise_bwd, pointwise_bwd_columns,
+                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

@@ -1,0 +1,189 @@
+// Row norms, forward and backward, of rows that lie in memory as they are: what the kernels with and without stages share.
+//
+// Forward: one pass over a row for the statistics (cpu/moments.h), one for the result. Backward: one pass for the two sums and the
+// weight gradients, one for dx. The order of every sum depends on the row length alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/kernels.h"
+#include "cpu/moments.h"
+#include "cpu/pairs.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// What begins `start` elements later; of what is absent, nothing.
+template <class A> const A* from(const A* p, int64_t start) { return p ? p + start : nullptr; }
+
+// As many rows as are normalised together, at most.
+constexpr int64_t kMostRows = 16;
+
+// mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted. What takes
+// long and would be waited for, root and division, is done of all together.
+template <class T>
+void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
+  using A = AccOf<T>;
+  double variance[kMostRows];
+  for (int64_t r = 0; r < count; ++r) {
+    const Moments m = moments(x[r], c.cols, c.rms);
+    mean[r] = static_cast<A>(m.mean);
+    variance[r] = m.variance;
+  }
+  const double eps = c.eps;
+  for (int64_t r = 0; r < count; ++r) rstd[r] = static_cast<A>(1 / std::sqrt(variance[r] + eps));
+  if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
+  if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
+}
+
+// y = (x - mean) * rstd * weight + bias over [0, n); y may be x.
+template <class X, class Y>
+inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n, Y* y,
+                      bool streams = false) {
+  using A = AccOf<X>;
+  const auto target = Target<A>::streamed(kDtypeOf<Y>, y, streams);
+  const auto means = both(mean), rstds = both(rstd);
+  const auto write = [&](auto&& scale_shift) {
+    sweep<A>(
+        n, [&](int64_t i) { target.template store<Y>(i, scale_shift((load_pair(x + i) - means) * rstds, i)); },
+        [&](int64_t i) { y[i] = static_cast<Y>(scale_shift((load_one(x + i) - mean) * rstd, i)); });
+  };
+  // Loads from an accumulator array, as a pair or as one element, like `like`.
+  const auto at = [](const A* p, int64_t i, auto like) {
+    if constexpr (std::is_same_v<decltype(like), A>) return p[i];
+    else return load_pair(p + i);
+  };
+  if (weight && bias) write([&](auto v, int64_t i) { return fma(v, at(weight, i, v), at(bias, i, v)); });
+  else if (weight) write([&](auto v, int64_t i) { return v * at(weight, i, v); });
+  else if (bias) write([&](auto v, int64_t i) { return v + at(bias, i, v); });
+  else write([](auto v, int64_t) { return v; });
+}
+
+template <class A> A saved_mean(const Backward& c, int64_t row) { return c.rms ? A(0) : static_cast<const A*>(c.mean)[row]; }
+
+// What backward reads and writes of one row. dx, null where it is not wanted, may be dy.
+template <class X, class DY> struct Row {
+  const X* x;
+  const DY* dy;
+  X* dx;
+  AccOf<X> mean, rstd;
+  int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
+  double sum_g = 0, sum_gx = 0;
+};
+
+// Adds to the sums of kRows rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch. The rows
+// share the loads of weight and of dweight and dbias, to which they are added one by one.
+template <size_t kRows, class X, class DY>
+void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t stop) {
+  using A = AccOf<X>;
+  using P = Pair<A>;
+  using V = Vectorized<A>;
+  const auto* weight = static_cast<const A*>(c.weight);
+  auto* dweight = static_cast<A*>(c.dweight);
+  auto* dbias = static_cast<A*>(c.dbias);
+  const X* x[kRows];
+  const DY* dy[kRows];
+  A mean[kRows], rstd[kRows], g_rest[kRows] = {}, gx_rest[kRows] = {};
+  V gs[kRows], gxs[kRows];  // one vector for both halves of a pair, one after the other: there are not registers enough for more
+  for (size_t r = 0; r < kRows; ++r) {
+    x[r] = rows[r].x;
+    dy[r] = rows[r].dy;
+    mean[r] = rows[r].mean;
+    rstd[r] = rows[r].rstd;
+    gs[r] = gxs[r] = V(0);
+  }
+  int64_t i = start;
+  while (i + P::kStep <= stop) {
+    V g_block[kRows], gx_block[kRows];  // two levels, as in sums_over
+    std::fill_n(g_block, kRows, V(0));
+    std::fill_n(gx_block, kRows, V(0));
+    for (const int64_t end = std::min(stop, i + 8 * P::kStep); i + P::kStep <= end; i += P::kStep) {
+      const P w = weight ? load_pair(weight + i) : both<A>(1);
+      P dw = dweight ? load_pair(dweight + i) : both<A>(0), db = dbias ? load_pair(dbias + i) : both<A>(0);
+      for (size_t r = 0; r < kRows; ++r) {
+        const auto add = [&]<V P::*kHalf>() {
+          const V d = load_pair(dy[r] + i).*kHalf, xhat = (load_pair(x[r] + i).*kHalf - V(mean[r])) * V(rstd[r]), g = d * w.*kHalf;
+          dw.*kHalf = at::vec::fmadd(d, xhat, dw.*kHalf);
+          db.*kHalf = db.*kHalf + d;
+          g_block[r] = g_block[r] + g;
+          gx_block[r] = at::vec::fmadd(g, xhat, gx_block[r]);
+        };
+        add.template operator()<&P::a>();
+        add.template operator()<&P::b>();
+      }
+      if (dweight) store_pair(dweight + i, dw);
+      if (dbias) store_pair(dbias + i, db);
+    }
+    for (size_t r = 0; r < kRows; ++r) {
+      gs[r] = gs[r] + g_block[r];
+      gxs[r] = gxs[r] + gx_block[r];
+    }
+  }
+  for (; i < stop; ++i) {
+    A dw = dweight ? dweight[i] : A(0), db = dbias ? dbias[i] : A(0);
+    for (size_t r = 0; r < kRows; ++r) {
+      const A d = load_one(dy[r] + i), xhat = (load_one(x[r] + i) - mean[r]) * rstd[r], g = weight ? d * weight[i] : d;
+      dw = fma(d, xhat, dw);
+      db += d;
+      g_rest[r] += g;
+      gx_rest[r] += g * xhat;
+    }
+    if (dweight) dweight[i] = dw;
+    if (dbias) dbias[i] = db;
+  }
+  for (size_t r = 0; r < kRows; ++r) {
+    rows[r].sum_g += total<A>({gs[r], V(0)}) + g_rest[r];
+    rows[r].sum_gx += total<A>({gxs[r], V(0)}) + gx_rest[r];
+  }
+}
+
+// dx of the columns [start, stop), once the sums are those of the whole row.
+template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop) {
+  using A = AccOf<X>;
+  using P = Pair<A>;
+  const X* x = row.x + start;
+  const DY* dy = row.dy + start;
+  X* dx = row.dx + start;
+  const A* weight = from(static_cast<const A*>(c.weight), start);
+  const A mean = row.mean, rstd = row.rstd;
+  const A mean_g = c.rms ? A(0) : static_cast<A>(row.sum_g / c.cols), slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
+  const int64_t next_x = row.next_x, next_dy = row.next_dy;
+  const auto gradient = [](auto g, auto centered, auto mean_g, auto slope, auto rstd) {
+    return fma(centered, slope, g - mean_g) * rstd;
+  };
+  const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
+  const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), slopes = both(slope);
+  sweep<A>(
+      stop - start,
+      [&](int64_t i) {
+        __builtin_prefetch(x + i + next_x);
+        __builtin_prefetch(dy + i + next_dy);
+        const P centered = load_pair(x + i) - means;
+        const P g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
+        target.template store<X>(i, gradient(g, centered, mean_gs, slopes, rstds));
+      },
+      [&](int64_t i) {
+        const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
+        dx[i] = static_cast<X>(gradient(g, load_one(x + i) - mean, mean_g, slope, rstd));
+      });
+}
+
+// What `add_columns` adds, of any number of rows.
+template <class X, class DY> void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, int64_t start, int64_t stop) {
+  int64_t r = 0;
+  for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
+  if (r < count) add_columns<1>(c, rows + r, start, stop);
+}
+
+// Rows two at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
+template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count) {
+  for (int64_t start = 0; start < c.cols; start += kStretch) add_stretch(c, rows, count, start, std::min(start + kStretch, c.cols));
+  for (int r = 0; r < count; ++r)
+    if (rows[r].dx) write_dx(c, rows[r], 0, c.cols);
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu
