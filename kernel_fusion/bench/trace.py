@@ -108,7 +108,7 @@ def _profiler(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type in _WITH_KERNELS:
         activities.append(getattr(ProfilerActivity, device.type.upper()))
-    return profile(activities=activities)
+    return profile(activities=activities, acc_events=True)
 
 
 def _step(provider: Provider, workload: Workload, inputs: Inputs, device: torch.device) -> None:

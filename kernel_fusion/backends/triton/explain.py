@@ -30,13 +30,9 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _norm_lines(cols: int, itemsize: int, device: plan.Device) -> tuple[str, ...]:
-    backward = plan.norm_backward(cols, itemsize, True, device.warp_size)
-    forward = f"forward: {plan.norm_forward(cols, itemsize, device.warp_size)}"
-    if not backward.looped:
-        return forward, f"backward: {backward}, {device.programs(backward)} programs"
+    backward = plan.norm_backward(cols, itemsize, device.warp_size)
+    lines = f"forward: {plan.norm_forward(cols, itemsize, device.warp_size)}", f"backward: {backward}"
+    if backward.resident > 0:
+        return *lines[:1], f"{lines[1]}, {device.programs(backward)} programs"
     columns = plan.norm_columns(itemsize, device.warp_size)
-    return (
-        forward,
-        f"dx: {plan.norm_backward(cols, itemsize, False, device.warp_size)}",
-        f"dweight, dbias: {columns}, {device.programs(columns)} programs",
-    )
+    return *lines, f"dweight, dbias: {columns}, {device.programs(columns)} programs"

@@ -40,7 +40,7 @@ class Plan:
         looped: whether rows are longer than the block.
         early: whether weight and bias are asked for before the row's statistics are there.
         stages: of the pipeline through shared memory in which a persistent program fetches rows ahead; 1 for none.
-        resident: programs on each multiprocessor, where they are persistent.
+        resident: programs on each multiprocessor, where they are persistent; 0 where each has one tile.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class Plan:
     looped: bool = False
     early: bool = False
     stages: int = 1
-    resident: int = 1
+    resident: int = 0
 
     def __str__(self) -> str:
         loop = ", row by chunks" if self.looped else ""
@@ -103,26 +103,28 @@ def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
     return Plan(rows, block, _norm_warps(rows * block * itemsize, 8, warp_size), early=early)
 
 
-def norm_backward(cols: int, itemsize: int, sums: bool, warp_size: int) -> Plan:
-    """Backward keeps n and g of its rows and, if it `sums` columns, dweight and dbias; arguments as for forward.
+def norm_backward(cols: int, itemsize: int, warp_size: int) -> Plan:
+    """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias; arguments as for forward.
 
-    With sums it has two rows at least, which wait for each other's sums once, unless 32 KB are exceeded. Two rows of
-    16-bit elements take more registers than two programs of a multiprocessor have: fetching ahead keeps some of them in
-    shared memory (of which devices with warps of 64, AMD's, have too little).
+    A program has two rows at least, which wait for each other's sums once, unless they exceed 32 KB. Two rows of 16-bit
+    elements take more registers than two programs of a multiprocessor have: fetching ahead keeps some of them in shared
+    memory (of which devices with warps of 64, AMD's, have too little).
+
+    Rows whose columns a program cannot sum as well have a kernel of their own for that, with `norm_columns`.
     """
     block = _block(cols)
     longest = _NORM_CHUNK // _width(itemsize)
-    if sums and block <= longest // 2:
-        rows = max(2, min(8, 2 * _SHORT_TILE // block))
-        if rows * block * itemsize > _BACKWARD_TILE_BYTES:
-            return Plan(1, block, _narrow(32, warp_size))
-        warps = _norm_warps(rows * block * itemsize, 16, warp_size)
-        in_warps = warps * warp_size // 32
-        stages = 2 if rows == 2 and itemsize == 2 and in_warps < 16 and warp_size == 32 else 1
-        return Plan(rows, block, warps, stages=stages, resident=max(1, min(4, 16 // in_warps)))
-    if sums or block > longest:
+    if block > longest:
         return Plan(1, longest, _narrow(32, warp_size), looped=True)
-    return Plan(1, block, _norm_warps(block * itemsize, 16, warp_size))
+    if block > longest // 2:
+        return Plan(1, block, _norm_warps(block * itemsize, 16, warp_size))
+    rows = max(2, min(8, 2 * _SHORT_TILE // block))
+    if rows * block * itemsize > _BACKWARD_TILE_BYTES:
+        return Plan(1, block, _narrow(32, warp_size), resident=1)
+    warps = _norm_warps(rows * block * itemsize, 16, warp_size)
+    in_warps = warps * warp_size // 32
+    ahead = rows == 2 and itemsize == 2 and in_warps < 16 and warp_size == 32
+    return Plan(rows, block, warps, stages=2 if ahead else 1, resident=max(1, min(4, 16 // in_warps)))
 
 
 def norm_columns(itemsize: int, warp_size: int) -> Plan:

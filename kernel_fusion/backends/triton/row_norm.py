@@ -122,7 +122,7 @@ def backward(
     device = plan.device_of(h.device)
     is_wide = stats.dtype == torch.float64
     sums = wants[2] or wants[3]
-    layout = plan.norm_backward(cols, h.dtype.itemsize, sums, device.warp_size)
+    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size)
     size, lengths, strides = _in_units(rows, cols)
     given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
     constants = {
@@ -130,18 +130,15 @@ def backward(
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RMS": rms, "WIDE": is_wide,
         "FLAT": rows.simple, "UNIT": size,
     }  # fmt: skip
-    # Which sums the kernel of the rows has registers for; those of long rows are left to a kernel of columns.
-    whole = not layout.looped
+    # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.
+    whole = sums and layout.resident > 0
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
     tiles = -(-cols // columns.block)
     programs = device.programs(layout) if whole else max(1, device.programs(columns) // tiles)
     partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
-    if not whole:
-        layout = plan.norm_backward(cols, h.dtype.itemsize, False, device.warp_size)
     if wants[0] or wants[1] or whole:
-        grid = device.programs(layout) if sums and whole else -(-rows.count // layout.rows)
         launch(
-            bwd.row_norm_bwd, (grid,),
+            bwd.row_norm_bwd, (programs if whole else -(-rows.count // layout.rows),),
             *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
             HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
             DBIAS=wants[3] and whole, **row_tile(layout, cols), LOOPED=layout.looped, STAGES=layout.stages,
