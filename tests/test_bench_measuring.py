@@ -515,3 +515,12 @@ def test_a_failed_capture_harms_nobody_else() -> None:
         assert isinstance(outcomes["right"], Timing)
         torch.cuda.empty_cache()
         NORM.input_sets(x.device, 1)
+
+
+def test_kernels_are_counted_from_the_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is counted before the extension is loaded, which a first call does: from there on it is."""
+    answers = iter([{}, {"cuda_launch": 2}])
+    monkeypatch.setattr(providers, "launches", lambda backend: next(answers))
+    with providers._launches("cuda") as counts:
+        pass
+    assert counts == {"cuda_launch": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from kernel_fusion.backends import select
 from kernel_fusion.backends.cuda import planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.triton import operators
+from kernel_fusion.config import cxx_compiler
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, loader
 
@@ -166,3 +168,16 @@ def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.Monke
         serve("layer_norm", x.long(), 1, None, None, 1e-5, 0.0, None)
     with TRITON.ran():
         serve("softmax", x, None, 1.0, False)
+
+
+def test_a_compiler_with_a_static_cxx_library(tmp_path: Path) -> None:
+    """What is linked formats numbers by the C++ library that PyTorch has loaded, and brings no second one along."""
+    compiler = cxx_compiler()
+    assert compiler is not None
+    source, library = tmp_path / "format.cpp", tmp_path / "format.so"
+    source.write_text("#include <ostream>\nvoid write(std::ostream& out, double number) { out << number; }\n")
+    command = [compiler, "-shared", "-fPIC", "-static-libstdc++", str(source), *build.link_flags(), "-o", str(library)]
+    subprocess.run(command, check=True)
+    defined = subprocess.run(["nm", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    assert "write" in defined
+    assert "_M_insertId" not in defined

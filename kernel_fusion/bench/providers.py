@@ -172,7 +172,8 @@ def _launches(backend: str | None) -> Iterator[dict[str, int]]:
     before = launches(backend)
     counts: dict[str, int] = {}
     yield counts
-    counts.update((counter, count - before[counter]) for counter, count in launches(backend).items())
+    # Nothing was counted before the extension was loaded, which the first call does.
+    counts.update((counter, count - before.get(counter, 0)) for counter, count in launches(backend).items())
 
 
 def launches(backend: str | None) -> dict[str, int]:

@@ -69,9 +69,23 @@ def cpu_flags(variant: str) -> list[str]:
 
 
 def link_flags() -> list[str]:
-    """The linker's flags for what uses PyTorch's libraries, after the objects."""
+    """The linker's flags for what uses PyTorch's libraries, after the objects.
+
+    The C++ library that PyTorch has loaded comes first: a compiler may have a static one of its own, and with two of
+    them in a process a number in an error message is formatted by one with the tables of the other, which crashes.
+    """
     lib = Path(torch.__file__).parent / "lib"
-    return [f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
+    return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
+
+
+def _loaded_cxx_library() -> list[str]:
+    """The path of the libstdc++ in this process; none where the system does not say, or it is another library."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libstdc++.so" in line)
+    return list(paths)[:1]
 
 
 def source_files() -> list[Path]:
