@@ -58,7 +58,7 @@ def test_bf16_autocast(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: 
     """Under autocast the loss falls all the same."""
     with target.ran(forward=None, backward=None):
         # Few steps: CPUs without bf16 instructions take seconds for each.
-        steps = "6" if target.device == "cpu" else "20"
+        steps = "10" if target.device == "cpu" else "20"
         run_example(monkeypatch, "--device", target.device, "--dtype", "bf16", "--steps", steps)
     assert "torch.bfloat16" in capsys.readouterr().out
 

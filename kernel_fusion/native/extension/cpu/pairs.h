@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include "cpu/dtype.h"
@@ -90,11 +91,12 @@ inline double fma(double x, double y, double z) { return std::fma(x, y, z); }
 // One element, in the same notation, for the end of a row.
 template <class T> inline AccOf<T> load_one(const T* p) { return static_cast<AccOf<T>>(*p); }
 
-// The sum of all lanes, joined in double: halves of them, again and again.
+// The sum of all lanes, joined in double: halves of them, again and again; the few of doubles one after the other.
 template <class A> inline double total(const Pair<A>& v) {
   constexpr int kLanes = Vectorized<A>::size();
   A lanes[kLanes];
   (v.a + v.b).store(lanes);
+  if constexpr (std::is_same_v<A, double>) return std::accumulate(lanes, lanes + kLanes, 0.0);
   double sums[kLanes];
   std::copy_n(lanes, kLanes, sums);
   for (int half = kLanes / 2; half; half /= 2)
