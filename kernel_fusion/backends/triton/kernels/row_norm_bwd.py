@@ -5,10 +5,11 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
-h is recomputed from x, or, where there is a residual, read as forward wrote it. The programs are persistent: as many as
-the device holds, each walking through its rows, with sums for dweight and dbias in registers, written as one partial
-row per program; sum_partials adds those in order. Rows that do not fit in registers beside their sums are read twice by
-`row_norm_bwd` (LOOPED), and their columns are summed by `row_norm_bwd_columns`. Bytes per element: x and dy in, dx out.
+h is recomputed from x, or, where there is a residual, read as forward wrote it. Where columns are summed too, programs
+are persistent: each walks through tiles of rows, with sums for dweight and dbias in registers, and writes one partial
+row; sum_partials adds those in order. Rows too long for that (plan.py) have a program each for dx, which reads them
+twice if they do not fit in registers (LOOPED), and row_norm_bwd_columns sums their columns. Bytes per element: x and dy
+in, dx out; x and dy once more where columns are summed apart.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def row_norm_bwd(
     LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx and dresidual, and the partial sums unless LOOPED. Lengths and strides count units of UNIT elements."""
+    """dx and dresidual, and if DWEIGHT, DBIAS partial sums; never if LOOPED. Lengths and strides are in units of UNIT."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
