@@ -199,7 +199,7 @@ def row_norm_bwd(
     LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx and dresidual, and if DWEIGHT, DBIAS partial sums; never if LOOPED. Lengths and strides are in units of UNIT."""
+    """dx and dresidual, and partial sums if DWEIGHT, DBIAS, never if LOOPED. Lengths and strides: in UNIT elements."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
