@@ -173,7 +173,8 @@ N = 4 * ROWS * COLS  # bytes of a tensor
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
-        ("add+relu", 3 * N, 3 * N),
+        ("add+relu", 3 * N, 2 * N),
+        ("leaky_relu", 2 * N, 2 * N),
         ("silu gate", 3 * N, 5 * N),
         ("bias+gelu", 2 * N + 4 * COLS, 3 * N + 8 * COLS),
         ("add+rms_norm", 4 * N + 4 * COLS, 4 * N + 8 * COLS),

@@ -26,6 +26,8 @@ Shape = tuple[int, ...]
 _EPS = 1e-6
 _HEAD = 64  # the size of query and key
 _HALF = (torch.float16, torch.bfloat16)
+# What backward must read beside dy where the slope is one of two: a bit per element, next to nothing.
+_BITS: tuple[str, ...] = ()
 
 
 def _tensors(*names: str) -> Callable[[Shape, torch.dtype], list[Argument]]:
@@ -69,8 +71,7 @@ def _pointwise() -> list[Operation]:
     gate = Operation("silu gate", "gated_act", _halves, lambda _, gate, value: F.silu(gate) * value, silu_gate)
     gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
     return [
-        # Where the result is 0 tells as much as both operands: one tensor of their size.
-        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu", backward_reads=("a",), backward_writes=("a",)),
+        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu", backward_reads=_BITS, backward_writes=("a",)),
         two("mul+tanh", kf.mul_act, lambda a, b: torch.tanh(a * b), "tanh"),
         bias,
         replace(bias, name="bias+gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero),
@@ -87,7 +88,8 @@ def _activation(name: str) -> Operation:
     def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.act_dropout(x, name, p, backend=backend)
 
-    return Operation(name, "act_dropout", _tensors("x"), chain, fused)
+    reads = _BITS if name in ("relu", "leaky_relu") else None
+    return Operation(name, "act_dropout", _tensors("x"), chain, fused, backward_reads=reads)
 
 
 def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
