@@ -106,6 +106,7 @@ def pointwise() -> Iterator[Case]:
         yield PointwiseCase("bias_act", (64, 255), dtype, activation="gelu", other=(255,), dropout_p=0.25)
     for dtype in (BF16, F32):
         yield PointwiseCase("bias_act", (65, 768), dtype, activation="silu", other=(768,))
+        yield PointwiseCase("bias_act", (65, 767), dtype, activation="leaky_relu", other=(767,))
         yield PointwiseCase("mul_act", (33, 765), dtype, other=(33, 1))
         yield PointwiseCase("add_act", (33, 127), dtype, layout="unaligned", other_layout="padded")
         yield PointwiseCase("add_act", (30, 100), dtype, layout="transposed", other_layout="strided")

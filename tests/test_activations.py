@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from support import PACKAGE
 
 import kernel_fusion as kf
@@ -32,3 +33,15 @@ def test_public_list_is_that_of_the_specification() -> None:
     """The names that users may rely on."""
     names = "relu relu_squared leaky_relu gelu gelu_tanh quick_gelu silu tanh sigmoid mish softplus hardswish elu"
     assert list(kf.ACTIVATIONS) == names.split(" ")
+
+
+def test_slopes_of_two_values_are_those_of_the_header() -> None:
+    """Of these a bit tells the slope: it is that at 0 or that at 1 wherever x is, at NaN and infinities too."""
+    x = torch.cat([torch.linspace(-30, 30, 1201), torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])])
+    x.requires_grad_()
+
+    def has_two(name: str) -> bool:
+        (slopes,) = torch.autograd.grad(kf.ACTIVATIONS[name](x), x, torch.ones_like(x))
+        return len(slopes.unique()) == 2
+
+    assert re.findall(r"kTwoSlopes<(\w+)> = true", HEADER) == [name for name in kf.ACTIVATIONS if has_two(name)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, EAGER, Target, call, python, pytorch_warns_of_itself
+from support import CPU, CUDA, EAGER, Target, call, python, pytorch_warns_of_itself
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -151,6 +151,18 @@ def test_opcheck_of_the_families(sample: str, target: Target) -> None:
     backward = name.endswith("_bwd")
     with target.ran(forward=0 if backward else None, backward=None):
         torch.library.opcheck(getattr(torch.ops.kernel_fusion, name).default, arguments(target))
+
+
+@pytest.mark.cuda
+def test_opcheck_of_bits() -> None:
+    """So it does for the operators that write and read a bit per element, where there are such kernels."""
+    with CUDA.ran(forward=None, backward=None):
+        a = torch.randn(3, 9, device="cuda")
+        chain = ("relu", 1.0, 0.0, None)
+        torch.library.opcheck(torch.ops.kernel_fusion.pointwise_fwd.default, (a, a[0].clone(), "add", *chain))
+        y, bits = torch.ops.kernel_fusion.pointwise_fwd(a, None, "first", *chain)
+        backward = (torch.randn_like(y), bits, a[0].clone(), "first", *chain, [True, True])
+        torch.library.opcheck(torch.ops.kernel_fusion.pointwise_bwd.default, backward)
 
 
 # The row count is what varies from call to call; `attention_scores` has as many rows as there are queries.

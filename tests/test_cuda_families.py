@@ -162,6 +162,55 @@ def test_special_values(activation: str, dtype: torch.dtype) -> None:
     assert torch.equal(y.isinf(), expected.isinf()), (y, expected)
 
 
+def _kept(call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The result, and the tensors that autograd saved."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        return call(), kept
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_bits_are_kept_where_they_tell_the_slope(activation: str) -> None:
+    """An eighth of a byte per element, and nothing else, of one operand and of a sum; of a bias its row too."""
+    a, b, bias = randn(33, 71), randn(33, 71), randn(71)
+    for operands, rows in (((a,), 0), ((a, b), 0), ((a, bias), 1)):
+        combine = "add" if len(operands) == 2 else "first"
+        _, kept = _kept(lambda operands=operands, combine=combine: fused(combine, activation)(*operands))
+        bits = [t for t in kept if t.dtype == torch.uint8]
+        assert [t.numel() for t in bits] == [-(-33 * 71 // 8)] * (activation in ("relu", "leaky_relu"))
+        assert not bits or len(kept) == 1 + rows
+
+
+# Grid rationale. dy of every kind that autograd hands over: dense, in another order than y, part of a tensor, expanded;
+# operands of both orders in memory, and rows.
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("layout", ["dense", "transposed", "unaligned", "bias", "odd bias"])
+def test_gradients_by_bits(layout: str, activation: str, dtype: torch.dtype) -> None:
+    """The gradient is dy times the slope, to the last digit, however dy lies in memory."""
+    rows, cols = 300, 765 if layout == "odd bias" else 768
+    a = randn(rows, cols, dtype=dtype, grad=False)
+    if layout == "transposed":
+        a = randn(cols, rows, dtype=dtype, grad=False).t()
+    if layout == "unaligned":
+        a = randn(rows * cols + 1, dtype=dtype, grad=False)[1:].view(rows, cols)
+    operands = [a.requires_grad_(), *([randn(cols, dtype=dtype)] if "bias" in layout else [])]
+    combine = "add" if len(operands) == 2 else "first"
+    y, kept = _kept(lambda: fused(combine, activation)(*operands))
+    assert torch.uint8 in {t.dtype for t in kept}
+    z = torch.stack([t.detach().double().expand(rows, cols) for t in operands]).sum(0)
+    low = z.new_tensor(0.0 if activation == "relu" else 0.01)
+    slope = torch.where(z > 0, 1.0, low).to(torch.promote_types(dtype, F32))
+    dense = randn(rows, cols, dtype=dtype, grad=False)
+    parted = randn(rows, 2 * cols, dtype=dtype, grad=False)[:, :cols]
+    for dy in (dense, parted, dense.t().contiguous().t(), dense[:1].expand(rows, cols)):
+        with CUDA.ran(forward=None):
+            ours = torch.autograd.grad(y, operands, dy, retain_graph=True)
+        assert torch.equal(ours[0], (dy * slope).to(dtype))
+        if dtype != F64:
+            assert_as_accurate([y, *ours], with_grads(chain(combine, activation), dy), *operands)
+
+
 def test_more_than_2_to_the_31_elements() -> None:
     """Offsets are right beyond 32 bits, where the iteration is linear and where it is cut into parts."""
     if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
@@ -176,9 +225,11 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert y[-1, -1] == bias[-1] + 5
     assert torch.equal(y.view(-1)[:: cols * 4096], (bias[:1] + 1).expand(-(-rows // 4096)))
     del y
-    with CUDA.ran(forward=1):
-        y = fused("first", "relu")(x)
+    with CUDA.ran(forward=1, backward=1):
+        y = fused("first", "relu")(x.requires_grad_())
+        (dx,) = torch.autograd.grad(y, x, x.detach())
     assert torch.equal(y, x)
+    assert torch.equal(dx, x)
 
 
 # Grid rationale. Rows by lanes of a warp (64, 1000), by a block (4096, 8193), in chunks (70001 and all at once);

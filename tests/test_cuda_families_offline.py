@@ -25,6 +25,7 @@ from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.families import (
+    BITS,
     MAPS,
     Operand,
     PointwiseAccess,
@@ -49,7 +50,8 @@ def _vec(dtype: str) -> int:
 
 # Grid rationale. Every activation in every dtype, with what takes most registers beside it: two operands and dropout,
 # both gradients, the sums of columns. Then what addresses cost, for one expensive activation: operands of several
-# dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours.
+# dimensions, unaligned, of unlike dtypes, and dropout at positions that are no neighbours. Bits, written
+# beside all that, and read.
 def _pointwise_kernels() -> Iterator[_Kernel]:
     for activation, t in product(CODES, _DTYPES):
         access = PointwiseAccess(vec=_vec(t))
@@ -58,10 +60,19 @@ def _pointwise_kernels() -> Iterator[_Kernel]:
         backward = PointwiseSpec("gate", activation, True, t, t, dy=t, da=t, db=t)
         yield backward, access
         yield backward, replace(access, lanes=32)
+    for t, lanes in product(_DTYPES, (0, 32)):
+        access = PointwiseAccess(vec=_vec(t), lanes=lanes)
+        yield (
+            PointwiseSpec(
+                "first", "leaky_relu", False, BITS, t if lanes else None, dy=t, da=t, db=t if lanes else None
+            ),
+            access,
+        )
     for t, mode, dims in product(_DTYPES, ("vector", "broadcast", "strided", "gather"), (2, 4)):
         other = Operand(mode, ITEMSIZE[t])
         access = PointwiseAccess(dims, _vec(t), (Operand(),) * 3 + (other, other))
         yield PointwiseSpec("mul", "gelu", True, t, t, y=t), access
+        yield PointwiseSpec("add", "leaky_relu", False, t, t, y=t, bits=True), access
         yield PointwiseSpec("mul", "gelu", True, t, t, dy=t, da=t, db=t), access
     for vec in (1, 2, 4):
         yield PointwiseSpec("add", "gelu", True, "bf16", None, y="bf16"), PointwiseAccess(1, vec)
@@ -172,6 +183,29 @@ def test_pointwise_reaches_every_element_once(size: int, vec: int, dtype: str, b
             reached.update(range(first, min(first + vec, size)))
     assert len(reached) == size
     assert set(reached.values()) == {1}
+
+
+@given(size=st.integers(1, 5_000), vec=st.sampled_from([1, 2, 4, 8]), unroll=st.sampled_from([2, 3, 4]))
+@settings(max_examples=100, deadline=None)
+def test_bits_are_written_whole(size: int, vec: int, unroll: int) -> None:
+    """Every byte is stored once, with the bits of its eight elements: `store_bits` of kernels/vectors.cuh.
+
+    A warp comes together as long as its first lane's vector begins before the end (`over_vectors`).
+    """
+    span, stored = 128 * vec, Counter[int]()
+    for start in range(0, -(-size // (span * unroll)) * span * unroll, 32 * vec):
+        if start >= size:
+            continue
+        held = [{first + e: first % 8 + e for e in range(vec)} for first in range(start, start + 32 * vec, vec)]
+        lanes = 1
+        while lanes < 8 // vec:  # each lane's byte becomes that of both
+            held = [held[lane] | held[lane ^ lanes] for lane in range(32)]
+            lanes *= 2
+        for lane, bits in enumerate(held):
+            if (first := start + lane * vec) % 8 == 0 and first < size:
+                assert bits == {first + e: e for e in range(8)}
+                stored[first // 8] += 1
+    assert stored == Counter(range(-(-size // 8)))
 
 
 @given(reduced=st.integers(0, 70_000), dtype=st.sampled_from(_DTYPES), rows=st.integers(1, 40))

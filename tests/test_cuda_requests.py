@@ -33,6 +33,8 @@ F16, BF16, F32, _ = range(len(DTYPES))
 NONE = -1
 SILU = list(CODES).index("silu")
 GELU = list(CODES).index("gelu")
+RELU = list(CODES).index("relu")
+BITS = len(DTYPES)
 
 NORM = {"cols": 96, "rms": 0, "x": BF16, "y": BF16, "weight": F32, "bias": NONE, "residual": NONE}
 ALIGNED = {f"align_{name}": 16 for name in ("x", "y", "weight", "dx", "residual", "pre_x")}
@@ -111,6 +113,28 @@ REQUESTS: dict[str, tuple[int, ctypes.Structure, Any, Any]] = {
         PointwiseSpec("add", "gelu", False, "f32", "f16", dy="bf16", da="f32", db="f16"),
         PointwiseAccess(1, 4, lanes=32, aligned_positions=False),
     ),
+    "pointwise_fwd": (
+        4,
+        requests.PointwiseFields(
+            *(COMBINES.index("first"), RELU, DROPOUTS.index("none"), 1, 8, 0),
+            (BF16, BITS, NONE, BF16, NONE),
+            (0,) * 5,
+            (16,) * 5,
+        ),
+        PointwiseSpec("first", "relu", False, "bf16", None, y="bf16", bits=True),
+        PointwiseAccess(1, 8, aligned_positions=False),
+    ),
+    "pointwise_bwd_bits": (
+        5,
+        requests.PointwiseFields(
+            *(COMBINES.index("first"), RELU, DROPOUTS.index("none"), 1, 4, 0),
+            (F32, NONE, F32, BITS, NONE),
+            (0,) * 5,
+            (16,) * 5,
+        ),
+        PointwiseSpec("first", "relu", False, "b1", None, dy="f32", da="f32"),
+        PointwiseAccess(1, 4, aligned_positions=False),
+    ),
     "reduce": (
         6,
         requests.ReduceFields(MAPS.index("abs"), BF16, F16, F32, 8, 64, 4, 0, 2, 4),
@@ -154,7 +178,19 @@ def test_requests_are_decoded(name: str) -> None:
     assert set(requests.DECODERS) == {kernel for kernel, *_ in REQUESTS.values()}
 
 
-@pytest.mark.parametrize("name", ["forward", "sum_partials", "pointwise", "pointwise_bwd", "reduce", "softmax"])
+_COMPILED = (
+    "forward",
+    "sum_partials",
+    "pointwise",
+    "pointwise_fwd",
+    "pointwise_bwd",
+    "pointwise_bwd_bits",
+    "reduce",
+    "softmax",
+)
+
+
+@pytest.mark.parametrize("name", _COMPILED)
 def test_answers_hold_machine_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code is an ELF image in which the kernel of that name is; the numbers are the plan's."""
     kernel, fields, spec, access = REQUESTS[name]

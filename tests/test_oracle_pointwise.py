@@ -62,12 +62,14 @@ def test_broadcasting(verb: str, a: tuple[int, ...], b: tuple[int, ...], any_tar
     check(PointwiseCase(verb, a, F32, activation="silu", other=b), any_target)
 
 
-@pytest.mark.parametrize("verb", ["bias_act", "gated_act"])
+@pytest.mark.parametrize(("verb", "activation"), [("bias_act", "gelu"), ("bias_act", "relu"), ("gated_act", "gelu")])
 @pytest.mark.parametrize("dtype", [F16, BF16, F64])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 255), (33, 1), (300, 256), (1000, 100), (3, 12289)])
-def test_a_row_for_all_rows(verb: str, dtype: torch.dtype, rows: int, cols: int, any_target: Target) -> None:
+def test_a_row_for_all_rows(
+    verb: str, activation: str, dtype: torch.dtype, rows: int, cols: int, any_target: Target
+) -> None:
     """The gradient of an operand that is one row is the sum over rows, within budget in every dtype."""
-    check(PointwiseCase(verb, (rows, cols), dtype, activation="gelu", other=(cols,)), any_target)
+    check(PointwiseCase(verb, (rows, cols), dtype, activation=activation, other=(cols,)), any_target)
 
 
 # Grid rationale. Around one vector, one chunk, one block and the grain of a thread.
@@ -77,6 +79,7 @@ def test_sizes(size: int, dtype: torch.dtype, any_target: Target) -> None:
     """Any number of elements is within budget, with one operand and with two."""
     check(PointwiseCase("act_dropout", (size,), dtype, activation="gelu", dropout_p=0.25), any_target)
     check(PointwiseCase("add_act", (size,), dtype, activation="tanh"), any_target)
+    check(PointwiseCase("add_act", (size,), dtype, activation="leaky_relu"), any_target)
 
 
 _LAYOUTS = ("contiguous", "padded", "unaligned", "transposed", "channels-last", "half", "strided", "expanded")
@@ -91,10 +94,10 @@ def test_layouts(a: str, b: str, any_target: Target) -> None:
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_layouts_of_one_operand(layout: str, dropout_p: float, any_target: Target) -> None:
+@pytest.mark.parametrize(("activation", "dropout_p"), [("mish", 0.0), ("mish", 0.5), ("leaky_relu", 0.0)])
+def test_layouts_of_one_operand(layout: str, activation: str, dropout_p: float, any_target: Target) -> None:
     """A single operand that lies in memory in any way is within budget, and dropout knows its places."""
-    case = PointwiseCase("act_dropout", (4, 6, 5, 8), BF16, activation="mish", layout=layout, dropout_p=dropout_p)
+    case = PointwiseCase("act_dropout", (4, 6, 5, 8), BF16, activation=activation, layout=layout, dropout_p=dropout_p)
     check(case, any_target)
 
 

@@ -82,7 +82,7 @@ def test_second_order(operation: Verb, transform: str, any_target: Target) -> No
     result = _SECOND_ORDER[transform](weighted(operation.on(any_target)), _every(tensors))(*tensors)
     # Not by torch.func: PyTorch 2.13 gets some second derivatives of its own layer_norm wrong there.
     expected = torch.autograd.functional.hessian(weighted(operation.pytorch), tuple(tensors))
-    assert_close(result, expected, vanishing=operation.name == "mean_abs")
+    assert_close(result, expected, vanishing=operation.name == "mean_abs" or not operation.bends)
 
 
 _ARGUMENTS = [

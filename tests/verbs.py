@@ -1,8 +1,8 @@
 """Every verb in one table: what it is called with, what PyTorch's call is, and which arguments have gradients.
 
 Tests of what every operation guarantees run over the table by the fixture `operation`, so a new verb is one row. A verb
-may stand here in several forms, where stages, masks or broadcasting take ways of their own. Activations are smooth, so
-that finite differences mean something.
+may stand here in several forms, where stages, masks, broadcasting or slopes of two values take ways of their own. Other
+activations are smooth, so that finite differences mean something; no random argument comes near the kink of these.
 """
 
 from __future__ import annotations
@@ -47,6 +47,20 @@ class Verb:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def bends(self) -> bool:
+        """Whether second derivatives are anything but 0."""
+        return not self.name.endswith("relu")
+
+    def keeps_bits(self, target: Target) -> bool:
+        """Whether backward reads a bit per element for its slope, and neither that argument nor a result."""
+        return target.backend == "cuda" and not self.bends
+
+    def reads_results(self, target: Target) -> bool:
+        """Whether backward reads a result, y or h, or what stands for one: second derivatives go on from there."""
+        kept = ("add_layer_norm", "add_rms_norm", "softmax", "attention_weights", "bias_act-tanh", "bias_act-relu")
+        return self.keeps_bits(target) or self.name.startswith(kept)
 
     @property
     def exact(self) -> bool:
@@ -171,6 +185,19 @@ _VERBS = (
         {"x": _matrix, "bias": _row},
         lambda x, b, **o: kf.bias_act(x, b, "tanh", **o),
         lambda x, b: torch.tanh(x + b),
+        kernels=None,
+    ),
+    Verb(
+        "add_act-leaky_relu",
+        _PAIR,
+        lambda a, b, **o: kf.add_act(a, b, "leaky_relu", **o),
+        lambda a, b: F.leaky_relu(a + b),
+    ),
+    Verb(
+        "bias_act-relu",
+        {"x": _matrix, "bias": _row},
+        lambda x, b, **o: kf.bias_act(x, b, "relu", **o),
+        lambda x, b: F.relu(x + b),
         kernels=None,
     ),
     Verb(

@@ -16,6 +16,9 @@ DROPOUTS = ("none", "aligned", "anywhere")  # kernels/pointwise_chain.cuh
 MODES = ("linear", "vector", "broadcast", "strided", "gather")  # kernels/operands.cuh
 MAPS = ("square", "abs", "none")
 
+# The element type of bits, eight to a byte; its code in C++ follows those of `DTYPES`.
+BITS = "b1"
+
 
 @dataclass(frozen=True)
 class PointwiseSpec:
@@ -25,8 +28,9 @@ class PointwiseSpec:
         combine, activation: what f is.
         dropout: whether there is any.
         a, b: dtypes of the operands; b is None for "first" alone, in backward but for the row that a's gradient is
-            summed to.
+            summed to. In backward a may be `BITS`: of the slope, in place of the argument of the activation.
         y: dtype of the result, in forward; dy, da, db: dtypes in backward, None where a gradient is not wanted.
+        bits: whether forward writes such bits.
     """
 
     combine: str
@@ -38,6 +42,7 @@ class PointwiseSpec:
     dy: str | None = None
     da: str | None = None
     db: str | None = None
+    bits: bool = False
 
     @property
     def acc(self) -> str:
@@ -65,7 +70,7 @@ class PointwiseAccess:
     Attributes:
         dims: dimensions of the iteration, as far as an operand is addressed by coordinates.
         vec: elements per vector.
-        operands: y or da; db; dy; a; b.
+        operands: y or da; db, or bits that are written; dy; a, or bits that are read; b.
         lanes: where db is summed over rows, the threads along the columns; else 0.
         aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
     """

@@ -47,6 +47,9 @@ _PARTS = {
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {_PART_STAGES}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+    # `bits` of what backward needs of a and b: whether the slope of the activation, which has two values, is that at 1.
+    # Backward takes them, or a result whose value tells the slope, as the operand of a chain of one.
+    "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale) -> Tensor",
 }
@@ -148,11 +151,15 @@ def _register_meta() -> None:
     def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
         return torch.empty_like(a) if b is None else torch.empty_like(torch.add(a, b))
 
+    def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        y = pointwise(a, b, *rest)
+        return y, y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
+
     def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         wants = rest[-1]
         return (
-            torch.empty_like(a) if wants[0] else a.new_empty(0),
-            torch.empty_like(b) if b is not None and wants[1] else a.new_empty(0),
+            torch.empty_like(dy if a.dtype == torch.uint8 else a) if wants[0] else dy.new_empty(0),
+            torch.empty_like(b) if b is not None and wants[1] else dy.new_empty(0),
         )
 
     def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
@@ -164,7 +171,7 @@ def _register_meta() -> None:
     def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
         return torch.empty_like(y, memory_format=torch.contiguous_format)
 
-    for function in (pointwise, pointwise_bwd, reduce, softmax, softmax_bwd):
+    for function in (pointwise, pointwise_fwd, pointwise_bwd, reduce, softmax, softmax_bwd):
         library.impl(function.__name__, function, "Meta")
 
 

@@ -8,7 +8,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import CODES
-from kernel_fusion.core.families import COMBINES, DROPOUTS, MODES, PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.families import BITS, COMBINES, DROPOUTS, MODES, PointwiseAccess, PointwiseSpec
 from kernel_fusion.core.spec import ITEMSIZE
 
 # 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
@@ -36,7 +36,8 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     if access.lanes:
         per_block = access.lanes * access.vec
         return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=_MAX_UNROLL, min_blocks=min_blocks)
-    read = [(t, operand) for t, operand in zip((spec.dy, spec.a, spec.b), access.operands[2:], strict=True) if t]
+    dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits add next to nothing
+    read = [(t, operand) for t, operand in zip(dtypes, access.operands[2:], strict=True) if t]
     # Beside operands that lie in the order of the iteration the others are mostly repeated, and in the cache.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
     wanted = _BYTES_IN_FLIGHT * (2 if spec.dropout or access.dims > 1 else 1)
@@ -56,8 +57,9 @@ def _min_blocks(spec: PointwiseSpec) -> int:
 def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) -> Source:
     """What the kernel is compiled from."""
     backward = spec.dy is not None
-    names = ("DA", "DB", "DY", "A", "B") if backward else ("Y", None, None, "A", "B")
-    dtypes = (spec.da if backward else spec.y, spec.db, spec.dy, spec.a, spec.b)
+    names = ("DA", "DB", "DY", "A", "B") if backward else ("Y", "Bits", None, "A", "B")
+    second = BITS if spec.bits else spec.db
+    dtypes = (spec.da if backward else spec.y, second, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
     aligned = "aligned" if access.aligned_positions else "anywhere"
@@ -70,8 +72,9 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
         "kThreads": plan.threads,
         "kLanes": access.lanes,
         "kDims": access.dims,
-        # Rows of several dimensions are whole vectors, unless something is looked up by element.
-        "kPartial": access.dims == 1 or any(operand.mode == "gather" for operand in access.operands),
+        # Rows of several dimensions are whole vectors, unless something is looked up by element; where bits are written
+        # whole warps run past the end.
+        "kPartial": access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in access.operands),
     }
     for name, operand in zip(names, access.operands, strict=True):
         if name:

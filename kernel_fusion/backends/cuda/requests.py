@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.families import (
+    BITS,
     COMBINES,
     DROPOUTS,
     MAPS,
@@ -89,6 +90,7 @@ class SoftmaxBwdFields(ctypes.Structure):
 
 
 _BOOLEAN_MASK = len(DTYPES)  # SoftmaxFields::kBooleanMask
+_BITS = len(DTYPES)  # PointwiseFields::kBits
 _ACTIVATION_NAMES = list(CODES)
 
 
@@ -139,10 +141,13 @@ def _sum_partials(fields: Any) -> tuple[SumPartialsSpec, Access]:
 
 def _pointwise(fields: Any) -> tuple[PointwiseSpec, PointwiseAccess]:
     f = PointwiseFields.from_buffer_copy(fields)
-    y, db, dy, a, b = (_dtype(code) for code in f.type)
+    y, second, dy, a, b = (BITS if code == _BITS else _dtype(code) for code in f.type)
     assert a is not None
     chain = (COMBINES[f.combine], list(CODES)[f.activation], f.dropout > 0)
-    spec = PointwiseSpec(*chain, a, b, y=y) if dy is None else PointwiseSpec(*chain, a, b, dy=dy, da=y, db=db)
+    if dy is None:
+        spec = PointwiseSpec(*chain, a, b, y=y, bits=second == BITS)
+    else:
+        spec = PointwiseSpec(*chain, a, b, dy=dy, da=y, db=second)
     operands = tuple(Operand(MODES[mode], align) for mode, align in zip(f.mode, f.align, strict=True))
     return spec, PointwiseAccess(f.dims, f.vec, operands, f.lanes, DROPOUTS[f.dropout] == "aligned")
 

@@ -22,4 +22,12 @@ inline int32_t activation_code(std::string_view name) {
   return -1;
 }
 
+inline bool has_two_slopes(std::string_view name) {
+#define KF_TWO_SLOPES(name) act::kTwoSlopes<act::name>,
+  constexpr bool known[] = {KF_ACTIVATIONS(KF_TWO_SLOPES)};
+#undef KF_TWO_SLOPES
+  const int32_t code = activation_code(name);
+  return code >= 0 && known[code];
+}
+
 }  // namespace kf

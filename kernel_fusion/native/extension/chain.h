@@ -25,6 +25,9 @@ struct Chain {
   double scale;         // that of dropout included
   uint32_t threshold;   // elements whose 16 bits are below it are dropped; 0: no dropout
   const int64_t* seed;  // where the tensors are; null without dropout
+  // A bit for each element of y, in the order in which it lies in memory: whether the slope of the activation is that at 1.
+  // Forward writes them, backward (of kFirst) reads them in place of a; null: neither. Of the CUDA kernels alone.
+  uint8_t* bits = nullptr;
 };
 
 enum class Map : int32_t { kSquare, kAbs, kNone };

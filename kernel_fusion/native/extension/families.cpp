@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <limits>
 
 #include "activation_codes.h"
 
@@ -31,6 +32,10 @@ bool known(const PointwiseCall& c) {
 }
 
 bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
+
+bool has_bits(const PointwiseCall& c) {
+  return c.a.is_cuda() && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
+}
 
 Tensor reference(const PointwiseCall& c) {
   static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
@@ -74,17 +79,22 @@ at::ScalarType result_type(const PointwiseCall& c) {
 
 }  // namespace
 
-Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call) {
+Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor* bits) {
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), call.a.device());
   config.add_owned_output(Tensor()).add_const_input(call.a);
   if (present(call.b)) config.add_const_input(*call.b);
   auto iter = config.build();
   Tensor y = iter.output();
-  if (threshold_of(call) == kAll) {
+  Chain chain = chain_of(call);
+  if (bits) {
+    *bits = at::empty({ceil_div(y.numel(), 8)}, y.options().dtype(at::kByte));
+    chain.bits = bits->mutable_data_ptr<uint8_t>();
+  }
+  if (chain.threshold == kAll) {
     y.zero_();
   } else if (y.numel()) {
-    backend.pointwise(chain_of(call), iter);
+    backend.pointwise(chain, iter);
   }
   return y;
 }
@@ -138,9 +148,9 @@ struct BackwardOperands {
 bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
   const bool symmetric = chain.combine == Combine::kAdd || chain.combine == Combine::kMul;
   const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
-    // Positions of dropout are offsets in dy, so a copy of dy would not do.
-    if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes()) || !(chain.threshold == 0 || t.dy.is_contiguous()))
-      return false;
+    if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
+    // Positions of dropout and of bits are offsets in dy, so a copy of dy would not do.
+    if ((chain.threshold || chain.bits) && !t.dy.is_contiguous()) return false;
     Tensor gradient = at::empty_like(wants_matrix ? matrix : row);
     if (!gradient.is_contiguous()) return false;
     if (wants_matrix) dmatrix = std::move(gradient);
@@ -179,16 +189,28 @@ std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& 
 PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
                                  std::array<bool, 2> wants) {
   const Tensor second = present(call.b) ? *call.b : Tensor();
-  TORCH_CHECK(known(call) && (second.defined() || call.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
+  const bool by_bits = call.a.scalar_type() == at::kByte;
+  const Tensor& a = by_bits ? dy : call.a;  // what da is made like
+  const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
+  TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
-                  dy.sizes().equals(second.defined() ? at::infer_size(call.a.sizes(), second.sizes()) : call.a.sizes().vec()),
+                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
-  TORCH_CHECK(threshold_of(call) == 0 || dy.is_non_overlapping_and_dense(),
+  TORCH_CHECK(!by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() &&
+                           call.a.numel() == ceil_div(dy.numel(), 8)),
+              "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
+  TORCH_CHECK(threshold_of(c) == 0 || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
-  if (threshold_of(call) == kAll || dy.numel() == 0)
-    return {wants[0] ? at::zeros_like(call.a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
+  if (threshold_of(c) == kAll || dy.numel() == 0)
+    return {wants[0] ? at::zeros_like(a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
-  return gradients(backend, chain_of(call), {dy, call.a, second, wants});
+  Chain chain = chain_of(c);
+  if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
+  chain.bits = call.a.mutable_data_ptr<uint8_t>();
+  // Read where it lies, unless the call would be cut into parts.
+  const bool in_parts = !dy.is_non_overlapping_and_dense() && dy.storage().nbytes() > std::numeric_limits<int32_t>::max();
+  const Tensor whole = in_parts ? at::empty_like(dy).copy_(dy) : dy;
+  return gradients(backend, chain, {whole, whole, second, wants});
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
@@ -219,6 +241,16 @@ Tensor pointwise_op(const Tensor& a, const OptionalTensor& b, std::string_view c
   return accepts(call) ? pointwise(backend, call) : reference(call);
 }
 
+template <const FamilyBackend& backend>
+std::tuple<Tensor, Tensor> pointwise_fwd_op(const Tensor& a, const OptionalTensor& b, std::string_view combine,
+                                            std::string_view activation, double scale, double dropout_p,
+                                            const OptionalTensor& seed) {
+  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+  TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
+  Tensor bits, y = pointwise(backend, call, &bits);
+  return {std::move(y), std::move(bits)};
+}
+
 // A tensor without elements where nothing is wanted: an operator returns defined tensors.
 template <const FamilyBackend& backend>
 PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
@@ -226,7 +258,7 @@ PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const Opt
                                     std::array<bool, 2> wants) {
   auto [da, db] = pointwise_bwd(backend, dy, {a, b, combine, activation, scale, dropout_p, seed}, wants);
   for (auto* gradient : {&da, &db})
-    if (!gradient->defined()) *gradient = at::empty({0}, a.options());
+    if (!gradient->defined()) *gradient = at::empty({0}, dy.options());
   return {std::move(da), std::move(db)};
 }
 
@@ -242,6 +274,7 @@ template <const FamilyBackend& backend> Tensor softmax_bwd_op(const Tensor& dy, 
 
 template <const FamilyBackend& backend> void implement_families(torch::Library& m) {
   m.impl("pointwise", pointwise_op<backend>);
+  m.impl("pointwise_fwd", pointwise_fwd_op<backend>);
   m.impl("pointwise_bwd", pointwise_bwd_op<backend>);
   m.impl("softmax", softmax_op<backend>);
   m.impl("softmax_bwd", softmax_bwd_op<backend>);

@@ -15,11 +15,13 @@ namespace kf {
 
 // ---- Pointwise: y = dropout(scale * f(a, b)) -------------------------------------------------------------------------------
 
-// Operands of `iter`: y; a; b unless `combine` is kFirst. The position of an element, for dropout, is its offset in y.
+// Operands of `iter`: y; a; b unless `combine` is kFirst. The position of an element, for dropout, is its offset in y. Bits are
+// written of iterations that need not be cut into parts: below 2^31 bytes, or of operands that lie in one order.
 using PointwiseKernel = void(const Chain& chain, at::TensorIteratorBase& iter);
 
 // Gradients of the shape of y. Operands of `iter`: first the wanted ones of da and db, then dy, a and, unless `combine` is
-// kFirst, b. The position of an element is its offset in dy, which is laid out as y was.
+// kFirst, b. The position of an element is its offset in dy, which is laid out as y was. Where the chain has bits, dy stands for
+// a too, which is not read, and the gradient is laid out as y was.
 using PointwiseBwdKernel = void(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants);
 
 // The same where b is a row that was broadcast to all rows of a: dy and a are contiguous matrices of `rows` times `cols`, b
@@ -101,6 +103,8 @@ struct PointwiseCall {
 };
 using PointwiseVerb = Tensor(const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double, double,
                              const OptionalTensor&);
+using PointwiseTrainingVerb = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
+                                                         double, double, const OptionalTensor&);
 
 struct ReduceVerbCall {
   const Tensor& input;
@@ -120,11 +124,13 @@ struct SoftmaxVerbCall {
 using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
 
 // The operators on a device, of calls that its kernels accept.
-Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call);
+// Pointwise fills `bits`, if given, of an activation whose slope has two values.
+Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor* bits = nullptr);
 Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& call);
 Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call);
 
-// Their backward. What is not wanted is undefined.
+// Their backward. What is not wanted is undefined. a of a chain of one may be bits, of type kByte: then dimensions of dy are in
+// memory in the order of those of y.
 using PointwiseGradients = std::tuple<Tensor, Tensor>;
 PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
                                 std::array<bool, 2> wants);
@@ -134,6 +140,9 @@ Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor&
 bool accepts(const PointwiseCall& call);
 bool accepts(const ReduceVerbCall& call);
 bool accepts(const SoftmaxVerbCall& call);
+
+// Whether its device has kernels that write the bits of a call, and others that read them.
+bool has_bits(const PointwiseCall& call);
 
 // The definitions in backends/eager.
 Tensor reference(const PointwiseCall& call);

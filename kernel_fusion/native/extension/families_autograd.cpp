@@ -2,10 +2,15 @@
 //
 // As for the row norms (autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
 // backward that is itself differentiated.
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include "activation_codes.h"
@@ -23,9 +28,16 @@ const FamilyBackend* direct(c10::DispatchKeySet keys) { return direct(keys, kCpu
 
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
-Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c) {
+// Fills `bits`, if given.
+Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* bits = nullptr) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  if (const auto* backend = direct(keys)) return pointwise(*backend, c);
+  if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
+  if (bits) {
+    static const auto fwd = find_op<PointwiseTrainingVerb>("kernel_fusion::pointwise_fwd");
+    Tensor y;
+    std::tie(y, *bits) = fwd.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+    return y;
+  }
   static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise");
   return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
 }
@@ -46,6 +58,16 @@ Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
 }
 
+// The same where dimensions need only be in the order of those of y, which at::empty_like(dy) shows: dy may be part of a tensor,
+// or expanded. Not while tracing, where strides are symbols.
+Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
+  if (dy.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || (strides.empty() && dy.is_contiguous()))
+    return laid_out(dy, strides);
+  const auto contiguous = c10::contiguous_strides(dy.sizes());
+  const at::IntArrayRef of_y = strides.empty() ? at::IntArrayRef(contiguous) : strides;
+  return of_y.equals(at::infer_dense_strides(dy.sizes(), dy.strides())) ? dy : laid_out(dy, strides);
+}
+
 // The terms of a sum have one gradient, where they are of one kind.
 bool shares_gradient(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
@@ -62,37 +84,59 @@ std::string_view of_result(std::string_view activation, const Tensor& operand) {
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
 
-// Whether backward reads y, and need not read a, nor b but as the row that its gradient is summed to.
-bool reads_result(const PointwiseCall& c) {
-  if (present(c.seed) || c.scale != 1.0 || of_result(c.activation, c.a).empty()) return false;
-  if (c.combine != "add") return c.combine == "first";
-  return shares_gradient(c) || (c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
-                                c.b->sym_size(0) == c.a.sym_size(-1));
+// The operand that is a row, broadcast to all rows of a.
+bool adds_row(const PointwiseCall& c) {
+  return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
+         c.b->sym_size(0) == c.a.sym_size(-1);
+}
+
+// Bits are written in one order, so no operand may have its own, nor may the call be cut into parts (families.h).
+bool in_one_order(const PointwiseCall& c) {
+  if (adds_row(c)) return c.a.is_contiguous() && c.b->is_contiguous() && c.a.sym_numel() * c.a.element_size() < (int64_t{1} << 31);
+  return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
+}
+
+// What backward reads beside dy: the operands; or, of the operands no more than b as the row that its gradient is summed to, y, or
+// a bit for each element.
+enum class Kept : int64_t { kOperands, kResult, kBits };
+
+Kept kept_of(const PointwiseCall& c) {
+  if (present(c.seed) || c.scale != 1.0 || !(c.combine == "first" || shares_gradient(c) || adds_row(c))) return Kept::kOperands;
+  if (has_bits(c) && in_one_order(c)) return Kept::kBits;
+  return of_result(c.activation, c.a).empty() ? Kept::kOperands : Kept::kResult;
+}
+
+// The bits as 1 and 0, laid out as dy: a tensor whose values tell the slopes, as those of y might.
+Tensor unpacked(const Tensor& bits, const Tensor& dy) {
+  const Tensor each = at::bitwise_and(at::bitwise_right_shift(bits.unsqueeze(1), at::arange(8, bits.options())), 1);
+  return each.flatten().as_strided_symint(dy.sym_sizes(), dy.sym_strides()).to(dy.scalar_type());
 }
 
 struct PointwiseBackward : SavingNode<PointwiseBackward> {
-  SavedVariable a, b, seed;  // a: y, where backward reads that
-  const bool by_result, shared, binary;
+  SavedVariable a, b, seed;  // a: y or bits, where backward reads these
+  const Kept kept;
+  const bool shared, binary;
   const std::string_view combine, activation;  // of the lists, not of the call, which ends
   const double scale, dropout_p;
-  std::vector<int64_t> strides;  // of y under dropout, where it is not contiguous
+  std::vector<int64_t> strides;  // of y under dropout and of bits, where it is not contiguous
 
-  explicit PointwiseBackward(const PointwiseCall& c)
+  PointwiseBackward(const PointwiseCall& c, Kept kept)
       : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)),
-        by_result(reads_result(c)),
+        kept(kept),
         shared(shares_gradient(c)),
         binary(present(c.b)),
-        combine(by_result ? "first" : kCombineNames[static_cast<int32_t>(*combine_of(c.combine))]),
-        activation(kActivationNames[activation_code(by_result ? of_result(c.activation, c.a) : c.activation)]),
+        combine(kept == Kept::kOperands ? kCombineNames[static_cast<int32_t>(*combine_of(c.combine))] : "first"),
+        activation(kActivationNames[activation_code(kept == Kept::kResult ? of_result(c.activation, c.a) : c.activation)]),
         scale(c.scale),
         dropout_p(c.dropout_p) {}
 
   // After the history of y is set, because it may be kept.
-  void save(const PointwiseCall& c, const Tensor& y) {
-    a = SavedVariable(by_result ? y : c.a, /*is_output=*/by_result);
-    b = SavedVariable(by_result && shared ? std::nullopt : c.b, /*is_output=*/false);
+  void save(const PointwiseCall& c, const Tensor& y, const Tensor& bits) {
+    const bool by_result = kept == Kept::kResult;
+    a = SavedVariable(by_result ? y : kept == Kept::kBits ? bits : c.a, /*is_output=*/by_result);
+    b = SavedVariable(kept != Kept::kOperands && shared ? std::nullopt : c.b, /*is_output=*/false);
     seed = SavedVariable(c.seed, /*is_output=*/false);
-    if (present(c.seed) && !y.is_contiguous()) strides = y.strides().vec();
+    if ((present(c.seed) || kept == Kept::kBits) && !y.is_contiguous()) strides = y.strides().vec();
   }
 
   std::string name() const override { return "PointwiseBackward"; }
@@ -104,24 +148,36 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
   variable_list gradients(variable_list&& grads) {
     variable_list result(num_outputs());
     if (!grads[0].defined()) return result;
-    const Tensor& dy = grads[0];
-    const Tensor first = by_result ? a.unpack(getptr()) : a.unpack();
+    const Tensor first = kept == Kept::kResult ? a.unpack(getptr()) : a.unpack();
     const OptionalTensor second = optional(b.unpack()), dropout_seed = optional(seed.unpack());
     const PointwiseCall call{first, second, combine, activation, scale, dropout_p, dropout_seed};
     const std::array<bool, 2> needs{task_should_compute_output(0), binary && task_should_compute_output(1)};
     auto [da, db] = at::GradMode::is_enabled()
-                        ? differentiable(call, dy, needs)
-                        : call_pointwise_bwd(present(dropout_seed) ? laid_out(dy, strides) : dy, call,
-                                             {needs[0] || shared, needs[1] && !shared});
+                        ? differentiable(call, grads[0], needs)
+                        : call_pointwise_bwd(prepared(grads[0], call), call, {needs[0] || shared, needs[1] && !shared});
     if (needs[0]) result[0] = da;
     if (needs[1]) result[1] = shared ? da : db;
     return result;
   }
 
+  // dy as the kernels ask for it, which find dropout's positions by it, and bits by its order; columns they sum of a dense one.
+  Tensor prepared(const Tensor& dy, const PointwiseCall& call) const {
+    if (kept == Kept::kBits && !present(call.b)) return in_order(dy, strides);
+    return kept == Kept::kBits || present(call.seed) ? laid_out(dy, strides) : dy;
+  }
+
+  // What has the slopes of y where its bits were kept, and stands for it: its history is that of y.
+  Tensor in_place_of_y(const Tensor& bits, const Tensor& dy) {
+    Tensor y = unpacked(bits, laid_out(dy.detach(), strides));
+    torch::autograd::impl::set_gradient_edge(y, {getptr(), 0});
+    return y;
+  }
+
   // The same as differentiable functions of everything. Aliases, so that neither operand's gradient is also looked for in the
   // other, which may depend on it or be the same.
-  PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) const {
-    const Tensor first = at::alias(call.a), second = present(call.b) ? at::alias(*call.b) : Tensor();
+  PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) {
+    const Tensor first = at::alias(kept == Kept::kBits ? in_place_of_y(call.a, dy) : call.a);
+    const Tensor second = present(call.b) ? at::alias(*call.b) : Tensor();
     const bool by_row = call.combine == "first";  // where there is a second one, it is only summed to
     const OptionalTensor operand = by_row ? std::nullopt : optional(second);
     const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
@@ -135,10 +191,11 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(a, by_result);
+    args.collect(a, /*is_output=*/kept == Kept::kResult);
     args.collect(b, /*is_output=*/false);
     args.collect(seed, /*is_output=*/false);
-    for (const bool flag : {by_result, shared, binary}) args.collect(flag);
+    args.collect(static_cast<int64_t>(kept));
+    for (const bool flag : {shared, binary}) args.collect(flag);
     args.collect(std::string(combine));
     args.collect(std::string(activation));
     args.collect(scale);
@@ -151,12 +208,12 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const Optio
                           std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
   const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
   if (needs_definition(a, b) || !accepts(call)) return reference(call);
-  Tensor y = below_autograd(keys, call);
-  if (torch::autograd::compute_requires_grad(a, b)) {
-    const auto node = new_node<PointwiseBackward>(call);
-    torch::autograd::set_history(y, node);
-    node->save(call, y);
-  }
+  if (!torch::autograd::compute_requires_grad(a, b)) return below_autograd(keys, call);
+  const Kept kept = kept_of(call);
+  Tensor bits, y = below_autograd(keys, call, kept == Kept::kBits ? &bits : nullptr);
+  const auto node = new_node<PointwiseBackward>(call, kept);
+  torch::autograd::set_history(y, node);
+  node->save(call, y, bits);
   return y;
 }
 

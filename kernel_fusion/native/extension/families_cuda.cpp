@@ -44,7 +44,7 @@ int32_t tile_lanes(int64_t vectors) {
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
 constexpr int kOperands = PointwiseArgs::kOperands, kMaxDims = PointwiseArgs::kDims;
-enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db; dy; a; b
+enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
 enum Mode : int32_t { kLinear, kVector, kBroadcast, kStrided, kGather };
 enum Dropout : int32_t { kNoDropout, kAligned, kAnywhere };
 
@@ -143,6 +143,7 @@ void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& 
                       Slot positions, const char* origin) {
   Iteration iteration(iter, arg);
   if (!iteration.wide && !iter.can_use_32bit_indexing()) {
+    if (chain.bits) driver::fail("pointwise kernels write no bits of calls that are cut into parts");
     for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, which, part, arg, positions, origin);
     return;
   }
@@ -155,10 +156,13 @@ void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& 
   fields.combine = static_cast<int32_t>(chain.combine);
   fields.activation = chain.activation;
   if (chain.seed) fields.dropout = fields.mode[positions] == kLinear && position % 8 == 0 ? kAligned : kAnywhere;
+  const Slot bits = which == Kernel::kPointwise ? kOutB : kA;
+  if (chain.bits) fields.type[bits] = PointwiseFields::kBits;
   const auto device = iter.device(arg[positions]);
   const auto stream = current_stream(device);
   const auto& kernel = find_kernel({device.index(), which, fields}, stream);
-  const auto args = iteration.args(chain, position);
+  auto args = iteration.args(chain, position);
+  if (chain.bits) args.data[bits] = chain.bits;
   launch(kernel, kernel.grid(args.size), 1, stream, &args);
 }
 
@@ -299,6 +303,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
     fields.type[k] = t ? dtype_code(t->scalar_type()) : -1;
     fields.align[k] = t ? alignment_within(t->const_data_ptr(), 0, fields.vec * t->element_size()) : 16;
   }
+  if (chain.bits) fields.type[kA] = PointwiseFields::kBits;
   const auto device = call.dy.device();
   const auto stream = current_stream(device);
   const auto& kernel = find_kernel({device.index(), Kernel::kPointwiseBwd, fields}, stream);
@@ -306,7 +311,8 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / fields.lanes;
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
   const PartialRows partials(call.dy, slabs, call.cols);
-  const PointwiseColumnsArgs args{call.dy.const_data_ptr(), call.a.const_data_ptr(), call.b.const_data_ptr(),
+  const void* a = chain.bits ? chain.bits : call.a.const_data_ptr();
+  const PointwiseColumnsArgs args{call.dy.const_data_ptr(), a, call.b.const_data_ptr(),
                                   da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
                                   partials.pitch, chain.seed, chain.scale, chain.threshold};
   launch(kernel, tiles, slabs, stream, &args);

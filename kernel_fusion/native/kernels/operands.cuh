@@ -90,6 +90,17 @@ template <class S, class T, int kMode, int kAlign, int kSlot> struct Operand {
   }
 };
 
+// One that is a bit to each element of the iteration.
+template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
+  using Vector = Pack<b1, S::kVec>;
+  static __device__ Vector load(const PointwiseArgs& args, i64 i, int) {
+    return load_at<b1, kAlign, S::kVec>(args.data[kSlot], i);
+  }
+  static __device__ void store(const PointwiseArgs& args, i64 i, Vector pack) {
+    store_bits(args.data[kSlot], i, args.size, pack);
+  }
+};
+
 // An operand that is not there.
 template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
   struct Vector {};
@@ -97,8 +108,9 @@ template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, absent, k
 };
 
 // Runs `work` over the elements: each thread takes kUnroll vectors and asks for all of them before it uses one. A vector that
-// the end of the iteration cuts is the work's affair, as are those past the end of a block that is not full.
-template <class S, class Work> __device__ void over_vectors(const Work& work, i64 size) {
+// the end of the iteration cuts is the work's affair, as are those past the end of a block that is not full. If warps are to
+// stay together, the lanes past the end come along, with a count of zero or less.
+template <class S, bool kTogether = false, class Work> __device__ void over_vectors(const Work& work, i64 size) {
   constexpr int kSpan = S::kThreads * S::kVec;
   const i64 start = static_cast<i64>(blockIdx.x) * (kSpan * S::kUnroll), first = start + threadIdx.x * S::kVec;
   if (start + kSpan * S::kUnroll <= size) {
@@ -109,8 +121,10 @@ template <class S, class Work> __device__ void over_vectors(const Work& work, i6
     for (int u = 0; u < S::kUnroll; ++u) work.finish(first + u * kSpan, S::kVec, loaded[u]);
     return;
   }
+  static_assert(S::kPartial || !kTogether);
+  const int ahead = kTogether ? threadIdx.x % 32 * S::kVec : 0;  // of lane 0, which decides for its warp
 #pragma unroll 1
-  for (i64 i = first; i < size; i += kSpan) {
+  for (i64 i = first; i - ahead < size; i += kSpan) {
     const int count = !S::kPartial || i + S::kVec <= size ? S::kVec : static_cast<int>(size - i);
     work.finish(i, count, work.load(i, count));
   }

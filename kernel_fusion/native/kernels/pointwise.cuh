@@ -1,4 +1,6 @@
-// y = dropout(scale * f(a, b)) over an iteration of any strides. Memory: one read of a and of b, one write of y.
+// y = dropout(scale * f(a, b)) over an iteration of any strides. Memory: one read of a and of b, one write of y; in training a
+// bit for each element too, where that is all backward needs to know of a and b (Chain::bits). Bits lie in the order of the
+// iteration, which is that of y in memory.
 #pragma once
 
 #include "chain.cuh"
@@ -11,6 +13,7 @@ template <class S> struct PointwiseWork {
   using A = typename S::Acc;
   using Y = typename S::Y;
   using OutY = Operand<S, Y, S::kModeY, S::kAlignY, 0>;
+  using OutBits = Operand<S, typename S::Bits, S::kModeBits, S::kAlignBits, 1>;
   using InA = Operand<S, typename S::A, S::kModeA, S::kAlignA, 3>;
   using InB = Operand<S, typename S::B, S::kModeB, S::kAlignB, 4>;
   static constexpr int kVec = S::kVec;
@@ -29,6 +32,7 @@ template <class S> struct PointwiseWork {
     A a[kVec], b[kVec] = {};
     widen_pack(loaded.a, a);
     if constexpr (kPresent<typename S::B>) widen_pack(loaded.b, b);
+    if constexpr (kPresent<typename S::Bits>) OutBits::store(args, i, chain.bits(a, b));
 #pragma unroll
     for (int e = 0; e < kVec; ++e) a[e] = chain.value(a[e], b[e]);
     const i64 first = OutY::offset(args, i);
@@ -39,7 +43,7 @@ template <class S> struct PointwiseWork {
 
 template <class S> __device__ void pointwise(const PointwiseArgs& args) {
   wait_for_previous_kernel();
-  over_vectors<S>(PointwiseWork<S>(args), args.size);
+  over_vectors<S, kPresent<typename S::Bits>>(PointwiseWork<S>(args), args.size);
 }
 
 }  // namespace kf

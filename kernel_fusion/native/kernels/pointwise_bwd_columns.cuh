@@ -1,6 +1,7 @@
 // da and db of y = dropout(scale * f(a, b)) where b is a row that all rows of a share: db, its sum over the rows, is collected in
-// registers in the same pass. Memory: one read of dy and of a, one write of da; a partial row of db for each blockIdx.y, which
-// sum_partials.cuh adds up. Block (t, s) takes column tile t and, a group of lines at a time, rows s, s + gridDim.y, ...
+// registers in the same pass. Memory: one read of dy and of a (or of the bits of the slope, as in pointwise_bwd.cuh), one write
+// of da; a partial row of db for each blockIdx.y, which sum_partials.cuh adds up. Block (t, s) takes column tile t and, a group
+// of lines at a time, rows s, s + gridDim.y, ...
 #pragma once
 
 #include "batched.cuh"
@@ -27,13 +28,12 @@ template <class S> struct BwdColumns {
   A b[kVec], sums[kVec] = {};
 
   __device__ BwdColumns(const PointwiseColumnsArgs& args, i64 col) : args(args), chain(args), col(col) {
-    widen_pack(load<S::kAlignB, kVec>(static_cast<const typename S::B*>(args.b) + col), b);
+    widen_pack(load_at<typename S::B, S::kAlignB, kVec>(args.b, col), b);
   }
 
   __device__ Loaded load_row(i64 row) const {
     const i64 at = row * args.cols + col;
-    return {load<S::kAlignDY, kVec>(static_cast<const typename S::DY*>(args.dy) + at),
-            load<S::kAlignA, kVec>(static_cast<const typename S::A*>(args.a) + at)};
+    return {load_at<typename S::DY, S::kAlignDY, kVec>(args.dy, at), load_at<typename S::A, S::kAlignA, kVec>(args.a, at)};
   }
 
   __device__ void add_row(i64 row, const Loaded& loaded) {

@@ -6,7 +6,7 @@
 
 #include "dropout.cuh"
 #include "math.cuh"
-#include "types.cuh"
+#include "vectors.cuh"
 
 namespace kf {
 
@@ -45,6 +45,19 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kCombine == kMul) return Act::template value<M>(a * b);
     if constexpr (S::kCombine == kGate) return Act::template value<M>(a) * b;
     return Act::template value<M>(a);
+  }
+
+  // Where the slope of the activation is that at 1. Backward reads a bit in place of the argument, widened to 1 or 0, and takes
+  // the slope there.
+  __device__ static Pack<b1, kVec> bits(const A (&a)[kVec], const A (&b)[kVec]) {
+    static_assert(act::kTwoSlopes<Act>);
+    Pack<b1, kVec> pack{0};
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      const A slope = Act::template slope<M>(S::kCombine == kAdd ? a[e] + b[e] : a[e]);
+      pack.v |= static_cast<unsigned>(slope == Act::template slope<M>(A(1))) << e;
+    }
+    return pack;
   }
 
   // Of g, the gradient of f: those of a and b.

@@ -10,10 +10,14 @@ using f64 = double;
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 struct b8 { unsigned char bits; };  // a boolean
+struct b1 {};  // a bit: eight of them to a byte, the first one lowest
 struct absent {};  // the type of a tensor that is not there
 
 template <class T> inline constexpr bool kPresent = true;
 template <> inline constexpr bool kPresent<absent> = false;
+
+template <class T> inline constexpr bool kIsBit = false;
+template <> inline constexpr bool kIsBit<b1> = true;
 
 template <class T, class Otherwise> struct PresentOr { using type = T; };
 template <class Otherwise> struct PresentOr<absent, Otherwise> { using type = Otherwise; };

@@ -9,6 +9,9 @@ namespace kf {
 template <class T, int kVec> struct alignas(sizeof(T) * kVec < 16 ? sizeof(T) * kVec : 16) Pack {
   T v[kVec];
 };
+template <int kVec> struct Pack<b1, kVec> {
+  unsigned v;  // the first bit lowest; what is above the last one means nothing
+};
 
 __device__ inline unsigned narrow_pair(bf16, float low, float high) {
   unsigned r;
@@ -54,6 +57,11 @@ template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, k
   }
 }
 
+template <class A, int kVec> __device__ void widen_pack(const Pack<b1, kVec>& pack, A (&v)[kVec]) {
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) v[e] = pack.v >> e & 1 ? A(1) : A(0);
+}
+
 // Makes the compiler widen a pack where it is used, instead of once before a loop into twice the registers.
 template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
@@ -93,6 +101,24 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* 
       reinterpret_cast<W*>(&pack)[i] = reinterpret_cast<const W*>(p)[i];
   }
   return pack;
+}
+
+// The same of elements [i, i + kVec) of `base`; of bits i is a multiple of kVec, so that one byte holds them all.
+template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
+  if constexpr (kIsBit<T>)
+    return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
+  else
+    return load<kAlign, kVec>(static_cast<const T*>(base) + i);
+}
+
+// Stores bits [i, i + kVec) of `base`. Neighbouring lanes put a byte together, so all lanes of a warp come here, each with the
+// vector after that of the lane before; those whose vector begins at `size` or beyond store nothing.
+template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack<b1, kVec> pack) {
+  static_assert(8 % kVec == 0);
+  unsigned byte = pack.v << (i % 8);
+#pragma unroll
+  for (int lanes = 1; lanes < 8 / kVec; lanes *= 2) byte |= __shfl_xor_sync(~0u, byte, lanes);
+  if (i % 8 == 0 && i < size) static_cast<unsigned char*>(base)[i / 8] = static_cast<unsigned char>(byte);
 }
 
 // One store instruction. The compiler is free to split a plain store of a vector into its elements, and sometimes does.

@@ -207,6 +207,11 @@ template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
+// Whether the slope has but two values, that at 0 and that at 1, so that a bit tells which.
+template <class F> inline constexpr bool kTwoSlopes = false;
+template <> inline constexpr bool kTwoSlopes<relu> = true;
+template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
+
 // The gradient at x, of g, which arrives at F(x).
 template <class F, class M> KF_INLINE typename M::V times_slope(typename M::V g, typename M::V x) {
   const auto slope = F::template slope<M>(x);

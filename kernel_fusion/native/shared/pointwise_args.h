@@ -25,7 +25,7 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
 // of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
 struct PointwiseArgs {
   static constexpr int kOperands = 5, kDims = 16;
-  void* data[kOperands];  // y or da; db; dy; a; b
+  void* data[kOperands];  // y or da; db, or the bits that forward writes; dy; a, or bits; b
   long long size;         // elements
   long long position;     // dropout's, of the element at offset 0
   const void* seed;
@@ -35,7 +35,7 @@ struct PointwiseArgs {
   unsigned stride[kDims][kOperands];   // in elements
 };
 
-// The gradients where b is a row: dy, a and da are contiguous, and each block row writes a partial row of db.
+// The gradients where b is a row: dy, a (or bits) and da are contiguous, and each block row writes a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;

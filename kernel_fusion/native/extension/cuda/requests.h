@@ -52,6 +52,8 @@ struct PointwiseFields {
   int32_t vec;      // elements per vector
   int32_t lanes;    // threads along the columns, where db is summed over rows; else 0
   int32_t type[5], mode[5], align[5];  // modes are those of kernels/operands.cuh
+
+  static constexpr int32_t kBits = 4;  // the type of bits: of the second operand in forward, of a in backward
 };
 
 struct ReduceFields {
