@@ -2,7 +2,8 @@
 
 Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
-calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code.
+calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, and the
+bytes of shared memory that it takes beyond what the device has (none, if the plan is right).
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+# Bytes of shared memory that a program may have; AMD's are not used for fetching ahead.
+_SHARED_BYTES = {"80": 166912, "90": 232448, "100": 232448, "gfx942": 65536}
 Launch = tuple[Any, tuple[Any, ...], int, dict[str, Any]]
 
 
-def record(calls: Callable[[], None], warp_size: int = 32) -> list[Launch]:
+def record(calls: Callable[[], None], warp_size: int = 32, shared_bytes: int = 0) -> list[Launch]:
     """The launches that `calls` would make on a device of 132 multiprocessors: kernel, arguments, warps, constants."""
     launches: list[Launch] = []
 
@@ -45,7 +48,7 @@ def record(calls: Callable[[], None], warp_size: int = 32) -> list[Launch]:
     try:
         for family in families:
             family.launch = recorder
-        plan.device_of = lambda device: plan.Device(132, warp_size)
+        plan.device_of = lambda device: plan.Device(132, warp_size, shared_bytes)
         calls()
     finally:
         for family, launch in zip(families, originals[0], strict=True):
@@ -101,8 +104,8 @@ def distinct(launches: list[Launch]) -> Iterator[Launch]:
             yield launch
 
 
-def compile_for(target: GPUTarget, launch: Launch) -> int:
-    """The size of the machine code."""
+def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int]:
+    """The size of the machine code, and the bytes of shared memory."""
     kernel, _, warps, _ = launch
     parameters = signature(launch)
     names = list(kernel.arg_names)
@@ -113,7 +116,19 @@ def compile_for(target: GPUTarget, launch: Launch) -> int:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if parameters[name][0][0] == "*"},
     )
     code = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
-    return len(code.asm["hsaco" if target.backend == "hip" else "cubin"])
+    return len(code.asm["hsaco" if target.backend == "hip" else "cubin"]), code.metadata.shared
+
+
+def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Both norms in both directions, bare and with every stage."""
+    x, r = torch.zeros(2, rows, cols, dtype=dtype).requires_grad_().unbind()
+    w = torch.zeros(cols, dtype=dtype, requires_grad=True)
+    for rms in (False, True):
+        y = serve("staged_row_norm", x, None, 1, w, w, 1e-5, 0.0, None, rms, "identity", "identity", 0.0, None)[0]
+        torch.autograd.grad(y, [x, w], torch.zeros_like(y))
+        seed = torch.zeros(1, dtype=torch.int64)
+        y, h = serve("staged_row_norm", x, r, 1, w, w, 1e-5, 0.0, None, rms, "gelu", "silu", 0.1, seed)
+        torch.autograd.grad([y, h], [x, r, w], [torch.zeros_like(y), torch.zeros_like(h)])
 
 
 def activations() -> None:
@@ -131,16 +146,26 @@ def main(backend: str, arch: str) -> None:
     warp_size = 64 if backend == "hip" else 32
     select._define_triton()
     cuda = backend == "cuda"
-    launches = record(lambda: verbs(48, 1024, torch.bfloat16), warp_size)
+    shared = _SHARED_BYTES[arch]
+
+    def recorded(calls: Callable[[], None]) -> list[Launch]:
+        return record(calls, warp_size, shared if cuda else 0)
+
+    launches = recorded(lambda: verbs(48, 1024, torch.bfloat16))
     if arch in ("90", "gfx942"):
-        launches += record(lambda: verbs(3, 40000, torch.bfloat16), warp_size)
+        launches += recorded(lambda: verbs(3, 40000, torch.bfloat16))
     if arch == "90":
-        launches += record(activations)
+        launches += recorded(activations)
+        # Rows in pieces, fetched ahead; the longest that are; and those that are read again.
+        launches += recorded(lambda: norms(3, 5120, torch.float32))
+        launches += recorded(lambda: norms(3, 16384, torch.float32))
+        launches += recorded(lambda: norms(3, 24576, torch.bfloat16))
     if arch == "80":
-        launches += record(lambda: verbs(5, 255, torch.float64))
+        launches += recorded(lambda: verbs(5, 255, torch.float64))
+        launches += recorded(lambda: norms(3, 12288, torch.float32))
     for launch in distinct(launches):
-        size = compile_for(GPUTarget(backend, int(arch) if cuda else arch, warp_size), launch)
-        print(json.dumps([launch[0].fn.__name__, launch[3].get("LOOPED", False), size]))
+        size, taken = compile_for(GPUTarget(backend, int(arch) if cuda else arch, warp_size), launch)
+        print(json.dumps([launch[0].fn.__name__, launch[3].get("LOOPED", False), size, max(0, taken - shared)]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     wide = compute_dtype(first.dtype) == torch.float64
     if verb.endswith("norm"):
         shape = arguments["normalized_shape"]
-        return _norm_lines(shape if isinstance(shape, int) else math.prod(shape), first.dtype.itemsize, device)
+        return _norm_lines(verb, shape if isinstance(shape, int) else math.prod(shape), arguments, device)
     if verb in ("softmax", "attention_scores"):
         cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
         forward = plan.row_plan(cols, wide, device.warp_size)
@@ -29,9 +29,19 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
     return (f"forward, backward: {plan.chain(None, device.warp_size)}, or rows where operands are broadcast",)
 
 
-def _norm_lines(cols: int, itemsize: int, device: plan.Device) -> tuple[str, ...]:
-    backward = plan.norm_backward(cols, itemsize, device.warp_size)
-    lines = f"forward: {plan.norm_forward(cols, itemsize, device.warp_size)}", f"backward: {backward}"
+def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
+    x: Tensor = arguments["input"]
+    residual, weight, bias = (arguments.get(name) for name in ("residual", "weight", "bias"))
+    h = x if residual is None else residual
+    # Backward reads h and its gradient twice where there is a residual, and what its stages need.
+    read = [h, h, weight, h if residual is not None else None]
+    read += [x if residual is not None and arguments.get("pre_activation") else None]
+    read += [bias if arguments.get("activation") else None]
+    fetched = sum(tensor.dtype.itemsize for tensor in read if tensor is not None)
+    itemsize = h.dtype.itemsize
+    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, fetched, device.shared_bytes)
+    forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size)
+    lines = f"forward: {forward}", f"backward: {backward}"
     if backward.resident > 0:
         return *lines[:1], f"{lines[1]}, {device.programs(backward)} programs"
     columns = plan.norm_columns(itemsize, device.warp_size)

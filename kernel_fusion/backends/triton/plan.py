@@ -1,8 +1,9 @@
 """How a kernel runs: the block of columns, the rows beside each other, the warps, and whether a row is looped over.
 
 One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what
-it keeps of it; short rows share a program. No plan depends on the number of rows, so a new batch size compiles nothing
-and cannot change a row's bits. Nothing is tuned at a first call. What was measured for the norms is in docs/triton.md.
+it keeps of it; short rows share a program. Rows of the norms, often 3, 5 or 7 times a power of two, lie in a few
+smaller blocks. No plan depends on the number of rows, so a new batch size compiles nothing and cannot change a row's
+bits. Nothing is tuned at a first call. What was measured for the norms is in docs/triton.md.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 # Columns of a row that is read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
-# The same of the norms, in float32. Chunks so large that the second reading of a row finds it in the L2 cache.
+# Of the norms: the largest block; the longest row of 32-bit registers, 32 in each of 1024 threads; and the chunk of
+# longer rows, so large that the second reading finds it in the L2 cache.
+_NORM_BLOCK = 4096
+_LONGEST_ROW = 32768
 _NORM_CHUNK = 16384
-_NORM_SHORT_TILE = 512
-# Bytes of a tile that a thread of a norm has: enough of them on their way for the memory system.
-_THREAD_BYTES = 64
-# What backward's programs have of the rows at a time, at most.
-_BACKWARD_TILE_BYTES = 32768
+# Of shared memory, at most, what a program of the norms needs besides rows fetched ahead.
+_EXCHANGED_BYTES = 16384
 # Elements of a section of a reduction: of a row, and down a block of columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
@@ -37,8 +38,10 @@ class Plan:
     Attributes:
         rows, block: the tile of a program, rows times columns.
         warps: of the program.
-        looped: whether rows are longer than the block.
+        pieces: blocks that a row takes beside each other.
+        looped: whether rows are longer than that, and read a block at a time.
         early: whether weight and bias are asked for before the row's statistics are there.
+        again: whether backward reads a row again rather than keep it beside the sums of its columns.
         stages: of the pipeline through shared memory in which a persistent program fetches rows ahead; 1 for none.
         resident: programs on each multiprocessor, where they are persistent; 0 where each has one tile.
     """
@@ -46,14 +49,18 @@ class Plan:
     rows: int
     block: int
     warps: int
+    pieces: int = 1
     looped: bool = False
     early: bool = False
+    again: bool = False
     stages: int = 1
     resident: int = 0
 
     def __str__(self) -> str:
-        loop = ", row by chunks" if self.looped else ""
-        return f"tile {self.rows}x{self.block}, {self.warps} warps{loop}"
+        tile = f"tile {self.rows}x{self.block}" + (f" {self.pieces} times" if self.pieces > 1 else "")
+        chunks = ", row by chunks" if self.looped else ""
+        again = ", row read again" if self.again else ""
+        return f"{tile}, {self.warps} warps{chunks}{again}"
 
 
 def _power_of_two(n: int) -> int:
@@ -81,50 +88,76 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
     if looped:
         block = CHUNK
     rows = max(1, min(32, _SHORT_TILE // block))
-    return Plan(rows, block, _warps(rows * block, per_thread, warp_size), looped)
+    return Plan(rows, block, _warps(rows * block, per_thread, warp_size), looped=looped)
 
 
 def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
-    """One row, by 8 warps at most: beyond, waiting for each other costs more than longer shares of a row.
+    """16 elements a thread until there are 8 warps, whose threads then take as many as they have registers for.
 
-    Weight and bias are asked for early where their registers are few; those of 16 bits would be widened early, too.
+    A row of 16-bit elements is left to one warp up to 2 KB, where warps would wait for each other. Weight and bias are
+    asked for early where their registers are few; those of 16 bits would be widened early, too.
 
     Args:
-        cols: N; only the next power of two matters.
+        cols: N.
         itemsize: bytes of an element of the input.
         warp_size: of the device.
     """
-    block = _block(cols)
-    longest = _NORM_CHUNK // _width(itemsize)
-    if block > longest:
-        return Plan(1, longest, _narrow(16, warp_size), looped=True)
-    rows = max(1, _NORM_SHORT_TILE // block)
-    early = itemsize > 2 and block <= longest // 2
-    return Plan(rows, block, _norm_warps(rows * block * itemsize, 8, warp_size), early=early)
+    cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # an int: in a traced program it may be a symbol
+    if cols > _LONGEST_ROW // width:
+        return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
+    rows = 1 if cols > 768 else max(2, 512 // _block(cols))
+    warps = 1 if cols * itemsize <= 2048 else min(8, _power_of_two(-(-rows * cols * width // 512) + 1) // 2)
+    while warps < 32 and cols * width > warps * 32 * (64 if narrow else 28):
+        warps *= 2
+    block, pieces = _pieces(cols, 8 * 32 * warps // itemsize)
+    early = rows == 1 and (warps <= 4 if narrow else cols <= 8192)
+    return Plan(rows, block, _narrow(warps, warp_size), pieces, early=early)
 
 
-def norm_backward(cols: int, itemsize: int, warp_size: int) -> Plan:
-    """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias; arguments as for forward.
+def norm_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+    """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
-    A program has two rows at least, which wait for each other's sums once, unless they exceed 32 KB. Two rows of 16-bit
-    elements take more registers than two programs of a multiprocessor have: fetching ahead keeps some of them in shared
-    memory (of which devices with warps of 64, AMD's, have too little).
+    A program has several rows, which wait for each other's sums once, as far as its registers go. Its warps lie beside
+    each other, never one above the other: they would exchange the sums of their columns at every tile. The next rows
+    are fetched ahead through shared memory, where that has room; those of 16 bits only where two of them take more
+    registers than two programs of a multiprocessor have.
 
     Rows whose columns a program cannot sum as well have a kernel of their own for that, with `norm_columns`.
+
+    Args:
+        cols, itemsize, warp_size: as for forward.
+        rms: RMSNorm, which sums one value per column instead of two, and so does with longer rows.
+        fetched: bytes that are read per column of a row, weight and bias included.
+        shared_bytes: of shared memory that a program may have.
     """
+    cols, width = int(cols), _width(itemsize)
+    if cols > (_LONGEST_ROW if rms else _NORM_CHUNK) // width:
+        whole = cols % _NORM_CHUNK == 0
+        chunk = _NORM_CHUNK if whole else _NORM_BLOCK
+        return Plan(1, chunk // width, _narrow(32 if whole else 16, warp_size), looped=True)
+    if cols > 1024:
+        return _long_backward(cols, itemsize, warp_size, rms, fetched, shared_bytes)
     block = _block(cols)
-    longest = _NORM_CHUNK // _width(itemsize)
-    if block > longest:
-        return Plan(1, longest, _narrow(32, warp_size), looped=True)
-    if block > longest // 2:
-        return Plan(1, block, _norm_warps(block * itemsize, 16, warp_size))
-    rows = max(2, min(8, 2 * _SHORT_TILE // block))
-    if rows * block * itemsize > _BACKWARD_TILE_BYTES:
-        return Plan(1, block, _narrow(32, warp_size), resident=1)
-    warps = _norm_warps(rows * block * itemsize, 16, warp_size)
-    in_warps = warps * warp_size // 32
-    ahead = rows == 2 and itemsize == 2 and in_warps < 16 and warp_size == 32
-    return Plan(rows, block, warps, stages=2 if ahead else 1, resident=max(1, min(4, 16 // in_warps)))
+    across = max(1, block * itemsize // 512)
+    rows = max(2, min(8, 4096 // block, 4 * across))
+    warps = max(1, min(across, rows * block * itemsize // 2048))
+    return Plan(rows, block, _narrow(warps, warp_size), resident=max(2, min(4, 8 // warps)))
+
+
+def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+    narrow = itemsize <= 2
+    warps = 4 if cols <= (3072 if narrow else 1536) else 8 if cols <= 5120 else 16 if cols <= 24576 else 32
+    block, pieces = _pieces(cols, (16 if warps == 16 else 8) * 32 * warps // itemsize)
+    # A second row where a thread then has 32 elements at most. As many wide ones would take more than the 128 registers
+    # that two programs of 8 warps leave it.
+    fits = block * pieces <= 512 * warps and block * itemsize >= 512 * warps
+    rows = 2 if fits and (narrow or warps == 16 or cols <= 2048) else 1
+    again = cols > (12288 if narrow and not rms else 16384)
+    gains = itemsize == 4 or (narrow and rows == 2 and warps < 16 and not rms)
+    has_room = rows * block * pieces * fetched <= shared_bytes - _EXCHANGED_BYTES
+    stages = 2 if gains and has_room and not again else 1
+    resident = max(1, 16 // warps)
+    return Plan(rows, block, _narrow(warps, warp_size), pieces, again=again, stages=stages, resident=resident)
 
 
 def norm_columns(itemsize: int, warp_size: int) -> Plan:
@@ -141,6 +174,16 @@ def _block(cols: int) -> int:
     return max(16, _power_of_two(int(cols)))
 
 
+def _pieces(cols: int, least: int) -> tuple[int, int]:
+    """The blocks of a row: the largest, of `least` columns or more, of which an eighth at most lies outside the row."""
+    if cols <= 256:
+        return _block(cols), 1
+    block = _NORM_BLOCK
+    while block > max(128, least) and -cols % block > cols // 8:
+        block //= 2
+    return block, -(-cols // block)
+
+
 def _width(itemsize: int) -> int:
     """Registers of an element in the type that is computed in."""
     return max(1, itemsize // 4)
@@ -149,10 +192,6 @@ def _width(itemsize: int) -> int:
 def _narrow(warps: int, warp_size: int) -> int:
     """So many warps of 32, in warps of the device."""
     return max(1, warps * 32 // warp_size)
-
-
-def _norm_warps(tile_bytes: int, most: int, warp_size: int) -> int:
-    return _narrow(max(1, min(most, tile_bytes // (_THREAD_BYTES * 32))), warp_size)
 
 
 def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
@@ -181,10 +220,12 @@ class Device:
     Attributes:
         processors: multiprocessors, or what other vendors have in their place.
         warp_size: threads of a warp.
+        shared_bytes: of shared memory that a program may have; 0 where nothing is to be fetched ahead.
     """
 
     processors: int
     warp_size: int
+    shared_bytes: int = 0
 
     def programs(self, plan: Plan) -> int:
         """How many persistent programs."""
@@ -196,7 +237,10 @@ def device_of(device: torch.device) -> Device:
     """The device's numbers; those of a small one for the interpreter."""
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
-        return Device(properties.multi_processor_count, 64 if torch.version.hip and properties.warp_size == 64 else 32)
+        if torch.version.hip:
+            return Device(properties.multi_processor_count, 64 if properties.warp_size == 64 else 32)
+        shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return Device(properties.multi_processor_count, 32, shared_bytes)
     if device.type == "xpu":  # pragma: gpu
         return Device(torch.xpu.get_device_properties(device).max_compute_units, 32)
     return Device(2, 32)

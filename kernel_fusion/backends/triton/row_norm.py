@@ -76,7 +76,7 @@ def forward(
         EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
         STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
-        LOOPED=layout.looped, EARLY=layout.early, warps=layout.warps,
+        PIECES=layout.pieces, LOOPED=layout.looped, EARLY=layout.early, warps=layout.warps,
     )  # fmt: skip
     return y, h, stats
 
@@ -122,7 +122,8 @@ def backward(
     device = plan.device_of(h.device)
     is_wide = stats.dtype == torch.float64
     sums = wants[2] or wants[3]
-    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size)
+    fetched = sum(t.dtype.itemsize for t in (dy, dh, h, x, weight, bias) if t is not None)
+    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, rms, fetched, device.shared_bytes)
     size, lengths, strides = _in_units(rows, cols)
     given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
     constants = {
@@ -141,8 +142,8 @@ def backward(
             bwd.row_norm_bwd, (programs if whole else -(-rows.count // layout.rows),),
             *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
             HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
-            DBIAS=wants[3] and whole, **row_tile(layout, cols), LOOPED=layout.looped, STAGES=layout.stages,
-            warps=layout.warps, **constants,
+            DBIAS=wants[3] and whole, **row_tile(layout, cols), PIECES=layout.pieces, AGAIN=layout.again,
+            LOOPED=layout.looped, STAGES=layout.stages, warps=layout.warps, **constants,
         )  # fmt: skip
     if sums and not whole:
         launch(

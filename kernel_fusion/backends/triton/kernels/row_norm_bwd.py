@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import divide
+from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
@@ -33,16 +33,16 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def _row_sums(gw, n, RMS: tl.constexpr):
-    """Of each row of a tile: the sums of gw * n and of gw, which RMSNorm has no use for, across the program at once."""
+def _row_means(gwn, gw, count, each, RMS: tl.constexpr):
+    """E[gwn] and E[gw], unused by RMSNorm, of sums by lanes: across the program at once. `each` is 1 / count."""
     if RMS:
-        first = tl.sum(gw * n, axis=1)[:, None]
-        second = tl.zeros_like(first)
+        mean_gwn = quotient(tl.sum(gwn, axis=1)[:, None], count, each)
+        mean_gw = tl.zeros_like(mean_gwn)
     else:
-        a, b = tl.reduce((gw * n, gw), 1, _add_pairs)
-        first = a[:, None]
-        second = b[:, None]
-    return first, second
+        first, second = tl.reduce((gwn, gw), 1, _add_pairs)
+        mean_gwn = quotient(first[:, None], count, each)
+        mean_gw = quotient(second[:, None], count, each)
+    return mean_gwn, mean_gw
 
 
 @triton.jit
@@ -83,17 +83,18 @@ def _gradient(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite."""
+    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite. ONCE as for `load`."""
     if STORED:
-        h = load(h_ptr, h_offset, mask, WIDE, ONCE=True)
+        h = load(h_ptr, h_offset, mask, WIDE, ONCE)
     else:
         h = normalised(
             h_ptr, h_ptr, seed_ptr, h_offset, h_offset, position, mask,
-            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE,
+            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE, ONCE,
         )  # fmt: skip
     n = (h - mean) * rstd
-    g = load(dy_ptr, dy_offset, mask, WIDE, ONCE=True)
+    g = load(dy_ptr, dy_offset, mask, WIDE, ONCE)
     if HAS_WEIGHT:
         w = shifted(load(weight_ptr, col, col_mask, WIDE), OFFSET)
     if ACTIVATION != "identity":
@@ -195,6 +196,8 @@ def row_norm_bwd(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    AGAIN: tl.constexpr,
     EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -203,14 +206,16 @@ def row_norm_bwd(
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
+    # Divided before anything is waited for.
     count = num_cols.to(ACC)
+    each = divide(tl.full([1, 1], 1.0, ACC), count)
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
-    if not LOOPED:
-        if DWEIGHT:
-            dweight = tl.zeros([BLOCK], ACC)
-        if DBIAS:
-            dbias = tl.zeros([BLOCK], ACC)
+    dweight = ()
+    dbias = ()
+    for _piece in tl.static_range(PIECES):
+        dweight = dweight + (tl.zeros([BLOCK if DWEIGHT else 1], ACC),)
+        dbias = dbias + (tl.zeros([BLOCK if DBIAS else 1], ACC),)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < num_rows
@@ -219,21 +224,20 @@ def row_norm_bwd(
         h_row = row_offset(row, middle, inner, h0 * UNIT, h1 * UNIT, h2 * UNIT, FLAT)
         x_row = row_offset(row, middle, inner, x0 * UNIT, x1 * UNIT, x2 * UNIT, FLAT)
         out_row = row * num_cols
+        sum_gwn = tl.zeros([ROWS, BLOCK], ACC)
+        sum_gw = tl.zeros([ROWS, BLOCK], ACC)
         if LOOPED:
-            sum_gwn = tl.zeros([ROWS, 1], ACC)
-            sum_gw = tl.zeros([ROWS, 1], ACC)
             for start in range(0, num_cols, BLOCK):
                 at = start + col
                 col_mask = within(at, num_cols, EXACT)
-                mask = row_mask & col_mask
                 n, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
-                    mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
-                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
+                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
                 )  # fmt: skip
-                chunk_gwn, chunk_gw = _row_sums(gw, n, RMS)
-                sum_gwn += chunk_gwn
-                sum_gw += chunk_gw
+                sum_gwn += gw * n
+                sum_gw += gw
+            mean_gwn, mean_gw = _row_means(sum_gwn, sum_gw, count, each, RMS)
             for start in range(0, num_cols, BLOCK):
                 at = start + col
                 col_mask = within(at, num_cols, EXACT)
@@ -241,40 +245,63 @@ def row_norm_bwd(
                 n, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
                     mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
-                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
                 )  # fmt: skip
                 _write(
-                    n, gw, divide(sum_gwn, count), divide(sum_gw, count), rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
+                    n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
                     dresidual_ptr, x_row + at, out_row + at, out_row + start, mask, PRE, THRESHOLD, KEPT_SCALE,
                     ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
                 )  # fmt: skip
         else:
-            col_mask = within(col, num_cols, EXACT)
-            mask = row_mask & col_mask
-            n, g, gw = _gradient(
-                dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, out_row, col,
-                mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
-                HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
-            )  # fmt: skip
-            if DWEIGHT:
-                dweight += tl.sum(g * n, axis=0)
-            if DBIAS:
-                dbias += tl.sum(g, axis=0)
-            if DX or DRESIDUAL:
-                sum_gwn, sum_gw = _row_sums(gw, n, RMS)
-                _write(
-                    n, gw, divide(sum_gwn, count), divide(sum_gw, count), rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
-                    dresidual_ptr, x_row + col, out_row + col, out_row, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED,
-                    HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
+            ns = ()
+            gws = ()
+            dweight_now = ()
+            dbias_now = ()
+            for i in tl.static_range(PIECES):
+                at = i * BLOCK + col
+                col_mask = within(at, num_cols, EXACT)
+                n, g, gw = _gradient(
+                    dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + i * BLOCK, at,
+                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
+                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, not AGAIN,
                 )  # fmt: skip
-    if not LOOPED:
-        # Partial rows: those of dweight, one per program, then those of dbias.
-        last = tl.arange(0, BLOCK)
+                if not AGAIN:
+                    ns = ns + (n,)
+                    gws = gws + (gw,)
+                sum_gwn = gw * n if i == 0 else sum_gwn + gw * n
+                sum_gw = gw if i == 0 else sum_gw + gw
+                dweight_now = dweight_now + (dweight[i] + tl.sum(g * n, axis=0) if DWEIGHT else dweight[i],)
+                dbias_now = dbias_now + (dbias[i] + tl.sum(g, axis=0) if DBIAS else dbias[i],)
+            dweight = dweight_now
+            dbias = dbias_now
+            if DX or DRESIDUAL:
+                mean_gwn, mean_gw = _row_means(sum_gwn, sum_gw, count, each, RMS)
+                for i in tl.static_range(PIECES):
+                    at = i * BLOCK + col
+                    col_mask = within(at, num_cols, EXACT)
+                    mask = row_mask & col_mask
+                    if AGAIN:
+                        n, _, gw = _gradient(
+                            dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + i * BLOCK,
+                            at, mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
+                            STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
+                        )  # fmt: skip
+                    else:
+                        n = ns[i]
+                        gw = gws[i]
+                    _write(
+                        n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr,
+                        x_row + at, out_row + at, out_row + i * BLOCK, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED,
+                        HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
+                    )  # fmt: skip
+    # Partial rows: those of dweight, one per program, then those of dbias.
+    for i in tl.static_range(PIECES):
+        at = i * BLOCK + tl.arange(0, BLOCK)
         if DWEIGHT:
-            tl.store(partials_ptr + program * num_cols + last, dweight, mask=last < num_cols)
+            tl.store(partials_ptr + program * num_cols + at, dweight[i], mask=at < num_cols)
         if DBIAS:
             first = tl.num_programs(0) if DWEIGHT else 0
-            tl.store(partials_ptr + (first + program) * num_cols + last, dbias, mask=last < num_cols)
+            tl.store(partials_ptr + (first + program) * num_cols + at, dbias[i], mask=at < num_cols)
 
 
 @triton.jit(do_not_specialize=LENGTHS[:-3])
@@ -334,7 +361,7 @@ def row_norm_bwd_columns(
         n, g, _ = _gradient(
             dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, row * num_cols + start, col,
             mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
-            HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE,
+            HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
         )  # fmt: skip
         if DWEIGHT:
             dweight += g * n

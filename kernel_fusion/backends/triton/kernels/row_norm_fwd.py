@@ -2,10 +2,12 @@
 
     u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
 
-A program has ROWS whole rows, each in one block of columns: x is read once, and the variance is that of the deviations
-from the mean, in registers. Rows longer than the block (LOOPED) are read twice: chunks of a row give a mean and a sum
-of squared deviations each, which are joined in order (Chan, Golub, LeVeque 1979); the second reading normalises. h is
-rounded to the residual's type before the statistics, y once. Bytes per element: x and the residual in, y and h out.
+A program has ROWS whole rows, each in PIECES blocks of columns: x is read once, and the variance is that of the
+deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a block at a time, the second time from the
+L2 cache: first every lane sums the deviations of its columns and their squares, then the row is normalised. The sums
+are about the mean of the row's first block, which is within sqrt(N / BLOCK) standard deviations of the row's mean: so
+many digits are left when they are moved there. h is rounded to the residual's type before the statistics, y once. Bytes
+per element: x and the residual in, y and h out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import divide, reciprocal_sqrt
+from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
@@ -38,34 +40,48 @@ def normalised(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """h of a tile, from x and the residual."""
-    h = value(load(x_ptr, x_offset, mask, WIDE, ONCE=True), PRE)
+    """h of a tile, from x and the residual. ONCE as for `load`."""
+    h = value(load(x_ptr, x_offset, mask, WIDE, ONCE), PRE)
     if THRESHOLD > 0:
         h = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), h * KEPT_SCALE, 0.0)
     if HAS_RESIDUAL:
-        h = load(residual_ptr, residual_offset, mask, WIDE, ONCE=True) + h
+        h = load(residual_ptr, residual_offset, mask, WIDE, ONCE) + h
         h = h.to(residual_ptr.dtype.element_ty).to(tl.float64 if WIDE else tl.float32)
     return h
 
 
 @triton.jit
-def _moments(h, mask, count, PRE: tl.constexpr, RMS: tl.constexpr, EXACT: tl.constexpr):
-    """Of each row of a tile: the mean (zero for RMSNorm), the deviations from it and the sum of their squares.
+def sum_of(tiles):
+    """The sums of rows whose tiles lie beside each other: by lanes first, then once across the program."""
+    total = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        total += tiles[i]
+    return tl.sum(total, axis=1)[:, None]
 
-    What is masked was read as zero, and is still zero unless there is a pre-activation.
+
+@triton.jit
+def _moments(hs, col, num_cols, count, each, RMS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
+
+    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N.
     """
-    if PRE != "identity" and not EXACT:
-        h = tl.where(mask, h, 0.0)
     if RMS:
-        mean = tl.zeros([h.shape[0], 1], h.dtype)
-        deviation = h
+        mean = tl.zeros([hs[0].shape[0], 1], hs[0].dtype)
+        deviations = hs
     else:
-        mean = divide(tl.sum(h, axis=1)[:, None], count)
-        deviation = h - mean
-        if not EXACT:
-            deviation = tl.where(mask, deviation, 0.0)
-    return mean, deviation, tl.sum(deviation * deviation, axis=1)[:, None]
+        mean = quotient(sum_of(hs), count, each)
+        deviations = ()
+        for i in tl.static_range(len(hs)):
+            deviation = hs[i] - mean
+            if not EXACT:
+                deviation = tl.where(i * BLOCK + col < num_cols, deviation, 0.0)
+            deviations = deviations + (deviation,)
+    squares = ()
+    for i in tl.static_range(len(hs)):
+        squares = squares + (deviations[i] * deviations[i],)
+    return mean, deviations, quotient(sum_of(squares), count, each)
 
 
 @triton.jit
@@ -136,13 +152,18 @@ def row_norm_fwd(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
     EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
-    num_cols = col_units * UNIT
+    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
+    num_cols = col_units * UNIT
+    # Divided before anything is waited for; a division between the sums would be waited for.
+    count = num_cols.to(ACC)
+    each = divide(tl.full([1, 1], 1.0, ACC), count)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
     col = tl.arange(0, BLOCK)[None, :]
@@ -150,30 +171,41 @@ def row_norm_fwd(
     residual_row = row_offset(row, middle, inner, r0 * UNIT, r1 * UNIT, r2 * UNIT, FLAT)
     y_row = row * num_cols
     if LOOPED:
-        mean = tl.zeros([ROWS, 1], tl.float64 if WIDE else tl.float32)
-        squares = tl.zeros([ROWS, 1], tl.float64 if WIDE else tl.float32)
+        center = tl.zeros([ROWS, 1], ACC)
+        if not RMS:
+            h = normalised(
+                x_ptr, residual_ptr, seed_ptr, x_row + col, residual_row + col, y_row, row_mask,
+                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, False,
+            )  # fmt: skip
+            center = tl.sum(h, axis=1)[:, None] * (1.0 / BLOCK)
+        sums = tl.zeros([ROWS, BLOCK], ACC)
+        squares = tl.zeros([ROWS, BLOCK], ACC)
         for start in range(0, num_cols, BLOCK):
             at = start + col
             mask = row_mask & within(at, num_cols, EXACT)
             h = normalised(
                 x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
+                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, False,
             )  # fmt: skip
-            after = tl.minimum(start + BLOCK, num_cols)
-            count = (after - start).to(h.dtype)
-            share = divide(count, after.to(h.dtype))
-            chunk_mean, _, chunk_squares = _moments(h, mask, count, PRE, RMS, EXACT)
-            delta = chunk_mean - mean
-            mean += delta * share
-            squares += chunk_squares + delta * delta * ((after.to(h.dtype) - count) * share)
-        rstd = reciprocal_sqrt(divide(squares, num_cols.to(squares.dtype)) + EPS)
+            deviation = h - center
+            if not EXACT:
+                deviation = tl.where(mask, deviation, 0.0)
+            sums += deviation
+            squares += deviation * deviation
+        rest = quotient(sum_of((sums,)), count, each)
+        mean = center
+        variance = quotient(sum_of((squares,)), count, each)
+        if not RMS:
+            mean = center + rest
+            variance = variance - rest * rest
+        rstd = reciprocal_sqrt(variance + EPS)
         for start in range(0, num_cols, BLOCK):
             at = start + col
             col_mask = within(at, num_cols, EXACT)
             mask = row_mask & col_mask
             h = normalised(
                 x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
+                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, True,
             )  # fmt: skip
             if HAS_RESIDUAL:
                 store(h_ptr, y_row + at, h, mask, ONCE=True)
@@ -181,22 +213,36 @@ def row_norm_fwd(
             y = _affine(h - mean, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
             store(y_ptr, y_row + at, y, mask, ONCE=True)
     else:
-        col_mask = within(col, num_cols, EXACT)
-        mask = row_mask & col_mask
-        h = normalised(
-            x_ptr, residual_ptr, seed_ptr, x_row + col, residual_row + col, y_row, mask,
-            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE,
-        )  # fmt: skip
-        if EARLY:
-            weight, bias = _parameters(weight_ptr, bias_ptr, col, col_mask, HAS_WEIGHT, HAS_BIAS)
+        hs = ()
+        parameters = ()
+        for i in tl.static_range(PIECES):
+            at = i * BLOCK + col
+            col_mask = within(at, num_cols, EXACT)
+            mask = row_mask & col_mask
+            h = normalised(
+                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + i * BLOCK, mask,
+                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, True,
+            )  # fmt: skip
+            if PRE != "identity" and not EXACT:
+                h = tl.where(mask, h, 0.0)  # as it was read
+            hs = hs + (h,)
+            if EARLY:
+                parameters = parameters + (_parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS),)
         if HAS_RESIDUAL:
-            store(h_ptr, y_row + col, h, mask, ONCE=True)
-        mean, deviation, squares = _moments(h, mask, num_cols.to(h.dtype), PRE, RMS, EXACT)
-        rstd = reciprocal_sqrt(divide(squares, num_cols.to(h.dtype)) + EPS)
-        if not EARLY:
-            weight, bias = _parameters(weight_ptr, bias_ptr, col, col_mask, HAS_WEIGHT, HAS_BIAS)
-        y = _affine(deviation, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
-        store(y_ptr, y_row + col, y, mask, ONCE=True)
+            for i in tl.static_range(PIECES):
+                at = i * BLOCK + col
+                store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, EXACT), ONCE=True)
+        mean, deviations, variance = _moments(hs, col, num_cols, count, each, RMS, EXACT, BLOCK)
+        rstd = reciprocal_sqrt(variance + EPS)
+        for i in tl.static_range(PIECES):
+            at = i * BLOCK + col
+            col_mask = within(at, num_cols, EXACT)
+            if EARLY:
+                weight, bias = parameters[i]
+            else:
+                weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
+            y = _affine(deviations[i], rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+            store(y_ptr, y_row + at, y, row_mask & col_mask, ONCE=True)
     if STATS:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
         if RMS:
