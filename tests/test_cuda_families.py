@@ -233,7 +233,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 # Grid rationale. Rows by lanes of a warp (64, 1000), by a block (4096, 8193), in chunks (70001 and all at once);
-# columns many and few, in whole vectors and odd; dimensions between others.
+# columns many and few, in whole vectors and odd, with their rows shared out and not; dimensions between others.
 _REDUCTIONS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "64": ((5000, 64), [1]),
     "1000": ((300, 1000), [1]),
@@ -246,7 +246,9 @@ _REDUCTIONS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "odd columns": ((4096, 1023), [0]),
     "few columns": ((100000, 6), [0]),
     "few rows": ((7, 100000), [0]),
+    "many columns": ((300, 50000), [0]),
     "middle": ((20, 300, 48), [1]),
+    "many middles": ((300, 50, 200), [1]),
     "outer and inner": ((20, 30, 48), [0, 2]),
 }
 
@@ -265,16 +267,22 @@ def test_reductions(case: str, dtype: torch.dtype, kind: str) -> None:
         assert torch.equal(ops.reduce(x, dim, False, kind, F32), ours)
 
 
-def test_reductions_of_views_have_the_same_bits() -> None:
-    """The order of a row's sum depends on its length alone, whatever its alignment, stride or number."""
-    x = randn(50, 5001, grad=False)
+# Grid rationale. Rows by lanes of a warp, by blocks of every size, in one chunk to its last element, in two and three.
+@pytest.mark.parametrize(
+    ("cols", "launches"), [(500, 1), (1024, 1), (2000, 1), (5001, 1), (16384, 1), (16385, 2), (40001, 2)]
+)
+def test_reductions_of_views_have_the_same_bits(cols: int, launches: int) -> None:
+    """The order of a row's sum depends on its length alone, whatever its alignment, strides or number."""
+    x = randn(50, cols, grad=False)
     expected = ops.reduce(x, [1], False, "sum_squared", None)
-    padded = torch.empty(50, 5003, device="cuda")
+    padded = torch.empty(50, cols + 2, device="cuda")
     padded[:, 1:-1] = x
-    for view in (padded[:, 1:-1], x.repeat_interleave(2, 1)[:, ::2], x[:1]):
-        with CUDA.ran(forward=1):
-            ours = ops.reduce(view, [1], False, "sum_squared", None)
-        assert torch.equal(ours, expected[: len(view)])
+    nested = torch.empty(10, 7, cols, device="cuda")[:, :5]  # rows of two strides
+    nested.copy_(x.view(10, 5, cols))
+    for view in (padded[:, 1:-1], x.repeat_interleave(2, 1)[:, ::2], x[:1], nested):
+        with CUDA.ran(forward=launches):
+            ours = ops.reduce(view, [-1], False, "sum_squared", None)
+        assert torch.equal(ours.view(-1), expected[: ours.numel()])
 
 
 def test_reductions_in_fp64() -> None:

@@ -85,18 +85,20 @@ def _pointwise_kernels() -> Iterator[_Kernel]:
     yield PointwiseSpec("add", "gelu", False, "bf16", "f64", dy="f64", da="bf16", db="f64"), PointwiseAccess(1, 2)
 
 
-# Every number of lanes and of loads in flight; rows with a stride and at any alignment; results in other dtypes.
+# Every number of lanes and of loads in flight; rows with a stride, in chunks, of two coordinates and at any alignment;
+# results in other dtypes.
 def _reduce_kernels() -> Iterator[_Kernel]:
     for kind, t in product(MAPS, _DTYPES):
         spec = ReduceSpec(kind, t, t, "f64" if t == "f64" else "f32")
         for capacity in (1, 2, 8, 64, 128, 256, 512, 1024, 4096):
             yield spec, ReduceAccess(_vec(t), capacity=capacity)
-        for lanes, vec in product((1, 8, 32, 256), {1, _vec(t)}):
+        for lanes, vec in product((1, 8, 16, 256), {1, _vec(t)}):
             yield spec, ReduceAccess(vec, lanes=lanes, align_out=ITEMSIZE[t])
-    for capacity, contiguous in product((8, 4096), (True, False)):
-        access = ReduceAccess(8, capacity=capacity, contiguous=contiguous, align=2)
-        yield ReduceSpec("square", "bf16", "f32", "f32"), access
-        yield ReduceSpec("abs", "f16", "f64", "f64"), access
+    for capacity, contiguous, nested in product((8, 128, 4096), (True, False), (True, False)):
+        whole = ReduceAccess(8, capacity=capacity, contiguous=contiguous, chunked=capacity == 4096, nested=nested)
+        for access in (whole, replace(whole, align=2)):
+            yield ReduceSpec("square", "bf16", "f32", "f32"), access
+            yield ReduceSpec("abs", "f16", "f64", "f64"), access
 
 
 # Every way of spreading a row: lanes of a warp, blocks, the largest block with more elements a thread, rows read twice.

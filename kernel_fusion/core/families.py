@@ -101,6 +101,8 @@ class ReduceAccess:
         lanes: where columns are summed, the threads along them; 0 where rows are.
         capacity: of rows: vectors per chunk of a row, rounded up to a power of two.
         contiguous: whether neighbours of a row are neighbours in memory.
+        chunked: whether rows have several chunks.
+        nested: whether rows are addressed by two coordinates.
         align, align_out: alignment of vectors in bytes.
     """
 
@@ -108,6 +110,8 @@ class ReduceAccess:
     lanes: int = 0
     capacity: int = 0
     contiguous: bool = True
+    chunked: bool = False
+    nested: bool = False
     align: int = 16
     align_out: int = 16
 

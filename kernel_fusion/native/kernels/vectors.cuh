@@ -103,6 +103,28 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* 
   return pack;
 }
 
+// The same for what nobody reads again: past L1, where a whole piece of 16 bytes is read at once.
+template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(const T* p) {
+  if constexpr (kPieceBytes<kAlign, T, kVec> == 16) {
+    Pack<T, kVec> pack;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack)) / 16; ++i) {
+      uint4& w = reinterpret_cast<uint4*>(&pack)[i];
+      asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(reinterpret_cast<const uint4*>(p) + i));
+    }
+    return pack;
+  } else {
+    return load<kAlign, kVec>(p);
+  }
+}
+
+// An offset that the compiler computes here, once. Left alone it keeps the terms of the sum in registers through a loop.
+__device__ inline i64 settled(i64 offset) {
+  asm("" : "+l"(offset));
+  return offset;
+}
+
 // The same of elements [i, i + kVec) of `base`; of bits i is a multiple of kVec, so that one byte holds them all.
 template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
   if constexpr (kIsBit<T>)

@@ -96,6 +96,15 @@ struct Launch {
   Launch(const Launch&) = delete;
 };
 
+int count_multiprocessors(int ordinal) {
+  const auto& cu = driver::api();
+  driver::Device device;
+  int count = 0;
+  driver::check(cu.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+  driver::check(cu.cuDeviceGetAttribute(&count, driver::kDeviceMultiprocessorCount, device), "cuDeviceGetAttribute");
+  return count;
+}
+
 // How many blocks of `kernel` run at once. Clusters are asked for as such: how many fit depends on how the
 // multiprocessors are grouped, and a persistent grid of one cluster too many would take twice the time.
 int max_blocks(const LoadedKernel& kernel, int ordinal) {
@@ -110,13 +119,9 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
                    "length need; the backend 'eager' computes them");
     return count * kernel.cluster;
   }
-  driver::Device device;
-  int multiprocessors = 0;
-  driver::check(cu.cuDeviceGet(&device, ordinal), "cuDeviceGet");
-  driver::check(cu.cuDeviceGetAttribute(&multiprocessors, driver::kDeviceMultiprocessorCount, device), "cuDeviceGetAttribute");
   driver::check(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, kernel.threads, kernel.shared_bytes),
                 "cuOccupancyMaxActiveBlocksPerMultiprocessor");
-  return std::max(1, count * multiprocessors);
+  return std::max(1, count * count_multiprocessors(ordinal));
 }
 
 std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPlan& plan) {
@@ -177,6 +182,14 @@ driver::Stream current_stream(c10::Device device) {
   bind_context(device.index());
   const c10::impl::VirtualGuardImpl guard(device.type());
   return static_cast<driver::Stream>(guard.getStream(device).native_handle());
+}
+
+int multiprocessors(c10::Device device) {
+  thread_local int known[64] = {};
+  const int ordinal = device.index();
+  if (ordinal >= 64) return count_multiprocessors(ordinal);
+  if (!known[ordinal]) known[ordinal] = count_multiprocessors(ordinal);
+  return known[ordinal];
 }
 
 const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream stream) {

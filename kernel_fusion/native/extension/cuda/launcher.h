@@ -52,6 +52,9 @@ struct LoadedKernel {
 // The stream that PyTorch works on, and the context made current on this thread.
 driver::Stream current_stream(c10::Device device);
 
+// How many multiprocessors the device has; the driver is asked once per thread.
+int multiprocessors(c10::Device device);
+
 // The kernel for a request: a look-up, or on first use a call to the planner. Throws under graph capture if it would
 // have to load.
 const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream stream);

@@ -63,6 +63,8 @@ struct ReduceFields {
   int32_t capacity;  // of rows: vectors per chunk, rounded up to a power of two
   int32_t vec;       // elements per vector
   int32_t contiguous;
+  int32_t chunked;   // rows have several chunks
+  int32_t nested;    // rows are addressed by two coordinates
   int32_t align, align_out;
 };
 
