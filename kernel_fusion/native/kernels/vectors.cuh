@@ -125,7 +125,7 @@ __device__ inline i64 settled(i64 offset) {
   return offset;
 }
 
-// The same of elements [i, i + kVec) of `base`; of bits i is a multiple of kVec, so that one byte holds them all.
+// `load` of elements [i, i + kVec) of `base`; of bits i is a multiple of kVec, so that one byte holds them all.
 template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
   if constexpr (kIsBit<T>)
     return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
