@@ -230,6 +230,11 @@ def test_more_than_2_to_the_31_elements() -> None:
         (dx,) = torch.autograd.grad(y, x, x.detach())
     assert torch.equal(y, x)
     assert torch.equal(dx, x)
+    del y, dx
+    # A dy whose memory is short, but not da's.
+    each = (torch.arange(rows, device="cuda") % 7).to(BF16)[:, None]
+    (dx,) = torch.autograd.grad(fused("first", "relu")(x), x, each.expand(rows, cols))
+    assert torch.equal(dx[:, ::1027], each.expand(rows, 3))
 
 
 # Grid rationale. Rows by lanes of a warp (64, 1000), by a block (4096, 8193), in chunks (70001 and all at once);

@@ -107,6 +107,22 @@ def test_within_budget(case: Case) -> None:
     check(case, TRITON)
 
 
+# Grid rationale. A row in one block, in pieces, and looped over in both directions.
+@pytest.mark.parametrize("cols", [100, 300, 1500, 33000])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 1e20, 1e30])
+@pytest.mark.parametrize("verb", ["layer_norm", "rms_norm"])
+def test_norms_take_what_overflows_as_the_definition(verb: str, value: float, cols: int) -> None:
+    """One infinity, NaN or number whose square overflows in x: y is the definition's; in dy: where dx is finite is."""
+    x, dy = torch.randn(2, 4, cols, device=DEVICE).unbind()
+    x[0, 3], x[2, -1], dy[3, 5] = value, value, value
+    results = []
+    for backend in ("triton", "eager"):
+        leaf = x.clone().requires_grad_()
+        y = getattr(kf, verb)(leaf, cols, backend=backend)
+        results.append((y.detach(), torch.autograd.grad(y, leaf, dy)[0].isfinite()))
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
 def test_activations_are_those_of_the_table() -> None:
     """The Triton file names the activations of core/activations.py, in the order of their codes."""
     from kernel_fusion.backends.triton.kernels import activations
@@ -278,15 +294,16 @@ def test_explain(name: str) -> None:
 
 
 # Grid rationale. Powers of two and their neighbours, at the borders of blocks and of what is looped over.
-@pytest.mark.parametrize("cols", [1, 15, 16, 17, 768, 1024, 1025, 5120, 8192, 8193, 32768, 32769, 1 << 20])
+@pytest.mark.parametrize("cols", [1, 17, 768, 1025, 4097, 5120, 5121, 8192, 14337, 24576, 32768, 32769, 1 << 20])
 @pytest.mark.parametrize("warp_size", [32, 64])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("rms", [False, True])
-def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool) -> None:
-    """Blocks are powers of two that hold the row, or it is looped over; a program has 1024 threads at most."""
+@pytest.mark.parametrize("staged", [False, True])
+def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: bool) -> None:
+    """Up to 8 blocks, powers of two, hold a row, or it is looped over; a program has 1024 threads at most."""
     plans = [
         plan.norm_forward(cols, itemsize, warp_size),
-        plan.norm_backward(cols, itemsize, warp_size, rms, 3 * itemsize, 232448),
+        plan.norm_backward(cols, itemsize, warp_size, rms, staged, 3 * itemsize, 232448),
         plan.softmax_backward(cols, itemsize == 8, warp_size),
         plan.norm_columns(itemsize, warp_size),
         plan.columns(cols, warp_size),
@@ -296,6 +313,7 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool) -> None:
         assert one.block & (one.block - 1) == 0
         assert one.warps * warp_size <= 1024
     for one in plans[:3]:
+        assert one.pieces <= 8
         assert one.looped or one.pieces * one.block >= cols > (one.pieces - 1) * one.block
 
 

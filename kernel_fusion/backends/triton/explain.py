@@ -32,14 +32,16 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
 def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
     x: Tensor = arguments["input"]
     residual, weight, bias = (arguments.get(name) for name in ("residual", "weight", "bias"))
+    pre_activation, activation = (arguments.get(name) for name in ("pre_activation", "activation"))
     h = x if residual is None else residual
-    # Backward reads h and its gradient twice where there is a residual, and what its stages need.
-    read = [h, h, weight, h if residual is not None else None]
-    read += [x if residual is not None and arguments.get("pre_activation") else None]
-    read += [bias if arguments.get("activation") else None]
-    fetched = sum(tensor.dtype.itemsize for tensor in read if tensor is not None)
+    # What backward reads: dy and h, of a residual dh, and what its stages need.
+    dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
+    dtypes += [] if residual is None else [h.dtype, x.dtype] if pre_activation else [h.dtype]
+    dtypes += [t.dtype for t, needed in ((weight, True), (bias, activation)) if t is not None and needed]
+    staged = bool(pre_activation or activation or arguments.get("dropout_p"))
+    sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
     itemsize = h.dtype.itemsize
-    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, fetched, device.shared_bytes)
+    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, staged, *sizes)
     forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size)
     lines = f"forward: {forward}", f"backward: {backward}"
     if backward.resident > 0:

@@ -58,9 +58,8 @@ class Plan:
 
     def __str__(self) -> str:
         tile = f"tile {self.rows}x{self.block}" + (f" {self.pieces} times" if self.pieces > 1 else "")
-        chunks = ", row by chunks" if self.looped else ""
-        again = ", row read again" if self.again else ""
-        return f"{tile}, {self.warps} warps{chunks}{again}"
+        notes = {"row by chunks": self.looped, "row read again": self.again, "rows fetched ahead": self.stages > 1}
+        return ", ".join([tile, f"{self.warps} warps", *(note for note, holds in notes.items() if holds)])
 
 
 def _power_of_two(n: int) -> int:
@@ -114,7 +113,9 @@ def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
     return Plan(rows, block, _narrow(warps, warp_size), pieces, early=early)
 
 
-def norm_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+def norm_backward(
+    cols: int, itemsize: int, warp_size: int, rms: bool, staged: bool, fetched: int, shared_bytes: int
+) -> Plan:
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
     A program has several rows, which wait for each other's sums once, as far as its registers go. Its warps lie beside
@@ -127,11 +128,13 @@ def norm_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: 
     Args:
         cols, itemsize, warp_size: as for forward.
         rms: RMSNorm, which sums one value per column instead of two, and so does with longer rows.
+        staged: with an activation or dropout, whose arithmetic takes registers too.
         fetched: bytes that are read per column of a row, weight and bias included.
         shared_bytes: of shared memory that a program may have.
     """
     cols, width = int(cols), _width(itemsize)
-    if cols > (_LONGEST_ROW if rms else _NORM_CHUNK) // width:
+    longest = _NORM_CHUNK // 2 if staged else _LONGEST_ROW if rms else _NORM_CHUNK
+    if cols > longest // width:
         whole = cols % _NORM_CHUNK == 0
         chunk = _NORM_CHUNK if whole else _NORM_BLOCK
         return Plan(1, chunk // width, _narrow(32 if whole else 16, warp_size), looped=True)
@@ -175,11 +178,11 @@ def _block(cols: int) -> int:
 
 
 def _pieces(cols: int, least: int) -> tuple[int, int]:
-    """The blocks of a row: the largest, of `least` columns or more, of which an eighth at most lies outside the row."""
+    """The blocks of a row: the largest of which an eighth at most lies outside it, if 8 of `least` or more can."""
     if cols <= 256:
         return _block(cols), 1
     block = _NORM_BLOCK
-    while block > max(128, least) and -cols % block > cols // 8:
+    while block > max(128, least, _block(cols) // 8) and -cols % block > cols // 8:
         block //= 2
     return block, -(-cols // block)
 

@@ -123,7 +123,8 @@ def backward(
     is_wide = stats.dtype == torch.float64
     sums = wants[2] or wants[3]
     fetched = sum(t.dtype.itemsize for t in (dy, dh, h, x, weight, bias) if t is not None)
-    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, rms, fetched, device.shared_bytes)
+    staged = (pre_activation, activation) != (IDENTITY, IDENTITY) or seed is not None
+    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, rms, staged, fetched, device.shared_bytes)
     size, lengths, strides = _in_units(rows, cols)
     given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
     constants = {

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -206,9 +207,10 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
   if (!wants[0] && !wants[1]) return {};
   Chain chain = chain_of(c);
   if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
-  chain.bits = call.a.mutable_data_ptr<uint8_t>();
-  // Read where it lies, unless the call would be cut into parts.
-  const bool in_parts = !dy.is_non_overlapping_and_dense() && dy.storage().nbytes() > std::numeric_limits<int32_t>::max();
+  chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // which backward only reads
+  // Read where it lies, unless the call would be cut into parts, as what dy's storage or da is too long for would be.
+  const size_t longest = std::max(dy.storage().nbytes(), dy.nbytes());
+  const bool in_parts = !dy.is_non_overlapping_and_dense() && longest > std::numeric_limits<int32_t>::max();
   const Tensor whole = in_parts ? at::empty_like(dy).copy_(dy) : dy;
   return gradients(backend, chain, {whole, whole, second, wants});
 }

@@ -92,7 +92,9 @@ bool adds_row(const PointwiseCall& c) {
 
 // Bits are written in one order, so no operand may have its own, nor may the call be cut into parts (families.h).
 bool in_one_order(const PointwiseCall& c) {
-  if (adds_row(c)) return c.a.is_contiguous() && c.b->is_contiguous() && c.a.sym_numel() * c.a.element_size() < (int64_t{1} << 31);
+  if (adds_row(c))
+    return c.a.is_contiguous() && c.b->is_contiguous() &&
+           TORCH_GUARD_OR_FALSE((c.a.sym_numel() * c.a.element_size()).sym_lt(int64_t{1} << 31));
   return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
 }
 

@@ -143,7 +143,7 @@ void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& 
                       Slot positions, const char* origin) {
   Iteration iteration(iter, arg);
   if (!iteration.wide && !iter.can_use_32bit_indexing()) {
-    if (chain.bits) driver::fail("pointwise kernels write no bits of calls that are cut into parts");
+    if (chain.bits) driver::fail("pointwise kernels know no bits of calls that are cut into parts");
     for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, which, part, arg, positions, origin);
     return;
   }

@@ -76,11 +76,12 @@ def divide(a, b):
 def quotient(a, b, reciprocal):
     """a / b, given 1 / b: exact where it has no more digits than a, as the mean of equal numbers is.
 
-    In the middle of a row's work a division would cost more than the row's sums. What comes of the last operation here
+    In the middle of a row's work a division would cost more than the row's sums. What comes of the last operations here
     is not fused with the next, which the compiler would do in one kernel and not in another.
     """
     estimate = a * reciprocal
-    return tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
+    corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
+    return tl.where(tl.abs(estimate) < float("inf"), corrected, estimate)
 
 
 @triton.jit

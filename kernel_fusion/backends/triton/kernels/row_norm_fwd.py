@@ -197,7 +197,7 @@ def row_norm_fwd(
         variance = quotient(sum_of((squares,)), count, each)
         if not RMS:
             mean = center + rest
-            variance = variance - rest * rest
+            variance = tl.where(variance < float("inf"), variance - rest * rest, variance)
         rstd = reciprocal_sqrt(variance + EPS)
         for start in range(0, num_cols, BLOCK):
             at = start + col
