@@ -26,6 +26,10 @@ _MAX_BLOCK_WARPS = 16
 _MAX_CLUSTER = 8  # the portable maximum
 _MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
 _SMALL_ROW_THREADS = 128
+# Forward by two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
+# this many bytes, or one of twice as many, beside their weight.
+_TWICE_BYTES = 2**16
+_MIN_SINGLE_COLS = 4096  # from which on rows of single elements of 16 bits are read twice
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
@@ -43,6 +47,8 @@ class Plan(Launch):
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
         played: virtual warps per physical warp; the cluster is that of a row.
         resident: the row stays in registers, else it is read again.
+        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, whose
+            center the first ones give, and for y.
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
@@ -63,6 +69,7 @@ class Plan(Launch):
     storage: str = "none"
     prefetch: bool = False
     stages: int = 0
+    batches: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         if self.stages:
@@ -161,6 +168,12 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         bytes_per_thread *= 2 if itemsize == 4 else 1
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
     tree = _tree(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    twice = _twice(spec, device, tree)
+    if twice is not None:
+        # Rows that begin anywhere take more registers than the bound leaves them.
+        threads = _direct(twice).threads
+        min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * itemsize else 1
+        return _direct(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
     per_thread = tree.vectors * tree.vec
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
@@ -179,7 +192,52 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
     # Stages may hold the row in a wider type than x.
     resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
-    return _direct(tree, resident=resident, ahead=ahead, min_blocks=min_blocks)
+    batches = (0, 0) if resident else _batches(tree)
+    return _direct(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
+
+
+def _twice(spec: RowNormSpec, device: Device, tree: _Tree) -> _Tree | None:
+    """The tree of a row that a single block reads twice, where that beats `tree`; else None.
+
+    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
+    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
+    4096x24576 fp32 1.13 and 1.09.
+
+    Single elements of 16 bits take a register each wherever they are kept. Read twice, 16384x4099 bf16 takes 1.58
+    (RMSNorm 1.33) and in registers 2.48 (1.41), 4096x32769 1.58 (1.36) and 5.94 (2.71) as a cluster. A staged cluster
+    is better for RMSNorm alone: 1273x50257 1.26 and 1.80.
+    """
+    itemsize = ITEMSIZE[spec.x]
+    row_bytes = spec.cols * itemsize
+    slots = _ceil_div(spec.cols, 32 * tree.vec)
+    if device.arch != 90 or itemsize == 8 or spec.has_stages:
+        return None
+    if tree.vec == 1 and itemsize == 2 and spec.cols > _MIN_SINGLE_COLS:
+        if spec.rms and row_bytes > _TWICE_BYTES and tree.vectors <= 32:
+            return None
+        # About 64 elements for a thread: 16384x4099 takes 1.52 with 4 warps and 1.82 with 8, 6400x10007 2.07 and 1.52.
+        warps = min(16, max(4, _power_of_two(_ceil_div(slots, 66)))) if row_bytes <= 2 * _TWICE_BYTES else 32
+    elif tree.vec * itemsize == 16 and tree.cluster > 1 and row_bytes <= _TWICE_BYTES * (2 if spec.rms else 1):
+        warps = 16 if row_bytes <= _TWICE_BYTES else 32
+    else:
+        return None
+    each = _ceil_div(slots, warps)
+    return _Tree(tree.vec, 32, _ceil_div(slots, each), 1, each)
+
+
+def _batches(tree: _Tree) -> tuple[int, int]:
+    """How many vectors a thread loads at a time in the first and in the second reading of a row.
+
+    Of long rows more in the first one, about an eighth of the row: their mean is to be a fair center.
+    """
+    first, second = (16, 8) if tree.vec == 1 else (6, 4)
+    return _even(tree.vectors, max(first, min(16, _ceil_div(tree.vectors, 8)))), _even(tree.vectors, second)
+
+
+def _even(vectors: int, most: int) -> int:
+    """At most so many that divide `vectors`, or `most` where fewer than half of that would."""
+    even = max(n for n in range(1, most + 1) if vectors % n == 0)
+    return even if 2 * even >= min(most, vectors) else most
 
 
 def _direct(tree: _Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options: Any) -> Plan:

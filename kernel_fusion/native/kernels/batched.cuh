@@ -7,6 +7,7 @@ namespace kf {
 template <int kBatch, class I, class Load, class Use>
 __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
   I i = first;
+#pragma unroll 1
   for (; i < end - (kBatch - 1) * step; i += kBatch * step) {
     decltype(load(i)) loaded[kBatch];
 #pragma unroll
