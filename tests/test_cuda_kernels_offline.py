@@ -95,7 +95,7 @@ def _kernels(arch: int) -> dict[str, str]:
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
 # dropout's random bits. Of the lengths those where a plan changes; of the architectures one of each kind: direct alone,
 # staged with much shared memory and with little.
-_STAGED_LENGTHS = (64, 255, 1024, 4096, 5120, 12288, 32768, 131072)
+_STAGED_LENGTHS = (64, 255, 1024, 4096, 4099, 5120, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "relu": {"activation": "relu"},

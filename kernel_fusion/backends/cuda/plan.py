@@ -35,7 +35,7 @@ _SMALL_ROW_THREADS = 128
 # Forward by two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
-_MIN_SINGLE_COLS = 4096  # from which on rows of single elements of 16 bits are read twice
+_MIN_SINGLE_COLS = 4096  # beyond which rows of single elements of 16 bits are read twice
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
@@ -132,8 +132,9 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
-    # Stages may hold the row in a wider type than x.
-    resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
+    # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
+    held = max(itemsize, 4) if _has_many_singles(spec) else itemsize
+    resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
     batches = (0, 0) if resident else _batches(tree)
     return _direct(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
 
@@ -154,7 +155,7 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     slots = ceil_div(spec.cols, 32 * tree.vec)
     if device.arch != 90 or itemsize == 8 or spec.has_stages:
         return None
-    if tree.vec == 1 and itemsize == 2 and spec.cols > _MIN_SINGLE_COLS:
+    if _has_many_singles(spec):
         if spec.rms and row_bytes > _TWICE_BYTES and tree.vectors <= 32:
             return None
         # About 64 elements for a thread: 16384x4099 takes 1.52 with 4 warps and 1.82 with 8, 6400x10007 2.07 and 1.52.
@@ -166,6 +167,11 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
         return None
     each = ceil_div(slots, warps)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
+
+
+def _has_many_singles(spec: RowNormSpec) -> bool:
+    """Whether the row is a long one of single elements of 16 bits."""
+    return vector_of(spec) == 1 and ITEMSIZE[spec.x] == 2 and spec.cols > _MIN_SINGLE_COLS
 
 
 def _batches(tree: Tree) -> tuple[int, int]:
