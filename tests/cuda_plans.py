@@ -107,7 +107,7 @@ def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
 
 
 def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
-    """Rows read straight into registers: by fewer or more rows to a block, more played warps, or other clusters."""
+    """Rows that are not staged: by fewer or more rows to a block, more played warps, or other clusters."""
     backward = spec.direction == "backward"
     plain = replace(
         plan,
@@ -136,7 +136,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
             physical, rest = divmod(plan.warps, cluster * played)
             if rest == 0 and physical <= 16:
                 other = replace(plain, cluster=cluster, played=played, threads=32 * physical)
-                if columns_per_thread(spec, other) <= _MAX_ELEMENTS:
+                if not other.resident or columns_per_thread(spec, other) <= _MAX_ELEMENTS:
                     yield other
 
 

@@ -58,13 +58,15 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
     assert asked, f"no kernel was planned for {direction}"
 
 
-# Grid rationale. Rows of one virtual warp (1000) and of several, of vectors and of single elements (1023, 50257), in a
-# block (4096, 12288), a cluster (32768) and the largest one (131072). From sm_90 on every backward is staged, and the
-# forward of a cluster. dx alone is a kernel of its own.
+# Grid rationale. Rows of one virtual warp (1000) and of several, of vectors and of single elements (1023, 4099, 50257),
+# in a block (4096, 12288), read twice (32768 and 4099 in bf16), in a cluster (65536, and 32768 in fp32) and in the
+# largest one (131072). From sm_90 on every backward is staged, and the forward of a cluster. dx alone is a kernel of
+# its own.
 @pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
 @pytest.mark.parametrize(
     ("cols", "dtype"),
-    [*((n, BF16) for n in (1000, 1023, 4096, 12288, 32768, 50257)), *((n, F32) for n in (4096, 32768, 131072))],
+    [(n, BF16) for n in (1000, 1023, 4096, 4099, 12288, 32768, 50257, 65536)]
+    + [(n, F32) for n in (4096, 32768, 131072)],
     ids=str,
 )
 def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.dtype, kernel: str) -> None:
@@ -87,9 +89,9 @@ def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.d
             assert torch.equal(one, other), f"{tensor} by {plan}"
 
 
-# Grid rationale. Lengths in a block, a cluster of aligned rows, and a cluster of rows of single elements. "padded" rows
+# Grid rationale. Lengths in a block, read twice or in a cluster, and of single elements in either. "padded" rows
 # have a stride of N + 1, so that each begins at another alignment; "unaligned" ones a storage offset of one element.
-_ANYWHERE = list(product((F16, BF16, F32, F64), (4096, 32768, 50257), ("padded", "unaligned")))
+_ANYWHERE = list(product((F16, BF16, F32, F64), (4096, 32768, 32769, 50257), ("padded", "unaligned")))
 
 
 @pytest.mark.parametrize(("dtype", "cols", "layout"), _ANYWHERE, ids=str)
@@ -110,6 +112,18 @@ def test_rows_that_begin_anywhere_are_within_budget(verb: str, dtype: torch.dtyp
     with CUDA.ran(forward=None, backward=None):
         failed = [c for c in oracle.compare(case, "cuda", "cuda") if not c.ok]
     assert not failed, failed
+
+
+# Grid rationale. Rows that are held, read twice by vectors and by single elements, and streamed through a cluster.
+@pytest.mark.parametrize("cols", [4096, 32768, 4099, 65536])
+def test_squares_that_overflow_give_zeros(verb: str, cols: int) -> None:
+    """Wherever in a row the number is: the root of its variance is infinite, and nothing else."""
+    x = torch.randn(3, cols, dtype=BF16, device="cuda")
+    x[0, 1], x[1, -1] = 1e30, 1e30
+    with CUDA.ran(forward=1):
+        y = call(verb, x, None, None, backend="cuda")
+    assert y[:2].count_nonzero() == 0
+    assert y[2].isfinite().all()
 
 
 # Grid rationale. The weight of a thread's columns is kept in registers, in shared memory or nowhere, as there is room,

@@ -40,10 +40,11 @@ extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
 """
 
 # Grid rationale. The lengths stand for a row in part of a warp (64), of odd length, whose vectors are single elements
-# (255, 1023, 50257), in one or a few warps (1024, 1280, 1600, 3000, which divide in ways of their own), in a block that
-# takes several rows at a time (4096; 5120, at 96 registers a thread) or one (12288), in a cluster (32768) and in the
-# largest one (131072). The mixes are those of training: one dtype throughout, and bf16 with float32 parameters.
-_LENGTHS = (64, 255, 1023, 1024, 1280, 1600, 3000, 4096, 5120, 12288, 32768, 50257, 131072)
+# (255, 1023, 4099, 32769, 50257), in one or a few warps (1024, 1280, 1600, 3000, which divide in ways of their own), in
+# a block that takes several rows at a time (4096; 5120, at 96 registers a thread) or one (12288), read twice or in a
+# cluster (24576, 32768, 65536), and in the largest one (131072). The mixes are those of training: one dtype throughout,
+# and bf16 with float32 parameters.
+_LENGTHS = (64, 255, 1023, 1024, 1280, 1600, 3000, 4096, 4099, 5120, 12288, 24576, 32768, 32769, 50257, 65536, 131072)
 _MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"))
 
 
@@ -94,7 +95,7 @@ def _kernels(arch: int) -> dict[str, str]:
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
 # dropout's random bits. Of the lengths those where a plan changes; of the architectures one of each kind: direct alone,
 # staged with much shared memory and with little.
-_STAGED_LENGTHS = (64, 255, 1024, 4096, 5120, 12288, 32768, 131072)
+_STAGED_LENGTHS = (64, 255, 1024, 4096, 4099, 5120, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "relu": {"activation": "relu"},
@@ -306,6 +307,28 @@ def test_inference_and_training_share_the_tree(spec: RowNormSpec, device: Device
     assert tree(plans[0]) == tree(plans[1])
 
 
+# Grid rationale. Both sides of every edge of the rule: LayerNorm up to 64 KB and RMSNorm up to 128 KB of full vectors,
+# from where a block cannot hold them; single elements of 16 bits from 4097 columns, RMSNorm's only as far as a cluster
+# cannot hold them.
+@pytest.mark.parametrize(
+    ("dtype", "rms", "twice", "once"),
+    [
+        ("bf16", False, (17408, 24576, 32768, 4097, 32769, 50257, 65537), (4095, 16384, 33024, 65536)),
+        ("bf16", True, (17408, 32768, 65536, 4097, 32769), (4095, 16384, 66048, 50257, 65537)),
+        ("f32", False, (), (16384, 17408, 32768, 16385)),
+        ("f32", True, (17408, 32768), (16384, 33280, 16385)),
+    ],
+)
+def test_rows_that_are_read_twice(dtype: str, rms: bool, twice: tuple[int, ...], once: tuple[int, ...]) -> None:
+    """On sm_90 one block reads them twice, and the first vectors that give the center are at least a ninth of a row."""
+    for cols in (*twice, *once):
+        plan = planned(RowNormSpec("forward", rms, cols, dtype, dtype, dtype, dtype), KNOWN_DEVICES[90])
+        assert (plan.cluster == 1 and not plan.resident) == (cols in twice), cols
+        if cols in twice:
+            vectors = -(-cols // (plan.vec * plan.lanes * plan.warps))
+            assert 9 * plan.batches[0] >= vectors >= max(plan.batches)
+
+
 @given(spec=_specs_of_any_length.filter(lambda spec: spec.direction != "backward_weight"), device=_devices)
 @settings(max_examples=200, deadline=None)
 def test_executors_are_sound(spec: RowNormSpec, device: Device) -> None:
@@ -318,7 +341,7 @@ def test_executors_are_sound(spec: RowNormSpec, device: Device) -> None:
 
 # Grid rationale. Through shared memory go rows that need a cluster in forward, and all of 256 columns or more in
 # backward, several at a time. Four slots let a test try two, three and four.
-@pytest.mark.parametrize(("direction", "cols"), [("forward", 32768), ("backward", 1024), ("backward", 4096)])
+@pytest.mark.parametrize(("direction", "cols"), [("forward", 65536), ("backward", 1024), ("backward", 4096)])
 def test_executors_of_staged_rows(direction: str, cols: int) -> None:
     """On sm_90 a staged plan has direct executors, and staged ones with every number of slots, and all compile."""
     spec, device = RowNormSpec(direction, False, cols, "bf16", "bf16", "bf16", "bf16"), KNOWN_DEVICES[90]

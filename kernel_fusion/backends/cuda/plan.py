@@ -6,13 +6,21 @@ several 16-byte loads in flight; and a row should be spread over no more warps t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.tree import (
+    MAX_BLOCK_WARPS,
+    MAX_CLUSTER,
+    Tree,
+    ceil_div,
+    power_of_two,
+    spread_row,
+    vector_of,
+)
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
@@ -22,10 +30,12 @@ _FORWARD_BYTES = 64
 # of 512 has. Longer rows of wide elements take twice as many bytes before they take a cluster.
 _BACKWARD_BYTES = 32
 _SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and there are twice as many threads
-_MAX_BLOCK_WARPS = 16
-_MAX_CLUSTER = 8  # the portable maximum
 _MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
 _SMALL_ROW_THREADS = 128
+# Forward by two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
+# this many bytes, or one of twice as many, beside their weight.
+_TWICE_BYTES = 2**16
+_MIN_SINGLE_COLS = 4096  # beyond which rows of single elements of 16 bits are read twice
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
@@ -43,6 +53,8 @@ class Plan(Launch):
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
         played: virtual warps per physical warp; the cluster is that of a row.
         resident: the row stays in registers, else it is read again.
+        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, whose
+            center the first ones give, and for y.
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
@@ -63,6 +75,7 @@ class Plan(Launch):
     storage: str = "none"
     prefetch: bool = False
     stages: int = 0
+    batches: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         if self.stages:
@@ -85,82 +98,24 @@ class Plan(Launch):
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     """The plan of a row-norm kernel."""
     if spec.direction == "backward_weight":
-        vec, threads = _vector(spec), 128
+        vec, threads = vector_of(spec), 128
         return Plan(vec, lanes=32, warps=1, threads=threads, per_block=threads * vec)
     return (_plan_backward if spec.direction == "backward" else _plan_forward)(spec, access, device)
-
-
-@dataclass(frozen=True)
-class _Tree:
-    """The order of summation of a row and the blocks it spans: a function of spec and device alone."""
-
-    vec: int
-    lanes: int
-    warps: int
-    cluster: int
-    vectors: int  # per thread
-
-
-def _vector(spec: RowNormSpec) -> int:
-    """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
-
-    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector.
-    """
-    return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
-
-
-def _tree(
-    spec: RowNormSpec,
-    device: Device,
-    bytes_per_thread: int,
-    most_bytes: int,
-    prefer: Callable[[int], bool] = bool,
-    max_cluster: int = _MAX_CLUSTER,
-) -> _Tree:
-    """Spread a row over lanes, warps and blocks: `bytes_per_thread`, or up to `most_bytes` if that comes out even.
-
-    Of several numbers of warps that come out even, `prefer` says which are better.
-    """
-    itemsize, vec = ITEMSIZE[spec.x], _vector(spec)
-    per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
-    vectors = spec.cols // vec
-    slots = _ceil_div(vectors, 32)  # vectors per lane of a single warp
-    if slots <= per_thread:
-        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them: 10^6
-        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two.
-        min_lanes = min(32, _power_of_two(_ceil_div(vectors, min(2, per_thread))), 128 // (vec * itemsize))
-        lanes = max(min_lanes, _power_of_two(_ceil_div(vectors, per_thread)))
-        return _Tree(vec, lanes, 1, 1, _ceil_div(vectors, lanes))
-    # A count that divides the row spares every thread the question whether its column is inside.
-    near = [
-        n
-        for n in (per_thread, per_thread - 1, *range(per_thread + 1, most + 1))
-        if slots % n == 0 and (n > 1 or slots <= 5)
-    ]
-    near.sort(key=lambda n: prefer(slots // n), reverse=True)
-    each = near[0] if near else per_thread
-    blocks = _ceil_div(_ceil_div(slots, each), _MAX_BLOCK_WARPS)
-    cluster = min(max_cluster, _power_of_two(blocks)) if device.has_clusters else 1
-    if not near or slots > each * _MAX_BLOCK_WARPS * cluster:
-        each = max(each if cluster == 1 else 1, _ceil_div(slots, _MAX_BLOCK_WARPS * cluster))
-    while cluster > 1 and not _all_blocks_have_columns(slots, each, cluster):
-        each += 1
-    warps = _ceil_div(_ceil_div(slots, each), cluster) * cluster
-    return _Tree(vec, 32, warps, cluster, _ceil_div(slots, warps))
-
-
-def _all_blocks_have_columns(slots: int, each: int, cluster: int) -> bool:
-    warps = _ceil_div(slots, each)
-    return (cluster - 1) * _ceil_div(warps, cluster) < warps
 
 
 def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     itemsize = ITEMSIZE[spec.x]
     bytes_per_thread = _FORWARD_BYTES
-    if spec.cols * itemsize > _MAX_BLOCK_WARPS * 32 * bytes_per_thread:  # more than a block has
+    if spec.cols * itemsize > MAX_BLOCK_WARPS * 32 * bytes_per_thread:  # more than a block has
         bytes_per_thread *= 2 if itemsize == 4 else 1
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
-    tree = _tree(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    twice = _twice(spec, device, tree)
+    if twice is not None:
+        # Rows that begin anywhere take more registers than the bound leaves them.
+        threads = _direct(twice).threads
+        min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * itemsize else 1
+        return _direct(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
     per_thread = tree.vectors * tree.vec
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
@@ -177,12 +132,66 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
-    # Stages may hold the row in a wider type than x.
-    resident = per_thread * itemsize <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
-    return _direct(tree, resident=resident, ahead=ahead, min_blocks=min_blocks)
+    # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
+    held = max(itemsize, 4) if _has_many_singles(spec) else itemsize
+    resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
+    batches = (0, 0) if resident else _batches(tree)
+    return _direct(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
 
 
-def _direct(tree: _Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options: Any) -> Plan:
+def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
+    """The tree of a row that a single block reads twice, where that beats `tree`; else None.
+
+    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
+    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
+    4096x24576 fp32 1.13 and 1.09.
+
+    Single elements of 16 bits take a register each wherever they are kept. Read twice, 16384x4099 bf16 takes 1.58
+    (RMSNorm 1.33) and in registers 2.48 (1.41), 4096x32769 1.58 (1.36) and 5.94 (2.71) as a cluster. A staged cluster
+    is better for RMSNorm alone: 1273x50257 1.26 and 1.80.
+    """
+    itemsize = ITEMSIZE[spec.x]
+    row_bytes = spec.cols * itemsize
+    slots = ceil_div(spec.cols, 32 * tree.vec)
+    if device.arch != 90 or itemsize == 8 or spec.has_stages:
+        return None
+    if _has_many_singles(spec):
+        if spec.rms and row_bytes > _TWICE_BYTES and tree.vectors <= 32:
+            return None
+        # About 64 elements for a thread: 16384x4099 takes 1.52 with 4 warps and 1.82 with 8, 6400x10007 2.07 and 1.52.
+        warps = min(MAX_BLOCK_WARPS, max(4, power_of_two(ceil_div(slots, 66))))
+        warps *= 1 if row_bytes <= 2 * _TWICE_BYTES else 2
+    elif tree.vec * itemsize == 16 and tree.cluster > 1 and row_bytes <= _TWICE_BYTES * (2 if spec.rms else 1):
+        warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
+    else:
+        return None
+    each = ceil_div(slots, warps)
+    return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
+
+
+def _has_many_singles(spec: RowNormSpec) -> bool:
+    """Whether the row is a long one of single elements of 16 bits."""
+    return vector_of(spec) == 1 and ITEMSIZE[spec.x] == 2 and spec.cols > _MIN_SINGLE_COLS
+
+
+def _batches(tree: Tree) -> tuple[int, int]:
+    """How many vectors a thread loads at a time in the first and in the second reading of a row.
+
+    In the first one at least a ninth of the row, or 16 vectors: their mean is to be a fair center. If the columns that
+    give it lie far off the rest, a tenth of 122880 fp32 columns costs 1.4 of the budget, an eighth of 131072 0.7.
+    """
+    first, second = (16, 8) if tree.vec == 1 else (6, 4)
+    fair = min(16, ceil_div(tree.vectors, 9))
+    return max(_even(tree.vectors, first), fair), _even(tree.vectors, second)
+
+
+def _even(vectors: int, most: int) -> int:
+    """At most so many that divide `vectors`, or `most` where fewer than half of that would."""
+    even = max(n for n in range(1, most + 1) if vectors % n == 0)
+    return even if 2 * even >= min(most, vectors) else most
+
+
+def _direct(tree: Tree, small_row_threads: int = _SMALL_ROW_THREADS, **options: Any) -> Plan:
     """A plan that reads rows straight into registers: several rows per block, or a block or cluster per row."""
     if tree.warps == 1:
         per_block, threads = small_row_threads // tree.lanes, small_row_threads
@@ -195,7 +204,7 @@ def _staged(
     spec: RowNormSpec,
     access: Access,
     device: Device,
-    tree: _Tree,
+    tree: Tree,
     groups: int,
     max_stages: int,
     shared_bytes: int = 0,
@@ -206,7 +215,7 @@ def _staged(
     threads = tree.warps // tree.cluster * 32
     columns = tree.vectors * threads * tree.vec
     tensors = _streamed(spec, access)
-    slot_bytes = sum(_ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
+    slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
     sums_bytes = groups * (32 * tree.warps + 256)  # at most: `Shared` of kernels/row_stream.cuh
     stages = min(max_stages, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if stages < 2:
@@ -239,16 +248,16 @@ def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
 def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     row_bytes = spec.cols * ITEMSIZE[spec.x]
     bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
-    if ITEMSIZE[spec.x] > 2 and row_bytes > _MAX_BLOCK_WARPS * 32 * bytes_per_thread:
+    if ITEMSIZE[spec.x] > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
         bytes_per_thread *= 2
-    tree = _tree(
+    tree = spread_row(
         spec,
         device,
         bytes_per_thread,
         bytes_per_thread + 16,
         # Groups of rows then fill the block, where rows are staged.
-        prefer=lambda warps: device.arch == 90 and _MAX_BLOCK_WARPS % warps == 0,
-        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else _MAX_CLUSTER,
+        prefer=lambda warps: device.arch == 90 and MAX_BLOCK_WARPS % warps == 0,
+        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else MAX_CLUSTER,
     )
     staged = _plan_staged_backward(spec, tree, access, device)
     if staged is not None:
@@ -278,7 +287,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
-    resident = thread_bytes <= 2 * bytes_per_thread and per_thread <= most and tree.cluster <= _MAX_CLUSTER
+    resident = thread_bytes <= 2 * bytes_per_thread and per_thread <= most and tree.cluster <= MAX_CLUSTER
     resident = resident and (held <= _MAX_HELD or not spec.has_stages)
     shared = _direct(tree).threads * per_thread * 2 * ITEMSIZE[spec.acc]
     if not wants_sums:
@@ -288,13 +297,13 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     return plan(resident=resident, splits_weight=True)
 
 
-def _held_bytes(spec: RowNormSpec, tree: _Tree) -> int:
+def _held_bytes(spec: RowNormSpec, tree: Tree) -> int:
     """What a thread of the direct backward holds of a resident row."""
     itemsizes = ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y]
     return tree.vectors * tree.vec * itemsizes
 
 
-def _plan_staged_backward(spec: RowNormSpec, tree: _Tree, access: Access, device: Device) -> Plan | None:
+def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device: Device) -> Plan | None:
     """A plan that copies whole rows into shared memory in bulk, or None where that is impossible: it takes sm_90.
 
     Measured on an H200, bf16, time over the floor, directly and so: 32768x4096 1.42 and 1.18, 16384x8192 1.57 and 1.06,
@@ -327,23 +336,23 @@ def _max_staged_elements(spec: RowNormSpec, device: Device) -> int:
     return _MAX_STAGED_ELEMENTS if spec.has_stages else device.max_elements
 
 
-def _larger_cluster(spec: RowNormSpec, tree: _Tree) -> _Tree | None:
+def _larger_cluster(spec: RowNormSpec, tree: Tree) -> Tree | None:
     """The same tree executed by twice as many blocks, none without columns; None where there is none."""
     cluster = 2 * tree.cluster
-    if cluster > _MAX_CLUSTER or tree.lanes < 32 or tree.warps % cluster:
+    if cluster > MAX_CLUSTER or tree.lanes < 32 or tree.warps % cluster:
         return None
     columns = tree.warps // cluster * 32 * tree.vec * tree.vectors
     return replace(tree, cluster=cluster) if (cluster - 1) * columns < spec.cols else None
 
 
 def _staged_groups(
-    spec: RowNormSpec, tree: _Tree, access: Access, device: Device, groups: int, roomy: bool
+    spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
     staged = partial(_staged, spec, access, device, tree, groups)
     if spec.weight is None:
         return staged(max_stages=4)
-    if elements <= (16 if roomy and groups * threads <= _MAX_BLOCK_WARPS * 32 else 8):
+    if elements <= (16 if roomy and groups * threads <= MAX_BLOCK_WARPS * 32 else 8):
         keeps_bias = roomy and spec.bias is not None and spec.activation not in (IDENTITY, *_COSTLY)
         return staged(max_stages=4, weight="wide", bias="wide" if keeps_bias else "memory")
     if tree.vec == 1 and tree.cluster == 1:
@@ -354,7 +363,7 @@ def _staged_groups(
     return staged(max_stages=4)
 
 
-def _groups(tree: _Tree, roomy: bool, device: Device) -> int:
+def _groups(tree: Tree, roomy: bool, device: Device) -> int:
     """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
 
     Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
@@ -363,15 +372,6 @@ def _groups(tree: _Tree, roomy: bool, device: Device) -> int:
     if tree.cluster > 1:
         return 1
     few = not roomy or device.arch != 90 or tree.vectors * tree.vec > 16
-    if few or _MAX_BLOCK_WARPS % tree.warps == 0:
-        return max(1, _MAX_BLOCK_WARPS // tree.warps)
+    if few or MAX_BLOCK_WARPS % tree.warps == 0:
+        return max(1, MAX_BLOCK_WARPS // tree.warps)
     return max(1, 20 // tree.warps)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()

@@ -28,7 +28,6 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
         "kPlayed": plan.played,
         "kRows": plan.per_block,
         "kThreads": plan.threads,
-        "kResident": plan.resident,
         "kStridedX": access.strided_x,
         "kAlignX": access.x,
         "kAlignWeight": access.weight,
@@ -37,6 +36,9 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     if plan.stages:
         header += "_staged"
         constants["kStages"] = plan.stages
+    elif not (backward or plan.resident):
+        header += "_long"
+        constants |= dict(zip(("kBatch", "kBatchAgain"), plan.batches, strict=True))
     args = "RowNormBwdArgs" if backward else "RowNormFwdArgs"
     return Source(_name(spec), header, args, _types(spec, backward), constants, plan.threads, plan.min_blocks)
 
@@ -74,6 +76,7 @@ def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[s
         "kDWeight": dweight,
         "kDBias": dbias,
         "kDResidual": spec.dresidual,
+        "kResident": plan.resident,
         "kPrefetch": plan.prefetch,
         "kStorage": ("none", "registers", "shared").index(plan.storage),
         "kKeeping": _KEEPING.index(plan.weight),

@@ -1,8 +1,13 @@
-// The statistics of a row: two passes over registers within a warp, a center first, then the deviations from it and their
-// squares, which correct the center's own rounding (without that, mean/std = 1e4 loses digits). Then one exchange of (mean,
-// squared deviations) between warps, joined by Chan's formula: as stable as two passes over the row, with one barrier.
+// The statistics of a row. Within a warp the deviations from a center and their squares are added up; the deviations then
+// correct the center, whose own rounding would cost digits at mean/std = 1e4. Warps are joined by one exchange of (mean,
+// squared deviations) and Chan's formula: as stable as two passes over the row, with one barrier.
+//
+// Rows that are at hand have the mean of their warp as center. Rows that pass by have the mean of its first vectors, so that
+// one pass is enough. What the correction subtracts is then no rounding any more, but bounded: if the first vectors are a
+// share f of the warp's columns, the squares about their mean are at most 1/f times those about the warp's.
 #pragma once
 
+#include "batched.cuh"
 #include "tree.cuh"
 #include "vectors.cuh"
 
@@ -13,29 +18,25 @@ template <class S> struct Moments {
   typename S::Acc mean, squares;
 };
 
-// Of virtual warp `warp`, whose k-th vector is x_at(k).
-template <class S, int kUnroll, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, int warp, X&& x_at) {
+// Adds a pack of the row to a lane's sum.
+template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>& pack, typename S::Acc& sum) {
+  typename S::Acc x[S::kVec];
+  widen_pack(pack, x);
+#pragma unroll
+  for (int e = 0; e < S::kVec; ++e) sum += x[e];
+}
+
+// The deviations of virtual warp `warp` from a center (RMSNorm: 0), as one lane adds them up.
+template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
-  const A count = static_cast<A>(max(P::cols_of(warp), 1));
-  A center = 0;
-  if constexpr (!S::kRms) {
-    A sum = 0;
-#pragma unroll kUnroll
-    for (int k = 0; k < P::kChunks; ++k) {
-      A x[S::kVec];
-      widen_pack(x_at(k), x);
-#pragma unroll
-      for (int e = 0; e < S::kVec; ++e) sum += x[e];
-    }
-    center = sum_lanes<S::kLanes>(sum) / count;
-  }
-  A rest = 0, squares = 0;
-#pragma unroll kUnroll
-  for (int k = 0; k < P::kChunks; ++k) {
+  int lane, warp;
+  A center, rest = 0, squares = 0;
+
+  __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack) {
     A x[S::kVec];
-    widen_pack(x_at(k), x);
-    const bool inside = S::kRms || P::kCovers || (k * S::kLanes + at.lane) * S::kVec < P::cols_of(warp);
+    widen_pack(pack, x);
+    const bool inside = S::kRms || P::kCovers || (k * S::kLanes + lane) * S::kVec < P::cols_of(warp);
 #pragma unroll
     for (int e = 0; e < S::kVec; ++e) {
       const A d = inside ? x[e] - center : A(0);
@@ -43,10 +44,64 @@ template <class S, int kUnroll, class X> __device__ Moments<S> moments_of_warp(c
       squares += d * d;
     }
   }
-  squares = sum_lanes<S::kLanes>(squares);
-  if constexpr (S::kRms) return {0, squares};
-  rest = sum_lanes<S::kLanes>(rest);
-  return {center + rest / count, squares - rest * rest / count};
+
+  // Of all lanes.
+  __device__ Moments<S> moments() const {
+    const A all_squares = sum_lanes<S::kLanes>(squares);
+    if constexpr (S::kRms) return {0, all_squares};
+    const A count = static_cast<A>(max(P::cols_of(warp), 1)), all = sum_lanes<S::kLanes>(rest);
+    const bool finite = all_squares - all_squares == A(0);  // else what is subtracted may be infinite, too
+    return {center + all / count, finite ? all_squares - all * all / count : all_squares};
+  }
+};
+
+// The mean of the first kCount vectors of every lane, of which this one has added up `sum`.
+template <class S, int kCount> __device__ typename S::Acc center_of(int warp, typename S::Acc sum) {
+  int cols = Place<S>::cols_of(warp);
+  if constexpr (kCount < Place<S>::kChunks) cols = min(cols, kCount * S::kLanes * S::kVec);
+  return sum_lanes<S::kLanes>(sum) / static_cast<typename S::Acc>(max(cols, 1));
+}
+
+// Of virtual warp `warp`, whose k-th vector is x_at(k), whenever it is asked for.
+template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, int warp, X&& x_at) {
+  using P = Place<S>;
+  typename S::Acc center = 0;
+  if constexpr (!S::kRms) {
+    typename S::Acc sum = 0;
+#pragma unroll
+    for (int k = 0; k < P::kChunks; ++k) add_pack<S>(x_at(k), sum);
+    center = center_of<S, P::kChunks>(warp, sum);
+  }
+  Deviations<S> deviations{at.lane, warp, center};
+#pragma unroll
+  for (int k = 0; k < P::kChunks; ++k) deviations.add(k, x_at(k));
+  return deviations.moments();
+}
+
+// Of virtual warp `warp`, whose k-th vector is value(k, load(k)), once: kBatch of them are loaded at a time.
+template <class S, int kBatch, class Load, class Value>
+__device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& load, Value&& value) {
+  using P = Place<S>;
+  constexpr int kFirst = kBatch < P::kChunks ? kBatch : P::kChunks;
+  using Loaded = decltype(load(0));
+  Loaded loaded[kFirst];
+  Pack<typename S::Row, S::kVec> first[kFirst];
+#pragma unroll
+  for (int k = 0; k < kFirst; ++k) loaded[k] = load(k);
+#pragma unroll
+  for (int k = 0; k < kFirst; ++k) first[k] = value(k, loaded[k]);
+  typename S::Acc center = 0;
+  if constexpr (!S::kRms) {
+    typename S::Acc sum = 0;
+#pragma unroll
+    for (int k = 0; k < kFirst; ++k) add_pack<S>(first[k], sum);
+    center = center_of<S, kFirst>(warp, sum);
+  }
+  Deviations<S> deviations{at.lane, warp, center};
+#pragma unroll
+  for (int k = 0; k < kFirst; ++k) deviations.add(k, first[k]);
+  batched<kBatch>(kFirst, P::kChunks, 1, load, [&](int k, const Loaded& each) { deviations.add(k, value(k, each)); });
+  return deviations.moments();
 }
 
 // Of the row, from those of its virtual warps, relative to the first one's mean so that only small numbers are added.

@@ -2,10 +2,9 @@
 // (RMSNorm: mean = 0 and var = E[x^2]), where h takes the place of x if there are stages before the norm (stages.cuh).
 //
 // Who computes what: tree.cuh. One row per lane group, block or cluster; grid = rows / rows per block.
-// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more. With
-// kResident the row stays in registers as loaded (kVectors packs per thread), or as S::Row if there are stages; otherwise it is
-// read again, from L2, for the deviations and for the result: h, which this thread wrote, or x, which goes through its stages
-// again.
+// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more. The row
+// stays in registers as loaded (kVectors packs per thread), or as S::Row if there are stages; row_norm_fwd_long.cuh has the
+// rows for which there are no registers.
 #pragma once
 
 #include "chain.cuh"
@@ -48,73 +47,48 @@ template <class S, class A> __device__ void store_stats(const RowNormFwdArgs& ar
   static_cast<A*>(args.rstd)[row] = rstd;
 }
 
-template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
-  using A = typename S::Acc;
-  using P = Place<S>;
-  constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors;
-  constexpr bool kCovers = P::kCovers;
-  constexpr int kUnroll = S::kResident ? kVectors : 4;
-  const P at;
-
-  const i64 wanted = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row;
-  const bool live = S::kRows == 1 || wanted < args.rows;  // lanes of a row past the end still take part in shuffles
-  const i64 row = live ? wanted : args.rows - 1;
-  const auto* x_row = static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
-  if constexpr (S::kCluster > 1) cluster_arrive();
-  wait_for_previous_kernel();
-
-  using Row = typename S::Row;
+// The row of this thread's lanes, block or cluster: where it lies in each tensor, and its vectors by their first column.
+template <class S> struct ForwardRow {
+  using X = typename S::X;
   using Residual = typename S::Residual;
-  const Before<S, typename S::Y> before(args);
-  const auto* residual_row =
-      static_cast<const Residual*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, row);
-  auto* h_row = static_cast<Residual*>(args.h) + row * kCols;
+  using P = Place<S>;
+  static constexpr int kVec = S::kVec;
+  i64 index;
+  bool live;  // lanes of a row past the end still take part in shuffles
+  const X* x;
+  const Residual* residual;
+  const RowNormFwdArgs& args;
 
-  const auto load_x = [&](int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i)); };
-  const auto load_residual = [&](int i) { return load_row<S, S::kAlignResidual>(residual_row, at.col(i)); };
-  const auto store_h = [&](int i, const Pack<Row, kVec>& h) {
+  __device__ ForwardRow(const RowNormFwdArgs& args, const P& at) : args(args) {
+    const i64 wanted = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row;
+    live = S::kRows == 1 || wanted < args.rows;
+    index = live ? wanted : args.rows - 1;
+    x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);
+    residual = static_cast<const Residual*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
+  }
+  // Found where they are used: until then they would take registers.
+  __device__ Residual* h() const { return static_cast<Residual*>(args.h) + index * S::kCols; }
+  __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + index * S::kCols; }
+
+  template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
+    return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
+  }
+  __device__ Pack<Residual, kVec> load_residual(int col) const { return load_row<S, S::kAlignResidual>(residual, col); }
+  __device__ Pack<Residual, kVec> load_h(int col) const { return load_row<S, 16>(h(), col); }
+  __device__ void store_h(int col, const Pack<typename S::Row, kVec>& pack) const {
     if constexpr (kAddsResidual<S>)
-      if (live) store_cols<16, kVec, kCols, kCovers>(h_row, at.col(i), h);
-  };
-  Pack<Row, kVec> resident[S::kResident ? kVectors : 1];
-  Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
-  Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
-  Pack<typename S::X, kVec> xs[S::kResident ? kVectors : 1];  // all loads are on their way before the first is used
-  Pack<Residual, kVec> residuals[S::kResident ? kVectors : 1];
-  if constexpr (S::kResident) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      xs[i] = load_x(i);
-      residuals[i] = load_residual(i);
-    }
+      if (live) store_cols<16, kVec, S::kCols, P::kCovers>(h(), col, pack);
   }
-  if constexpr (S::kAhead) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
-      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
-    }
+  template <bool kLast = false> __device__ void store_y(int col, const Pack<typename S::Y, kVec>& pack) const {
+    if (live) store_cols<S::kAlignY, kVec, S::kCols, P::kCovers, kLast>(y(), col, pack);
   }
-  if constexpr (S::kResident) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      resident[i] = before(xs[i], residuals[i], row, at.col(i));
-      store_h(i, resident[i]);
-    }
-  } else if constexpr (kAddsResidual<S>) {
-#pragma unroll kUnroll
-    for (int i = 0; i < kVectors; ++i) store_h(i, before(load_x(i), load_residual(i), row, at.col(i)));
-  }
-  const auto x_at = [&](int i) {
-    if constexpr (S::kResident) return resident[i];
-    else if constexpr (kAddsResidual<S>) return load_cols<16, kVec, kCols, kCovers>(h_row, at.col(i));
-    else return before(load_x(i), {}, row, at.col(i));
-  };
+};
 
-  Moments<S> moments[S::kPlayed];
-#pragma unroll
-  for (int w = 0; w < S::kPlayed; ++w)
-    moments[w] = moments_of_warp<S, kUnroll>(at, at.warp + w, [&](int k) { return x_at(w * P::kChunks + k); });
+// From the moments of the virtual warps that this thread plays to what makes y of the row; its statistics are stored.
+template <class S>
+__device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
+                                   const Moments<S> (&moments)[S::kPlayed]) {
+  using A = typename S::Acc;
   A mean = moments[0].mean, squares = moments[0].squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
@@ -127,17 +101,55 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     mean = joined.mean;
     squares = joined.squares;
   }
-  const A rstd = reciprocal_sqrt(squares / static_cast<A>(kCols) + static_cast<A>(args.eps));
-  if (S::kStats && live && at.leader()) store_stats<S>(args, row, mean, rstd);
+  const A rstd = reciprocal_sqrt(squares / static_cast<A>(S::kCols) + static_cast<A>(args.eps));
+  if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, mean, rstd);
+  return {mean, rstd};
+}
 
-  const Affine<S> affine{mean, rstd};
-  auto* y_row = static_cast<typename S::Y*>(args.y) + row * kCols;
-#pragma unroll kUnroll
+template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
+  using P = Place<S>;
+  constexpr int kVec = S::kVec, kVectors = P::kVectors;
+  const P at;
+  const ForwardRow<S> row(args, at);
+  if constexpr (S::kCluster > 1) cluster_arrive();
+  wait_for_previous_kernel();
+  const Before<S, typename S::Y> before(args);
+
+  Pack<typename S::Row, kVec> resident[kVectors];
+  Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
+  Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
+  Pack<typename S::X, kVec> xs[kVectors];  // all loads are on their way before the first is used
+  Pack<typename S::Residual, kVec> residuals[kVectors];
+#pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const auto weight = S::kAhead ? weights[S::kAhead ? i : 0] : load_parameter<S, typename S::Weight>(args.weight, at.col(i));
-    const auto bias = S::kAhead ? biases[S::kAhead ? i : 0] : load_parameter<S, typename S::Bias>(args.bias, at.col(i));
-    const auto y = affine(x_at(i), weight, bias, args.weight_offset);
-    if (live) store_cols<S::kAlignY, kVec, kCols, kCovers>(y_row, at.col(i), y);
+    xs[i] = row.load_x(at.col(i));
+    residuals[i] = row.load_residual(at.col(i));
+  }
+  const auto load_weight = [&](int i) { return load_parameter<S, typename S::Weight>(args.weight, at.col(i)); };
+  const auto load_bias = [&](int i) { return load_parameter<S, typename S::Bias>(args.bias, at.col(i)); };
+  if constexpr (S::kAhead) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      weights[i] = load_weight(i);
+      biases[i] = load_bias(i);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    resident[i] = before(xs[i], residuals[i], row.index, at.col(i));
+    row.store_h(at.col(i), resident[i]);
+  }
+
+  Moments<S> moments[S::kPlayed];
+#pragma unroll
+  for (int w = 0; w < S::kPlayed; ++w)
+    moments[w] = moments_of_warp<S>(at, at.warp + w, [&](int k) { return resident[w * P::kChunks + k]; });
+  const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const auto weight = S::kAhead ? weights[S::kAhead ? i : 0] : load_weight(i);
+    const auto bias = S::kAhead ? biases[S::kAhead ? i : 0] : load_bias(i);
+    row.store_y(at.col(i), affine(resident[i], weight, bias, args.weight_offset));
   }
 }
 

@@ -81,7 +81,8 @@ template <int kAlign, class T, int kVec> inline constexpr int kPieceBytes =
 
 // Loads kVec elements from p, which is aligned to kAlign bytes, in the widest pieces that this allows. Vectors of 16-bit
 // elements that begin anywhere come in the aligned words that hold them, shifted: loading 2 bytes costs as much as 4.
-template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* p) {
+// kLast: they are not needed again, and the caches may let go of them first.
+template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, kVec> load(const T* p) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>, kWords = sizeof(Pack<T, kVec>) / 4;
   using W = typename Word<kPiece>::type;
   Pack<T, kVec> pack;
@@ -97,8 +98,11 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load(const T* 
     for (int i = 0; i < kWords; ++i) reinterpret_cast<unsigned*>(&pack)[i] = __byte_perm(w[i], w[i + 1], order);
   } else {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i)
-      reinterpret_cast<W*>(&pack)[i] = reinterpret_cast<const W*>(p)[i];
+    for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i) {
+      const W* word = reinterpret_cast<const W*>(p) + i;
+      if constexpr (kLast) reinterpret_cast<W*>(&pack)[i] = __ldcs(word);
+      else reinterpret_cast<W*>(&pack)[i] = *word;
+    }
   }
   return pack;
 }
@@ -153,25 +157,30 @@ __device__ inline void store_word(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Stores to global memory, which is ours and as aligned as a vector wants it or, where it is not, in pieces.
-template <int kAlign, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
+// Stores to global memory, which is ours and as aligned as a vector wants it or, where it is not, in pieces. kLast: the caches
+// may let go of them first.
+template <int kAlign, bool kLast = false, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
   using W = typename Word<kPiece>::type;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i)
-    store_word(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&pack)[i]);
+  for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i) {
+    const W word = reinterpret_cast<const W*>(&pack)[i];
+    if constexpr (kLast) __stcs(reinterpret_cast<W*>(p) + i, word);
+    else store_word(reinterpret_cast<W*>(p) + i, word);
+  }
 }
 
 // Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row all reads as zero and nothing
 // is written. The comparison disappears where the caller's threads cover the row exactly.
-template <int kAlign, int kVec, int kCols, bool kCovers, class T> __device__ Pack<T, kVec> load_cols(const T* row, int col) {
-  if (kCovers || col < kCols) return load<kAlign, kVec>(row + col);
+template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
+__device__ Pack<T, kVec> load_cols(const T* row, int col) {
+  if (kCovers || col < kCols) return load<kAlign, kVec, kLast>(row + col);
   return {};
 }
 
-template <int kAlign, int kVec, int kCols, bool kCovers, class T>
+template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
 __device__ void store_cols(T* row, int col, const Pack<T, kVec>& pack) {
-  if (kCovers || col < kCols) store<kAlign>(row + col, pack);
+  if (kCovers || col < kCols) store<kAlign, kLast>(row + col, pack);
 }
 
 }  // namespace kf

@@ -1,0 +1,86 @@
+"""How a row is spread over lanes, warps and blocks: the order of its summation, a function of spec and device alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.core.spec import ITEMSIZE, RowNormSpec
+
+MAX_BLOCK_WARPS = 16
+MAX_CLUSTER = 8  # the portable maximum
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The order in which a row is summed (see kernels/tree.cuh), and the blocks it spans."""
+
+    vec: int
+    lanes: int
+    warps: int
+    cluster: int
+    vectors: int  # per thread
+
+
+def vector_of(spec: RowNormSpec) -> int:
+    """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
+
+    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector.
+    """
+    return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
+
+
+def spread_row(
+    spec: RowNormSpec,
+    device: Device,
+    bytes_per_thread: int,
+    most_bytes: int,
+    prefer: Callable[[int], bool] = bool,
+    max_cluster: int = MAX_CLUSTER,
+) -> Tree:
+    """Spread a row over lanes, warps and blocks: `bytes_per_thread`, or up to `most_bytes` if that comes out even.
+
+    Of several numbers of warps that come out even, `prefer` says which are better.
+    """
+    itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
+    per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
+    vectors = spec.cols // vec
+    slots = ceil_div(vectors, 32)  # vectors per lane of a single warp
+    if slots <= per_thread:
+        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them: 10^6
+        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two.
+        min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), 128 // (vec * itemsize))
+        lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
+        return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
+    # A count that divides the row spares every thread the question whether its column is inside.
+    near = [
+        n
+        for n in (per_thread, per_thread - 1, *range(per_thread + 1, most + 1))
+        if slots % n == 0 and (n > 1 or slots <= 5)
+    ]
+    near.sort(key=lambda n: prefer(slots // n), reverse=True)
+    each = near[0] if near else per_thread
+    blocks = ceil_div(ceil_div(slots, each), MAX_BLOCK_WARPS)
+    cluster = min(max_cluster, power_of_two(blocks)) if device.has_clusters else 1
+    if not near or slots > each * MAX_BLOCK_WARPS * cluster:
+        each = max(each if cluster == 1 else 1, ceil_div(slots, MAX_BLOCK_WARPS * cluster))
+    while cluster > 1 and not _all_blocks_have_columns(slots, each, cluster):
+        each += 1
+    warps = ceil_div(ceil_div(slots, each), cluster) * cluster
+    return Tree(vec, 32, warps, cluster, ceil_div(slots, warps))
+
+
+def _all_blocks_have_columns(slots: int, each: int, cluster: int) -> bool:
+    warps = ceil_div(slots, each)
+    return (cluster - 1) * ceil_div(warps, cluster) < warps
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
