@@ -106,8 +106,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 512 // _block(cols))
     warps = 1 if cols * itemsize <= 2048 else min(8, _power_of_two(-(-rows * cols * width // 512) + 1) // 2)
-    while warps < 32 and cols * width > warps * 32 * (64 if narrow else 28):
-        warps *= 2
+    if cols * width > (16384 if narrow else 8191):
+        warps = 32 if cols * width > 16384 and not narrow else 16
     block, pieces = _pieces(cols, 8 * 32 * warps // itemsize)
     early = rows == 1 and (warps <= 4 if narrow else cols <= 8192)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, early=early)
