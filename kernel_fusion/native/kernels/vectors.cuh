@@ -107,7 +107,8 @@ template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, 
   return pack;
 }
 
-// The same for what nobody reads again: past L1, where a whole piece of 16 bytes is read at once.
+// The same for what is read only here: past L1 from the start, where a whole piece of 16 bytes is read at once. What was read
+// before, and lies in L1, is read for the last time by kLast.
 template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(const T* p) {
   if constexpr (kPieceBytes<kAlign, T, kVec> == 16) {
     Pack<T, kVec> pack;
