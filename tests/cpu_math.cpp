@@ -26,7 +26,7 @@ double error_of(float got, double want, bool absolute) {
 }
 
 void measure(const char* name, float low, float high, auto&& function, auto&& exact) {
-  const bool absolute = std::strcmp(name, "erf") == 0;
+  const bool absolute = std::strncmp(name, "erf", 3) == 0;
   double most = 0;
   float in[V::size()], out[V::size()];
   const auto run = [&] {
@@ -53,13 +53,16 @@ void measure(const char* name, float low, float high, auto&& function, auto&& ex
 }  // namespace
 
 int main() {
-  V power;
-#define KF_MEASURE(name, low, high, ...)                                                                      \
-  measure(#name, low, high, [&](V x) { return Math<float>::name(x __VA_OPT__(, ) __VA_ARGS__); },            \
-          [](double x) { return std::name(x); });
+#define KF_MEASURE(name, low, high) \
+  measure(#name, low, high, [](V x) { return Math<float>::name(x); }, [](double x) { return std::name(x); });
   KF_MEASURE(exp, -INFINITY, INFINITY)
   KF_MEASURE(expm1, -INFINITY, 88)
   KF_MEASURE(log1p, 0, INFINITY)
   KF_MEASURE(tanh, -INFINITY, INFINITY)
-  KF_MEASURE(erf, -INFINITY, INFINITY, power)
+  KF_MEASURE(erf, -INFINITY, INFINITY)
+  const auto erf_and_power = [](V x) {
+    V power;
+    return Math<float>::erf(x, power);
+  };
+  measure("erf_and_power", -INFINITY, INFINITY, erf_and_power, [](double x) { return std::erf(x); });
 }

@@ -7,6 +7,7 @@
 //   exp, expm1, log1p, tanh, reciprocal
 //   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
+//   erf(x)                                   if there is a better or faster one without the power
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
 //   where_ge, where_eq                       the same of >= and ==
 //
@@ -83,15 +84,22 @@ struct leaky_relu {
 
 // x Phi(x), with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2
 struct gelu {
+  static constexpr double kRootHalf = 0.70710678118654752440;
+  template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
+    typename M::V power;
+    if constexpr (requires { M::erf(x); })
+      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf));
+    else
+      return phi<M>(x, power);
+  }
   template <class M> static KF_INLINE typename M::V phi(typename M::V x, typename M::V& power) {
     if constexpr (requires { M::normal_cdf(x, power); })
       return M::normal_cdf(x, power);
     else
-      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(0.70710678118654752440), power);
+      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf), power);
   }
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    typename M::V power;
-    return x * phi<M>(x, power);
+    return x * phi<M>(x);
   }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     typename M::V power;  // e^(-x^2 / 2)
