@@ -103,10 +103,12 @@ def norms(device: torch.device) -> int:
         lambda: kf.rms_norm(x, N, weight, weight_offset=1.0),
         lambda: F.rms_norm(x, (N,), 1.0 + weight),
     )
-    compare(
+    narrow = x.detach().bfloat16()
+    compare_narrow = Comparison(narrow, weight, bias)
+    compare_narrow(
         "layer_norm of bf16, result in fp32",
-        lambda: kf.layer_norm(x.bfloat16(), N, weight, bias, out_dtype=torch.float32),
-        lambda: F.layer_norm(x.bfloat16().float(), (N,), weight, bias),
+        lambda: kf.layer_norm(narrow, N, weight, bias, out_dtype=torch.float32),
+        lambda: F.layer_norm(narrow.float(), (N,), weight, bias),
     )
     # The verbs that add return the sum too, which is the next residual.
     compare(
@@ -119,7 +121,7 @@ def norms(device: torch.device) -> int:
         seeded(lambda: kf.add_rms_norm(x, residual, N, weight, dropout_p=P)),
         lambda: (F.rms_norm(residual + x * kept(x), (N,), weight), residual + x * kept(x)),
     )
-    return compare.num_wrong
+    return compare.num_wrong + compare_narrow.num_wrong
 
 
 def chains(device: torch.device) -> int:

@@ -79,21 +79,22 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_nan_and_infinity(name: str, dtype: torch.dtype) -> None:
-    """NaN and infinities come out as in PyTorch, in values and slopes.
+    """NaN and infinities come out as in PyTorch, as it computes them in float64, in values and slopes.
 
     The slopes of hardswish and elu at NaN are NaN. PyTorch's are 1 or NaN, depending on where in a tensor the element
     is: its vectorised and its scalar loops differ.
     """
-    ours, theirs = (torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype, requires_grad=True) for _ in range(2))
+    x = torch.tensor([math.nan, math.inf, -math.inf])
+    ours, theirs = x.to(dtype).requires_grad_(), x.double().requires_grad_()
     with CPU.ran(forward=1, backward=1):
         y = pointwise(ours, None, "first", name, 1.0, 0.0, None)
         (dx,) = gradients(y, [ours], torch.ones_like(y))
     expected = ACTIVATIONS[name](theirs)
-    torch.testing.assert_close(y, expected, equal_nan=True)
-    (slope,) = gradients(expected, [theirs], torch.ones_like(y))
+    torch.testing.assert_close(y, expected.to(dtype), equal_nan=True)
+    (slope,) = gradients(expected, [theirs], torch.ones_like(expected))
     if name in ("hardswish", "elu"):
         slope[0] = math.nan
-    torch.testing.assert_close(dx, slope, equal_nan=True)
+    torch.testing.assert_close(dx, slope.to(dtype), equal_nan=True)
 
 
 # ---- Broadcasting and layouts
