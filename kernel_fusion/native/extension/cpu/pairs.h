@@ -74,11 +74,20 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
 // Both vectors of a pair as bf16, to nearest, ties to even. A NaN stays one only if the lower half of its bits is zero, like those
 // that come from a bf16 or from arithmetic: to look for others would take two instructions more for every five.
 KF_INLINE Vectorized<int32_t> interleaved_bits(const Pair<float>& v) {
+#if defined(CPU_CAPABILITY_AVX512)  // 7 instructions, where the compiler makes 10 of the formula
+  const auto rounded = [](const Vectorized<float>& half) {
+    const __m512i bits = _mm512_castps_si512(half), up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    return _mm512_mask_sub_epi32(up, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), up, _mm512_set1_epi32(-1));
+  };
+  const __m512i upper_half = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);  // of each word, its bytes in a lane of 16
+  return _mm512_mask_shuffle_epi8(rounded(v.b), 0x3333333333333333, rounded(v.a), upper_half);
+#else
   const auto rounded = [](const Vectorized<float>& half) {
     const auto bits = std::bit_cast<Words>(half);
     return bits + 0x7fff + (bits >> 16 & 1);
   };
   return std::bit_cast<Vectorized<int32_t>>(rounded(v.a) >> 16 | (rounded(v.b) & 0xffff0000));
+#endif
 }
 
 template <class A> inline Pair<A> operator+(const Pair<A>& x, const Pair<A>& y) { return {x.a + y.a, x.b + y.b}; }
