@@ -173,14 +173,17 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
       });
 }
 
-// What `add_columns` adds, of any number of rows.
+// What `add_columns` adds, of any number of rows, as many together as registers hold.
 template <class X, class DY> void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, int64_t start, int64_t stop) {
   int64_t r = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  for (; r + 4 <= count; r += 4) add_columns<4>(c, rows + r, start, stop);
+#endif
   for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
   if (r < count) add_columns<1>(c, rows + r, start, stop);
 }
 
-// Rows two at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
+// A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count) {
   for (int64_t start = 0; start < c.cols; start += kStretch) add_stretch(c, rows, count, start, std::min(start + kStretch, c.cols));
   for (int r = 0; r < count; ++r)
