@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <tuple>
 
 #include "cpu/pairs.h"
 
@@ -32,17 +31,16 @@ template <class T> inline double squares_of(const T* x, int64_t n) {
 }
 
 // Sums of x - center and of its square over [0, n).
-template <class T> inline std::pair<double, double> sums_around(const T* x, int64_t n, AccOf<T> center) {
+template <class T> KF_INLINE std::array<double, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
   using A = AccOf<T>;
   const auto centers = both(center);
   const auto add = [](auto d, auto& sums) {
     sums[0] = sums[0] + d;
     sums[1] = fma(d, d, sums[1]);
   };
-  const auto [sum, square] = sums_over<A, 2>(
+  return sums_over<A, 2>(
       n, [&](int64_t i, auto& sums) { add(load_pair(x + i) - centers, sums); },
       [&](int64_t i, auto& sums) { add(load_one(x + i) - center, sums); });
-  return {sum, square};
 }
 
 struct Moments {
@@ -54,22 +52,25 @@ template <class A> struct Deviations {
   double rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it
 };
 
-// One pass, around the mean of a few elements. Where that is further from the mean than the elements are on the average, squares
-// would lose digits: once more then, around the mean that is known now.
-template <class T> inline Deviations<AccOf<T>> deviations_of(const T* x, int64_t count) {
-  using A = AccOf<T>;
-  constexpr int64_t kSample = Pair<A>::kStep;
-  A center = count < kSample ? mean_of(x, count) : static_cast<A>(total(load_pair(x)) / kSample);
-  const double n = static_cast<double>(count), share = 1 / n;
-  auto [rest, squares] = sums_around(x, count, center);
-  if (!(rest * rest <= squares * n / 2)) {
-    center = mean_of(x, count);
-    std::tie(rest, squares) = sums_around(x, count, center);
-  }
-  return {center, rest * share, squares - rest * (rest * share)};
+// The mean of a few elements, near which the others are likely to lie.
+template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
+  constexpr int64_t kSample = Pair<AccOf<T>>::kStep;
+  return count < kSample ? mean_of(x, count) : static_cast<AccOf<T>>(total(load_pair(x)) / kSample);
 }
 
-template <class T> Moments moments(const T* x, int64_t n, bool rms) {
+// One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose digits:
+// once more then, around the mean that is known now.
+template <class T> KF_INLINE Deviations<AccOf<T>> deviations_of(const T* x, int64_t count, AccOf<T> center) {
+  const double share = 1 / static_cast<double>(count);
+  for (bool again = false;; again = true) {
+    const auto [rest, squares] = sums_around(x, count, center);
+    if (again || rest * (rest * share) <= squares / 2) return {center, rest * share, squares - rest * (rest * share)};
+    center = mean_of(x, count);
+  }
+}
+
+// `center` is that of the first chunk.
+template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool rms, AccOf<T> center) {
   const double share = 1 / static_cast<double>(n);  // no division waits for the sums
   double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining chunks rounds small numbers
   for (int64_t start = 0; start < n; start += kStatisticsChunk) {
@@ -79,7 +80,7 @@ template <class T> Moments moments(const T* x, int64_t n, bool rms) {
       continue;
     }
     // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
-    const auto chunk = deviations_of(x + start, count);
+    const auto chunk = deviations_of(x + start, count, start == 0 ? center : center_of(x + start, count));
     if (start == 0) {
       base = chunk.center;
       mean = chunk.rest;

@@ -26,14 +26,17 @@ constexpr int64_t kMostRows = 16;
 template <class T>
 void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
   using A = AccOf<T>;
-  double variance[kMostRows];
+  using V = Vectorized<double>;
+  double variance[kMostRows] = {};
+  A center[kMostRows];
+  for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStatisticsChunk));
   for (int64_t r = 0; r < count; ++r) {
-    const Moments m = moments(x[r], c.cols, c.rms);
+    const Moments m = moments(x[r], c.cols, c.rms, center[r]);
     mean[r] = static_cast<A>(m.mean);
     variance[r] = m.variance;
   }
-  const double eps = c.eps;
-  for (int64_t r = 0; r < count; ++r) rstd[r] = static_cast<A>(1 / std::sqrt(variance[r] + eps));
+  for (int64_t r = 0; r < count; r += V::size()) (V(1) / (V::loadu(variance + r) + V(c.eps)).sqrt()).store(variance + r);
+  std::copy_n(variance, count, rstd);
   if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
@@ -134,8 +137,8 @@ void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t sto
     if (dbias) dbias[i] = db;
   }
   for (size_t r = 0; r < kRows; ++r) {
-    rows[r].sum_g += total<A>({gs[r], V(0)}) + g_rest[r];
-    rows[r].sum_gx += total<A>({gxs[r], V(0)}) + gx_rest[r];
+    rows[r].sum_g += total(Pair<A>{gs[r], V(0)}) + g_rest[r];
+    rows[r].sum_gx += total(Pair<A>{gxs[r], V(0)}) + gx_rest[r];
   }
 }
 
@@ -170,14 +173,17 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
       });
 }
 
-// What `add_columns` adds, of any number of rows.
+// What `add_columns` adds, of any number of rows, as many together as registers hold.
 template <class X, class DY> void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, int64_t start, int64_t stop) {
   int64_t r = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  for (; r + 4 <= count; r += 4) add_columns<4>(c, rows + r, start, stop);
+#endif
   for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
   if (r < count) add_columns<1>(c, rows + r, start, stop);
 }
 
-// Rows two at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
+// A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count) {
   for (int64_t start = 0; start < c.cols; start += kStretch) add_stretch(c, rows, count, start, std::min(start + kStretch, c.cols));
   for (int r = 0; r < count; ++r)
