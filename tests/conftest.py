@@ -60,6 +60,6 @@ def operation(request: pytest.FixtureRequest) -> Verb:
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
     """The same random numbers for a test whichever tests ran before it."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # said, since it warns where there are several
         torch.manual_seed(0)
         yield

@@ -183,7 +183,11 @@ def _reductions() -> list[Operation]:
             y: Tensor = getattr(kf, verb)(x, dims[which], backend=backend)
             return y
 
-        return Operation(f"{verb}, {which}", verb, _tensors("x"), chain, fused, reduces_rows=which != "last")
+        overflows = (verb, which) == ("sum_squared", "all")  # in fp16, from 65504 normal numbers on
+        dtypes = (torch.float32, torch.bfloat16) if overflows else None
+        return Operation(
+            f"{verb}, {which}", verb, _tensors("x"), chain, fused, reduces_rows=which != "last", dtypes=dtypes
+        )
 
     return [reduction(verb, which) for verb in chains for which in dims]
 
