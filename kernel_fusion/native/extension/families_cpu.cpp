@@ -1,7 +1,5 @@
 // Pointwise chains, reductions and softmax on the CPU: how the work is cut into tasks. The cuts are functions of the shape, and
 // partial sums are joined in their order, in double: results do not depend on the number of threads.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <memory>
 
@@ -10,15 +8,11 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/sum_rows.h"
+#include "cpu/tasks.h"
 #include "families.h"
 
 namespace kf {
 namespace {
-
-// Elements worth a task of their own, at which a task costs less than 1 % of its work.
-constexpr int64_t kGrain = 32768;
-
-int64_t tasks_of(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements_each)); }
 
 const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_null(t)); }
 
@@ -30,7 +24,7 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
       [&](char** data, const int64_t* strides, int64_t inner_size, int64_t outer_size) {
         loop(operands, {data, strides, strides + count, inner_size, outer_size});
       },
-      kGrain);
+      kRegion);
 }
 
 // `base`: the operand whose offsets are the positions of dropout.
@@ -70,8 +64,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
   const int64_t strips = ceil_div(call.cols, kStrip);
   const std::unique_ptr<double[]> partials(new double[blocks * call.cols]);
-  const int64_t grain = tasks_of(block_rows * std::min(call.cols, kStrip));
-  at::parallel_for(0, blocks * strips, grain, [&](int64_t begin, int64_t end) {
+  share(blocks * strips, block_rows * std::min(call.cols, kStrip), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / strips, left = task % strips * kStrip, right = std::min(call.cols, left + kStrip);
       double* sums = partials.get() + block * call.cols;
@@ -89,10 +82,10 @@ namespace {
 
 // inner is 1: rows, of which long ones are cut into blocks.
 void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
-  constexpr int64_t kBatch = 256;
-  const int64_t blocks = ceil_div(args.reduced, kGrain);
+  constexpr int64_t kBatch = 256, kBlock = 32768;
+  const int64_t blocks = ceil_div(args.reduced, kBlock);
   if (blocks == 1) {
-    at::parallel_for(0, outer, tasks_of(args.reduced), [&](int64_t begin, int64_t end) {
+    share(outer, args.reduced, [&](int64_t begin, int64_t end) {
       double sums[kBatch];
       for (int64_t row = begin; row < end; row += kBatch) {
         const int64_t n = std::min(kBatch, end - row);
@@ -103,8 +96,8 @@ void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tens
     return;
   }
   const std::unique_ptr<double[]> partials(new double[outer * blocks]);
-  at::parallel_for(0, outer * blocks, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().reduce_rows(args, blocks, kGrain, begin, end, partials.get() + begin);
+  share(outer * blocks, kBlock, [&](int64_t begin, int64_t end) {
+    cpu::kernels().reduce_rows(args, blocks, kBlock, begin, end, partials.get() + begin);
   });
   for (int64_t row = 0; row < outer; ++row) {
     double sum = 0;
@@ -121,8 +114,7 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
   const int64_t block_rows = std::max(std::min(args.reduced, kLeastRows), ceil_div(args.reduced, wanted));
   const int64_t blocks = ceil_div(args.reduced, block_rows);
   const std::unique_ptr<double[]> partials(blocks > 1 ? new double[outer * blocks * args.inner] : nullptr);
-  const int64_t grain = tasks_of(block_rows * std::min(args.inner, cpu::kMaxColumns));
-  at::parallel_for(0, outer * blocks * tiles, grain, [&](int64_t begin, int64_t end) {
+  share(outer * blocks * tiles, block_rows * std::min(args.inner, cpu::kMaxColumns), [&](int64_t begin, int64_t end) {
     double local[cpu::kMaxColumns];
     for (int64_t task = begin; task < end; ++task) {
       const int64_t o = task / tiles / blocks, block = task / tiles % blocks, left = task % tiles * cpu::kMaxColumns;
@@ -186,7 +178,7 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   }
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
-  at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
+  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
 }
 
 void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, Tensor& dx) {
@@ -197,7 +189,7 @@ void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, Tensor& 
                                   past_caches(dy.nbytes() + y.nbytes() + dx.nbytes())};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
-  at::parallel_for(0, rows, tasks_of(cols), [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
+  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
 }
 
 }  // namespace kf

@@ -33,10 +33,13 @@ struct Parameter {
   double offset;
   Dtype type;
   bool interleaved;
-};
-inline constexpr int64_t kParameterTile = 4096;  // a range begins at a multiple of it
 
-// weight and bias arrive prepared; null where absent.
+  // Whether it is given as it is taken, in the accumulator type `acc`.
+  bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
+};
+inline constexpr int64_t kParameterTile = 2048;  // a range begins at a multiple of it
+
+// weight and bias arrive prepared, or with `parameters`, to be prepared stretch by stretch; null where absent.
 struct Forward {
   const void* x;
   const void* weight;
@@ -50,6 +53,7 @@ struct Forward {
   bool rms;
   Dtype x_type, y_type;
   bool streams;  // y goes past the caches
+  const Parameter* parameters;  // of few long rows: weight and bias as they are given; else null
 };
 
 struct Backward {
@@ -101,7 +105,7 @@ using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
 // Of few rows, at most kFewRows, the stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs,
 // at stretch * rows + row, with the stretches of dweight and dbias; and dx, from the sums of the whole rows.
-inline constexpr int64_t kFewRows = 16, kStretch = 2048;
+inline constexpr int64_t kFewRows = 16, kStretch = kParameterTile;
 struct RowSums {
   double g, gx;
 };

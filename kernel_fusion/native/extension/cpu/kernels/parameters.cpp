@@ -1,42 +1,14 @@
-// Weight and bias as the row norms take them, brought into that form once per call. Compiled once per instruction set.
-#include <limits>
-#include <tuple>
-
-#include "cpu/chunk.h"
-#include "cpu/kernels.h"
+// Weight and bias prepared once per call. Compiled once per instruction set.
+#include "cpu/parameters.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
-namespace {
-
-// A NaN as arithmetic makes them, for `interleaved_bits`.
-template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
-  return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
-}
-template <class A> inline A plain_nan(A v) { return v == v ? v : std::numeric_limits<A>::quiet_NaN(); }
-
-template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t end) {
-  using A = AccOf<T>;
-  const T* in = static_cast<const T*>(p.data) + begin;
-  A* out = static_cast<A*>(p.out) + begin;
-  const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
-  const auto offsets = both(offset);
-  sweep<A>(
-      end - begin,
-      [&](int64_t i) {
-        auto v = load_pair(in + i) + offsets;
-        v = {plain_nan(v.a), plain_nan(v.b)};
-        if constexpr (std::is_same_v<A, float>)
-          if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
-        store_pair(out + i, v);
-      },
-      [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
-}
-
-}  // namespace
 
 void prepare(const Parameter& p, int64_t begin, int64_t end) {
-  with_type(p.type, [&](auto* type) { prepare_as<std::remove_pointer_t<decltype(type)>>(p, begin, end); });
+  with_type(p.type, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    prepare_as<T>(p, begin, end, static_cast<AccOf<T>*>(p.out) + begin);
+  });
 }
 
 }  // namespace CPU_CAPABILITY

@@ -104,16 +104,24 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
     case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__); \
   }
 
-// Of eight rows at a time, and then of these sums.
-template <class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, int64_t n, double* sums) {
+// Of eight rows at a time, and then of these sums; of kWidth columns, as many as registers hold.
+template <int64_t kWidth, class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, double* sums) {
   constexpr int64_t kGroup = 8;
-  std::fill_n(sums, n, 0.0);
+  double total[kWidth] = {};
   for (int64_t first = 0; first < count; first += kGroup) {
-    double group[kMaxColumns] = {};
+    double group[kWidth] = {};
     for (int64_t r = first; r < std::min(count, first + kGroup); ++r)
-      for (int64_t i = 0; i < n; ++i) group[i] += rows[r * pitch + i];
-    for (int64_t i = 0; i < n; ++i) sums[i] += group[i];
+      for (int64_t i = 0; i < kWidth; ++i) group[i] += rows[r * pitch + i];
+    for (int64_t i = 0; i < kWidth; ++i) total[i] += group[i];
   }
+  std::copy_n(total, kWidth, sums);
+}
+
+template <class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, int64_t n, double* sums) {
+  constexpr int64_t kWidth = 2 * Vectorized<float>::size();
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) add_rows_of<kWidth>(rows + i, count, pitch, sums + i);
+  for (; i < n; ++i) add_rows_of<1>(rows + i, count, pitch, sums + i);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // Who takes which rows and columns, and in what order; the arithmetic is in cpu/row_norm.h.
 #include "cpu/row_norm.h"
 
-#include "cpu/chunk.h"
+#include "cpu/parameters.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
@@ -16,8 +16,10 @@ constexpr int64_t kLongRow = 32768;
 template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<X>;
   constexpr int64_t kBytes = 16384;
-  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
-  const int64_t together = c.cols > kStretch ? 4 : std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
+  const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
+  const int64_t together = c.parameters ? 8 : c.cols > kStretch ? 4 : short_rows;
+  const Parameter *const weight = c.parameters, *const bias = weight ? weight + 1 : nullptr;
+  A room[2][kStretch];
   for (int64_t first = begin; first < end; first += together) {
     const int64_t count = std::min(together, end - first);
     const X* x[kMostRows];
@@ -27,8 +29,9 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
     Y* y = static_cast<Y*>(c.y) + first * c.cols;
     for (int64_t start = 0; start < c.cols; start += kStretch) {
       const int64_t n = std::min(kStretch, c.cols - start);
-      for (int64_t r = 0; r < count; ++r)
-        normalize(x[r] + start, mean[r], rstd[r], from(weight, start), from(bias, start), n, y + r * c.cols + start, c.streams);
+      const A* w = stretch_of(weight, c.weight, start, n, room[0]);
+      const A* b = stretch_of(bias, c.bias, start, n, room[1]);
+      for (int64_t r = 0; r < count; ++r) normalize(x[r] + start, mean[r], rstd[r], w, b, n, y + r * c.cols + start, c.streams);
     }
   }
   if (c.streams) finish_streams();

@@ -1,0 +1,51 @@
+// Weight and bias as the row norms take them; for the kernels, once per instruction set.
+#pragma once
+
+#include <limits>
+#include <tuple>
+
+#include "cpu/chunk.h"
+#include "cpu/kernels.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// A NaN as arithmetic makes them, for `interleaved_bits`.
+template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
+  return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
+}
+template <class A> inline A plain_nan(A v) { return v == v ? v : std::numeric_limits<A>::quiet_NaN(); }
+
+// Elements [begin, end) to `out`.
+template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t end, AccOf<T>* out) {
+  using A = AccOf<T>;
+  const T* in = static_cast<const T*>(p.data) + begin;
+  const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
+  const auto offsets = both(offset);
+  sweep<A>(
+      end - begin,
+      [&](int64_t i) {
+        auto v = load_pair(in + i) + offsets;
+        v = {plain_nan(v.a), plain_nan(v.b)};
+        if constexpr (std::is_same_v<A, float>)
+          if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
+        store_pair(out + i, v);
+      },
+      [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
+}
+
+// The columns [start, start + n) of a parameter of which the kernel was given `whole`; in `room` where it is yet to be prepared.
+template <class A> const A* stretch_of(const Parameter* p, const void* whole, int64_t start, int64_t n, A* room) {
+  if (!whole) return nullptr;
+  if (!p || p->as_is(kDtypeOf<A>)) return static_cast<const A*>(whole) + start;
+  with_type(p->type, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(*p, start, start + n, room);
+  });
+  return room;
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu
