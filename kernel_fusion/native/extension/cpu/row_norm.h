@@ -28,7 +28,7 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   using A = AccOf<T>;
   using V = Vectorized<double>;
   double variance[kMostRows] = {};
-  A center[kMostRows];
+  A center[kMostRows] = {};
   for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStatisticsChunk));
   for (int64_t r = 0; r < count; ++r) {
     const Moments m = moments(x[r], c.cols, c.rms, center[r]);
