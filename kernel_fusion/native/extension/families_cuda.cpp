@@ -159,11 +159,11 @@ void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& 
   const Slot bits = which == Kernel::kPointwise ? kOutB : kA;
   if (chain.bits) fields.type[bits] = PointwiseFields::kBits;
   const auto device = iter.device(arg[positions]);
-  const auto stream = current_stream(device);
-  const auto& kernel = find_kernel({device.index(), which, fields}, stream);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), which, fields}, on.stream);
   auto args = iteration.args(chain, position);
   if (chain.bits) args.data[bits] = chain.bits;
-  launch(kernel, kernel.grid(args.size), 1, stream, &args);
+  launch(kernel, kernel.grid(args.size), 1, on.stream, &args);
 }
 
 // ---- Reductions ------------------------------------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   }
   if (chain.bits) fields.type[kA] = PointwiseFields::kBits;
   const auto device = call.dy.device();
-  const auto stream = current_stream(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kPointwiseBwd, fields}, stream);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), Kernel::kPointwiseBwd, fields}, on.stream);
   // As many blocks as run at once, but no more than have rows.
   const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / fields.lanes;
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
@@ -317,13 +317,14 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const PointwiseColumnsArgs args{call.dy.const_data_ptr(), a, call.b.const_data_ptr(),
                                   da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
                                   partials.pitch, chain.seed, chain.scale, chain.threshold};
-  launch(kernel, tiles, slabs, stream, &args);
-  sum_partials(partials, &db, nullptr, stream);
+  launch(kernel, tiles, slabs, on.stream, &args);
+  sum_partials(partials, &db, nullptr, on.stream);
 }
 
 void reduce_cuda(const ReduceCall& call, Tensor& out) {
   const bool wide = call.in_type == at::kDouble || out.scalar_type() == at::kDouble;
-  const Reduction reduction{call, wide ? at::kDouble : at::kFloat, current_stream(call.device)};
+  const OnDevice on(call.device);
+  const Reduction reduction{call, wide ? at::kDouble : at::kFloat, on.stream};
   if (call.inner > 1 && call.inner_stride == 1 && call.reduced > 0)
     reduce_columns(reduction, out, false);
   else
@@ -352,11 +353,11 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   fields.align_x = row_alignment(x, vec);
   fields.align_mask = masked && !repeats ? row_alignment(mask, vec) : 16;
   const auto device = call.x.device();
-  const auto stream = current_stream(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmax, fields}, stream);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmax, fields}, on.stream);
   const SoftmaxArgs args{x.data(), masked ? mask.data() : nullptr, y.data_ptr(), x.rows, x.cols,
                          call.causal ? call.x.size(-2) : 1, x.layout, mask.layout, call.scale};
-  launch(kernel, kernel.grid(x.rows), 1, stream, &args);
+  launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
 
 void softmax_bwd_cuda(const Tensor& dy, const Tensor& y, double scale, Tensor& dx) {
@@ -367,11 +368,11 @@ void softmax_bwd_cuda(const Tensor& dy, const Tensor& y, double scale, Tensor& d
                                 static_cast<int32_t>(vec), softmax_capacity(y_rows.cols / vec), dy_rows.strided,
                                 y_rows.strided, row_alignment(dy_rows, vec), row_alignment(y_rows, vec)};
   const auto device = y.device();
-  const auto stream = current_stream(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmaxBwd, fields}, stream);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmaxBwd, fields}, on.stream);
   const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(), dx.data_ptr(), y_rows.rows, y_rows.cols, dy_rows.layout,
                             y_rows.layout, scale};
-  launch(kernel, kernel.grid(y_rows.rows), 1, stream, &args);
+  launch(kernel, kernel.grid(y_rows.rows), 1, on.stream, &args);
 }
 
 }  // namespace kf

@@ -67,8 +67,8 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
   const auto fields = forward_fields(call, stages, x, residual, y, std::min(alignment_or_full(w), alignment_or_full(b)));
-  const auto stream = current_stream(call.input.device());
-  const auto& kernel = find_kernel({call.input.device().index(), Kernel::kRowNormFwd, fields}, stream);
+  const OnDevice on(call.input.device());
+  const auto& kernel = find_kernel({call.input.device().index(), Kernel::kRowNormFwd, fields}, on.stream);
   RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
   if (call.wants_stats) {
     const Stats s(stats, x.rows, call.rms);
@@ -85,7 +85,7 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
     args.dropout_threshold = stages.threshold;
     args.dropout_scale = dropout_scale(stages.threshold);
   }
-  launch(kernel, kernel.grid(x.rows), 1, stream, &args);
+  launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
 
 namespace {
@@ -147,17 +147,17 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const BackwardInputs inputs(call);
   const int64_t rows = inputs.x.rows, cols = inputs.x.cols;
   const auto fields = inputs.fields(call);
-  const auto stream = current_stream(call.input.device());
+  const OnDevice on(call.input.device());
   const int device = call.input.device().index();
-  const auto& kernel = find_kernel({device, Kernel::kRowNormBwd, fields}, stream);
+  const auto& kernel = find_kernel({device, Kernel::kRowNormBwd, fields}, on.stream);
 
   RowNormBwdArgs args = inputs.args(call);
   if (wants_dx) args.dx = dx.data_ptr();
   if (wants_dresidual) args.dresidual = dresidual.data_ptr();
   const int64_t grid = kernel.grid(rows);
-  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, stream, &args);
+  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, on.stream, &args);
 
-  const auto* split = kernel.splits_weight ? &find_kernel({device, Kernel::kRowNormBwdWeight, fields}, stream) : nullptr;
+  const auto* split = kernel.splits_weight ? &find_kernel({device, Kernel::kRowNormBwdWeight, fields}, on.stream) : nullptr;
   const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =
@@ -167,9 +167,9 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
   args.partial_pitch = partials.pitch;
-  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, 1, stream, &args);
-  if (split) launch(*split, column_tiles, num_partials, stream, &args);
-  sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, stream);
+  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, 1, on.stream, &args);
+  if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
+  sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream);
 }
 
 }  // namespace kf

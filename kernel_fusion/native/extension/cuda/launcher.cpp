@@ -73,6 +73,12 @@ void bind_context(int device) {
   if (device < 64) known[device] = wanted;
 }
 
+driver::Stream stream_of(c10::Device device) {
+  bind_context(device.index());
+  const c10::impl::VirtualGuardImpl pytorch(device.type());
+  return static_cast<driver::Stream>(pytorch.getStream(device).native_handle());
+}
+
 // The attributes of a launch; the configuration points to them.
 struct Launch {
   driver::LaunchAttribute attributes[2] = {};
@@ -178,11 +184,7 @@ bool cuda_enabled(int device) {
   return device < 64 && (able_devices.load(std::memory_order_relaxed) >> device & 1) != 0;
 }
 
-driver::Stream current_stream(c10::Device device) {
-  bind_context(device.index());
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return static_cast<driver::Stream>(guard.getStream(device).native_handle());
-}
+OnDevice::OnDevice(c10::Device device) : guard(device), stream(stream_of(device)) {}
 
 int multiprocessors(c10::Device device) {
   thread_local int known[64] = {};

@@ -2,7 +2,7 @@
 // (backends/cuda/planner.py) understands, and a plan is what the planner answers.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <array>
@@ -49,8 +49,13 @@ struct LoadedKernel {
   }
 };
 
-// The stream that PyTorch works on, and the context made current on this thread.
-driver::Stream current_stream(c10::Device device);
+// Makes a device the current one of this thread, with its context bound, until the end of the scope. `stream` is the one
+// that PyTorch works on there.
+struct OnDevice {
+  explicit OnDevice(c10::Device device);
+  const c10::DeviceGuard guard;
+  const driver::Stream stream;
+};
 
 // How many multiprocessors the device has; the driver is asked once per thread.
 int multiprocessors(c10::Device device);
