@@ -11,6 +11,7 @@ A contender that raises is left out, and its reason takes the place of its time.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,16 +37,16 @@ _SAMPLE_MS = 1.0
 HOST_CALLS = 400
 
 METHODS = {
-    "calls": "wall time of single calls, contenders taking turns in rotating order, one warm-up call each; median and "
-    "quartiles; every call allocates and frees its own results; inputs are the same for all; page_faults: those of the "
-    "process in a call, median",
+    "calls": "wall time of single calls, contenders taking turns in an order drawn for each round, one warm-up call "
+    "each; median and quartiles; every call allocates and frees its own results; inputs are the same for all; "
+    "page_faults: those of the process in a call, median",
     "cuda": "CUDA graph of calls that rotate over input sets, each call writing to memory of its own, at least "
     f"{ROTATED_BYTES // 10**6} MB touched per replay where {_MAX_CALLS} calls suffice for that (smaller calls wait for "
     "launches rather than for memory); all contenders write to the same memory, as where it lies among the inputs can "
-    "change a time by a fifth; replays timed with events, contenders taking turns in rotating order; median "
-    "and quartiles of the time per call; CuPy's calls are not captured but launched one by one on the same stream",
+    "change a time by a fifth; replays timed with events, contenders taking turns in an order drawn for each round; "
+    "median and quartiles of the time per call; CuPy's calls are not captured but launched one by one on that stream",
     "host": f"wall time of {HOST_CALLS} calls without a synchronisation between them, over their number; contenders "
-    "taking turns in rotating order; median and quartiles",
+    "taking turns in an order drawn for each round; median and quartiles",
 }
 
 
@@ -264,7 +265,7 @@ def time_cuda(  # pragma: gpu
             for warm_up in captured.values():
                 warm_up.replay()
             for round in range(effort.replays):
-                for name in _rotated(list(captured), round):
+                for name in _drawn(captured, round):
                     events[name].append(_timed_replays(captured[name].replay, captured[name].replays))
             stream.synchronize()
         for name, repeated in captured.items():
@@ -339,7 +340,7 @@ def _take_turns(
             calls[name] = call
     samples: dict[str, list[_Sample]] = {name: [] for name in calls}
     for round in rounds:
-        for name in _rotated(list(calls), round):
+        for name in _drawn(calls, round):
             samples[name].append(sample(calls[name]))
     return outcomes, samples
 
@@ -353,10 +354,14 @@ def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cu
     return start, end
 
 
-def _rotated(names: list[str], round: int) -> list[str]:
-    """The names, another one first each round, so that none always follows the same one."""
-    first = round % max(1, len(names))
-    return names[first:] + names[:first]
+def _drawn(names: Iterable[str], round: int) -> list[str]:
+    """The names in an order drawn for this round, the same in every run.
+
+    A contender that always followed the same one would be charged for what that one leaves in the caches.
+    """
+    order = list(names)
+    random.Random(round).shuffle(order)
+    return order
 
 
 def _one_line(error: BaseException) -> str:
