@@ -305,7 +305,7 @@ def test_explain(name: str) -> None:
 def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: bool) -> None:
     """Up to 8 blocks, powers of two, hold a row, or it is looped over; a program has 1024 threads at most."""
     plans = [
-        plan.norm_forward(cols, itemsize, warp_size),
+        plan.norm_forward(cols, itemsize, warp_size, rms),
         plan.norm_backward(cols, itemsize, warp_size, rms, staged, 3 * itemsize, 232448),
         plan.softmax_backward(cols, itemsize == 8, warp_size),
         plan.norm_columns(itemsize, warp_size),

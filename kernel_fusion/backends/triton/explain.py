@@ -42,7 +42,7 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
     itemsize = h.dtype.itemsize
     backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, staged, *sizes)
-    forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size)
+    forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
     lines = f"forward: {forward}", f"backward: {backward}"
     if backward.resident > 0:
         return *lines[:1], f"{lines[1]}, {device.programs(backward)} programs"

@@ -40,6 +40,8 @@ class Plan:
         warps: of the program.
         pieces: blocks that a row takes beside each other.
         looped: whether rows are longer than that, and read a block at a time.
+        slices: of a block, where the moments of a row are those of its slices, joined: each is what a warp loads with
+            one instruction.
         early: whether weight and bias are asked for before the row's statistics are there.
         again: whether backward reads a row again rather than keep it beside the sums of its columns.
         stages: of the pipeline through shared memory in which a persistent program fetches rows ahead; 1 for none.
@@ -51,6 +53,7 @@ class Plan:
     warps: int
     pieces: int = 1
     looped: bool = False
+    slices: int = 1
     early: bool = False
     again: bool = False
     stages: int = 1
@@ -90,27 +93,42 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
     return Plan(rows, block, _warps(rows * block, per_thread, warp_size), looped=looped)
 
 
-def norm_forward(cols: int, itemsize: int, warp_size: int) -> Plan:
+def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     """16 elements a thread until there are 8 warps, whose threads then take as many as they have registers for.
 
-    A row of 16-bit elements is left to one warp up to 2 KB, where warps would wait for each other. Weight and bias are
-    asked for early where their registers are few; those of 16 bits would be widened early, too.
+    A row of 2 KB is left to one warp, which waits for nobody; shorter ones share a program that reads as much, since
+    a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
+    where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
+    early, too. Slices save LayerNorm half of the waiting between warps, and cost registers and instructions.
 
     Args:
         cols: N.
         itemsize: bytes of an element of the input.
         warp_size: of the device.
+        rms: RMSNorm, which has a weight and most often no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # an int: in a traced program it may be a symbol
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
-    rows = 1 if cols > 768 else max(2, 512 // _block(cols))
-    warps = 1 if cols * itemsize <= 2048 else min(8, _power_of_two(-(-rows * cols * width // 512) + 1) // 2)
+    rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
+    if cols * itemsize <= 2048:
+        warps = 2 if narrow and rows > 2 else 1
+    else:
+        warps = _at_most(8, -(-rows * cols * width // 512))
     if cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
-    block, pieces = _pieces(cols, 8 * 32 * warps // itemsize)
-    early = rows == 1 and (warps <= 4 if narrow else cols <= 8192)
-    return Plan(rows, block, _narrow(warps, warp_size), pieces, early=early)
+    each = cols / (32 * warps)  # elements of a thread, of the row
+    if not narrow:
+        early = warps <= 4 or each <= 20
+    elif rms:
+        early = each <= 32
+    else:
+        early = warps <= 4 and each > 16
+    early = early and rows == 1
+    sliced = early and not rms and warps > 1 and cols <= 4096
+    most = 512 * warps // itemsize if sliced else _NORM_BLOCK
+    block, pieces = _pieces(cols, 8 * 32 * max(1, warps // rows) // itemsize, most)
+    return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)
 
 
 def norm_backward(
@@ -177,14 +195,19 @@ def _block(cols: int) -> int:
     return max(16, _power_of_two(int(cols)))
 
 
-def _pieces(cols: int, least: int) -> tuple[int, int]:
-    """The blocks of a row: the largest of which an eighth at most lies outside it, if 8 of `least` or more can."""
+def _pieces(cols: int, least: int, most: int = _NORM_BLOCK) -> tuple[int, int]:
+    """The blocks of a row: the largest up to `most` of which an eighth at most lies outside it, if 8 of `least` can."""
     if cols <= 256:
         return _block(cols), 1
-    block = _NORM_BLOCK
+    block = most
     while block > max(128, least, _block(cols) // 8) and -cols % block > cols // 8:
         block //= 2
     return block, -(-cols // block)
+
+
+def _at_most(most: int, wanted: int) -> int:
+    """The largest power of two up to both."""
+    return 1 << (min(most, wanted).bit_length() - 1)
 
 
 def _width(itemsize: int) -> int:

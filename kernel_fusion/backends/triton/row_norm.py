@@ -68,7 +68,7 @@ def forward(
     kinds = 0 if not wants_stats else 1 if rms else 2
     stats = torch.empty((kinds, rows.count), dtype=wide, device=input.device)
     device = plan.device_of(input.device)
-    layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size)
+    layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
     size, lengths, strides = _in_units(Rows(rows.count, rows.middle, rows.inner, (rows.strides * 2)[:2]), cols)
     launch(
         fwd_kernel, (-(-rows.count // layout.rows),),
@@ -76,7 +76,7 @@ def forward(
         EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
         STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
-        PIECES=layout.pieces, LOOPED=layout.looped, EARLY=layout.early, warps=layout.warps,
+        PIECES=layout.pieces, LOOPED=layout.looped, SLICES=layout.slices, EARLY=layout.early, warps=layout.warps,
     )  # fmt: skip
     return y, h, stats
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
+from kernel_fusion.backends.triton.kernels.elementary import quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
@@ -83,18 +83,18 @@ def _gradient(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-    ONCE: tl.constexpr,
+    LAST: tl.constexpr,
 ):
-    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite. ONCE as for `load`."""
+    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite. LAST as for `load`."""
     if STORED:
-        h = load(h_ptr, h_offset, mask, WIDE, ONCE)
+        h = load(h_ptr, h_offset, mask, WIDE, LAST)
     else:
         h = normalised(
             h_ptr, h_ptr, seed_ptr, h_offset, h_offset, position, mask,
-            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE, ONCE,
+            PRE, THRESHOLD, KEPT_SCALE, ALIGNED, False, BLOCK, WIDE, LAST,
         )  # fmt: skip
     n = (h - mean) * rstd
-    g = load(dy_ptr, dy_offset, mask, WIDE, ONCE)
+    g = load(dy_ptr, dy_offset, mask, WIDE, LAST)
     if HAS_WEIGHT:
         w = shifted(load(weight_ptr, col, col_mask, WIDE), OFFSET)
     if ACTIVATION != "identity":
@@ -136,19 +136,20 @@ def _write(
     DRESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    LAST: tl.constexpr,
 ):
     """dx and dresidual of a tile."""
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if HAS_DH:
-        dh += load(dh_ptr, out_offset, mask, WIDE, ONCE=True)
+        dh += load(dh_ptr, out_offset, mask, WIDE, LAST)
     if DRESIDUAL:
-        store(dresidual_ptr, out_offset, dh, mask, ONCE=True)
+        store(dresidual_ptr, out_offset, dh, mask, LAST)
     if DX:
         if THRESHOLD > 0:
             dh = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), dh * KEPT_SCALE, 0.0)
         if PRE != "identity":
             dh = times_slope(dh, load(x_ptr, x_offset, mask, WIDE), PRE)
-        store(dx_ptr, out_offset, dh, mask, ONCE=True)
+        store(dx_ptr, out_offset, dh, mask, LAST)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -206,9 +207,8 @@ def row_norm_bwd(
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
-    # Divided before anything is waited for.
     count = num_cols.to(ACC)
-    each = divide(tl.full([1, 1], 1.0, ACC), count)
+    each = 1.0 / count
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     dweight = ()
@@ -250,7 +250,7 @@ def row_norm_bwd(
                 _write(
                     n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
                     dresidual_ptr, x_row + at, out_row + at, out_row + start, mask, PRE, THRESHOLD, KEPT_SCALE,
-                    ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
+                    ALIGNED, HAS_DH, DX, DRESIDUAL, BLOCK, WIDE, True,
                 )  # fmt: skip
         else:
             ns = ()
@@ -263,7 +263,7 @@ def row_norm_bwd(
                 n, g, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + i * BLOCK, at,
                     mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
-                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, not AGAIN,
+                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
                 )  # fmt: skip
                 if not AGAIN:
                     ns = ns + (n,)
@@ -292,7 +292,7 @@ def row_norm_bwd(
                     _write(
                         n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr,
                         x_row + at, out_row + at, out_row + i * BLOCK, mask, PRE, THRESHOLD, KEPT_SCALE, ALIGNED,
-                        HAS_DH, DX, DRESIDUAL, BLOCK, WIDE,
+                        HAS_DH, DX, DRESIDUAL, BLOCK, WIDE, AGAIN,
                     )  # fmt: skip
     # Partial rows: those of dweight, one per program, then those of dbias.
     for i in tl.static_range(PIECES):

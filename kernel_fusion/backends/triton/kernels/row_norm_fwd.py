@@ -2,12 +2,12 @@
 
     u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
 
-A program has ROWS whole rows, each in PIECES blocks of columns: x is read once, and the variance is that of the
-deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a block at a time, the second time from the
-L2 cache: first every lane sums the deviations of its columns and their squares, then the row is normalised. The sums
-are about the mean of the row's first block, which is within sqrt(N / BLOCK) standard deviations of the row's mean: so
-many digits are left when they are moved there. h is rounded to the residual's type before the statistics, y once. Bytes
-per element: x and the residual in, y and h out.
+A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
+once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
+block at a time, the second time from the L2 cache: first every lane sums the deviations of its columns and their
+squares, then the row is normalised. The sums are about the mean of the row's first block, which is within
+sqrt(N / BLOCK) standard deviations of the row's mean: so many digits are left when they are moved there. h is rounded
+to the residual's type before the statistics, y once. Bytes per element: x and the residual in, y and h out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
+from kernel_fusion.backends.triton.kernels.elementary import quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
@@ -40,14 +40,14 @@ def normalised(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-    ONCE: tl.constexpr,
+    LAST: tl.constexpr,
 ):
-    """h of a tile, from x and the residual. ONCE as for `load`."""
-    h = value(load(x_ptr, x_offset, mask, WIDE, ONCE), PRE)
+    """h of a tile, from x and the residual. LAST as for `load`."""
+    h = value(load(x_ptr, x_offset, mask, WIDE, LAST), PRE)
     if THRESHOLD > 0:
         h = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), h * KEPT_SCALE, 0.0)
     if HAS_RESIDUAL:
-        h = load(residual_ptr, residual_offset, mask, WIDE, ONCE) + h
+        h = load(residual_ptr, residual_offset, mask, WIDE, LAST) + h
         h = h.to(residual_ptr.dtype.element_ty).to(tl.float64 if WIDE else tl.float32)
     return h
 
@@ -62,26 +62,59 @@ def sum_of(tiles):
 
 
 @triton.jit
-def _moments(hs, col, num_cols, count, each, RMS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
+    """Mean, squared deviations from it, and number of elements of two parts of a row together (Chan et al., 1979)."""
+    count = count_a + count_b
+    share = count_b / tl.maximum(count, 1.0)
+    shift = mean_b - mean_a
+    return mean_a + shift * share, squares_a + squares_b + shift * shift * (count_a * share), count
+
+
+@triton.jit
+def _moments(
+    hs, col, start, num_cols, count, each, RMS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+):  # fmt: skip
     """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
-    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N.
+    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N. A row in SLICES has the moments of each
+    joined, for which its warps wait for each other once instead of twice.
     """
+    ACC: tl.constexpr = hs[0].dtype
+    WIDTH: tl.constexpr = BLOCK // SLICES
+    part = count
+    each_part = each
+    if SLICES > 1:
+        part = tl.zeros([SLICES, 1], ACC)
+        for i in tl.static_range(len(hs)):
+            part += tl.minimum(tl.maximum(num_cols - i * BLOCK - start, 0), WIDTH).to(ACC)
+        each_part = 1.0 / tl.maximum(part, 1.0)
     if RMS:
-        mean = tl.zeros([hs[0].shape[0], 1], hs[0].dtype)
+        mean = tl.zeros([hs[0].shape[0], 1], ACC)
         deviations = hs
     else:
-        mean = quotient(sum_of(hs), count, each)
-        deviations = ()
-        for i in tl.static_range(len(hs)):
-            deviation = hs[i] - mean
-            if not EXACT:
-                deviation = tl.where(i * BLOCK + col < num_cols, deviation, 0.0)
-            deviations = deviations + (deviation,)
+        mean = quotient(sum_of(hs), part, each_part)
+        deviations = _deviations(hs, mean, col, num_cols, EXACT, BLOCK)
     squares = ()
     for i in tl.static_range(len(hs)):
         squares = squares + (deviations[i] * deviations[i],)
-    return mean, deviations, quotient(sum_of(squares), count, each)
+    total = sum_of(squares)
+    if SLICES > 1:
+        mean, total, _ = tl.reduce((mean, total, part), 0, _join, keep_dims=True)
+        deviations = _deviations(hs, mean, col, num_cols, EXACT, BLOCK)
+    return mean, deviations, quotient(total, count, each)
+
+
+@triton.jit
+def _deviations(hs, mean, col, num_cols, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """Those of rows in registers from a mean; zero outside the row."""
+    deviations = ()
+    for i in tl.static_range(len(hs)):
+        deviation = hs[i] - mean
+        if not EXACT:
+            deviation = tl.where(i * BLOCK + col < num_cols, deviation, 0.0)
+        deviations = deviations + (deviation,)
+    return deviations
 
 
 @triton.jit
@@ -155,18 +188,20 @@ def row_norm_fwd(
     PIECES: tl.constexpr,
     EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
+    SLICES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
-    # Divided before anything is waited for; a division between the sums would be waited for.
     count = num_cols.to(ACC)
-    each = divide(tl.full([1, 1], 1.0, ACC), count)
+    each = 1.0 / count
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
-    col = tl.arange(0, BLOCK)[None, :]
+    WIDTH: tl.constexpr = BLOCK // SLICES
+    start = tl.arange(0, SLICES)[:, None] * WIDTH
+    col = start + tl.arange(0, WIDTH)[None, :]
     x_row = row_offset(row, middle, inner, x0 * UNIT, x1 * UNIT, x2 * UNIT, FLAT)
     residual_row = row_offset(row, middle, inner, r0 * UNIT, r1 * UNIT, r2 * UNIT, FLAT)
     y_row = row * num_cols
@@ -208,10 +243,10 @@ def row_norm_fwd(
                 PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, True,
             )  # fmt: skip
             if HAS_RESIDUAL:
-                store(h_ptr, y_row + at, h, mask, ONCE=True)
+                store(h_ptr, y_row + at, h, mask, LAST=True)
             weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
             y = _affine(h - mean, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
-            store(y_ptr, y_row + at, y, mask, ONCE=True)
+            store(y_ptr, y_row + at, y, mask, LAST=True)
     else:
         hs = ()
         parameters = ()
@@ -220,8 +255,8 @@ def row_norm_fwd(
             col_mask = within(at, num_cols, EXACT)
             mask = row_mask & col_mask
             h = normalised(
-                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + i * BLOCK, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, True,
+                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + i * BLOCK + start, mask,
+                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, WIDTH, WIDE, False,
             )  # fmt: skip
             if PRE != "identity" and not EXACT:
                 h = tl.where(mask, h, 0.0)  # as it was read
@@ -231,8 +266,8 @@ def row_norm_fwd(
         if HAS_RESIDUAL:
             for i in tl.static_range(PIECES):
                 at = i * BLOCK + col
-                store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, EXACT), ONCE=True)
-        mean, deviations, variance = _moments(hs, col, num_cols, count, each, RMS, EXACT, BLOCK)
+                store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, EXACT))
+        mean, deviations, variance = _moments(hs, col, start, num_cols, count, each, RMS, EXACT, BLOCK, SLICES)
         rstd = reciprocal_sqrt(variance + EPS)
         for i in tl.static_range(PIECES):
             at = i * BLOCK + col
@@ -242,7 +277,7 @@ def row_norm_fwd(
             else:
                 weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
             y = _affine(deviations[i], rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
-            store(y_ptr, y_row + at, y, row_mask & col_mask, ONCE=True)
+            store(y_ptr, y_row + at, y, row_mask & col_mask)
     if STATS:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
         if RMS:

@@ -35,12 +35,13 @@ def shifted(weight, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def load(ptr, offset, mask, WIDE: tl.constexpr, ONCE: tl.constexpr = False):
+def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
     """A tile, widened to the type that is computed in: float64 if WIDE, else float32. Zero where masked.
 
-    ONCE: nobody reads it again soon, so it shall not push what many rows share (weights) out of the L1 cache.
+    LAST: of two readings, so that it shall not push out of the L2 cache what is still to be read again. Not for what is
+    read but once: after a kernel that filled the cache, tiles that are evicted first have little room in it.
     """
-    policy: tl.constexpr = "evict_first" if ONCE else ""
+    policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:
         values = tl.load(ptr + offset, eviction_policy=policy)
     else:
@@ -52,7 +53,7 @@ def load(ptr, offset, mask, WIDE: tl.constexpr, ONCE: tl.constexpr = False):
 
 
 @triton.jit
-def store(ptr, offset, values, mask, ONCE: tl.constexpr = False):
-    """A tile, rounded to the type of the tensor. ONCE as for `load`."""
-    policy: tl.constexpr = "evict_first" if ONCE else ""
+def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
+    """A tile, rounded to the type of the tensor. LAST: beside the last of two readings."""
+    policy: tl.constexpr = "evict_first" if LAST else ""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
