@@ -74,10 +74,9 @@ def divide(a, b):
 
 @triton.jit
 def quotient(a, b, reciprocal):
-    """a / b, given 1 / b to a few units: exact where it has no more digits than a, as the mean of equal numbers is.
+    """a / b, given 1 / b: exact where it has no more digits than a, as the mean of equal numbers is.
 
-    A division that is rounded correctly is a call of a function on NVIDIA GPUs: in the middle of a row's work it would
-    cost more than the row's sums, and at its beginning hold up the first load. What comes of the last operations here
+    In the middle of a row's work a division would cost more than the row's sums. What comes of the last operations here
     is not fused with the next, which the compiler would do in one kernel and not in another.
     """
     estimate = a * reciprocal

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import quotient
+from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
@@ -207,8 +207,9 @@ def row_norm_bwd(
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
+    # Divided before anything is waited for.
     count = num_cols.to(ACC)
-    each = 1.0 / count
+    each = divide(tl.full([1, 1], 1.0, ACC), count)
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     dweight = ()

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.elementary import quotient, reciprocal_sqrt
+from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
@@ -88,7 +88,7 @@ def _moments(
         part = tl.zeros([SLICES, 1], ACC)
         for i in tl.static_range(len(hs)):
             part += tl.minimum(tl.maximum(num_cols - i * BLOCK - start, 0), WIDTH).to(ACC)
-        each_part = 1.0 / tl.maximum(part, 1.0)
+        each_part = divide(tl.full([SLICES, 1], 1.0, ACC), tl.maximum(part, 1.0))
     if RMS:
         mean = tl.zeros([hs[0].shape[0], 1], ACC)
         deviations = hs
@@ -195,8 +195,9 @@ def row_norm_fwd(
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
+    # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
     count = num_cols.to(ACC)
-    each = 1.0 / count
+    each = divide(tl.full([1, 1], 1.0, ACC), count)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
     WIDTH: tl.constexpr = BLOCK // SLICES
