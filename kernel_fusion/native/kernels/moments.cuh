@@ -36,10 +36,10 @@ template <class S> struct Deviations {
   __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack) {
     A x[S::kVec];
     widen_pack(pack, x);
-    if (!S::kRms && !P::kCovers && (k * S::kLanes + lane) * S::kVec >= P::cols_of(warp)) return;
+    const bool inside = S::kRms || P::kCovers || (k * S::kLanes + lane) * S::kVec < P::cols_of(warp);
 #pragma unroll
     for (int e = 0; e < S::kVec; ++e) {
-      const A d = x[e] - center;
+      const A d = inside ? x[e] - center : A(0);
       rest += d;
       squares += d * d;
     }

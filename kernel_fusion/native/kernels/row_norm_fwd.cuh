@@ -71,8 +71,7 @@ template <class S> struct ForwardRow {
   __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + index * S::kCols; }
 
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
-    if constexpr (kLast) return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
-    else return load_global_cols<S::kAlignX, kVec, S::kCols, P::kCovers>(x, col);
+    return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
   __device__ Pack<Residual, kVec> load_residual(int col) const { return load_row<S, S::kAlignResidual>(residual, col); }
   __device__ Pack<Residual, kVec> load_h(int col) const { return load_row<S, 16>(h(), col); }

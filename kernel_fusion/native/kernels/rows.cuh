@@ -22,9 +22,7 @@ template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(con
 
 // Of weight or bias.
 template <class S, class T> __device__ Pack<T, S::kVec> load_parameter(const void* p, int col) {
-  const auto* parameter = static_cast<const T*>(p);
-  if constexpr (kPresent<T>) return load_global_cols<S::kAlignWeight, S::kVec, S::kCols, Place<S>::kCovers>(parameter, col);
-  else return {};
+  return load_row<S, S::kAlignWeight>(static_cast<const T*>(p), col);
 }
 
 // The factor of n: weight_offset + weight, the addition compiled in only where there is an offset.

@@ -179,39 +179,6 @@ __device__ Pack<T, kVec> load_cols(const T* row, int col) {
   return {};
 }
 
-// One load instruction from global memory, or zeros.
-__device__ inline void load_word_if(bool there, const unsigned* p, unsigned* w) {
-  w[0] = 0;
-  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.b32 %0, [%1];\n}"
-               : "+r"(w[0]) : "l"(p), "r"(static_cast<int>(there)));
-}
-__device__ inline void load_word_if(bool there, const uint2* p, unsigned* w) {
-  w[0] = w[1] = 0;
-  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %3, 0;\n@there ld.global.v2.b32 {%0, %1}, [%2];\n}"
-               : "+r"(w[0]), "+r"(w[1]) : "l"(p), "r"(static_cast<int>(there)));
-}
-__device__ inline void load_word_if(bool there, const uint4* p, unsigned* w) {
-  w[0] = w[1] = w[2] = w[3] = 0;
-  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3]) : "l"(p), "r"(static_cast<int>(there)));
-}
-
-// `load_cols` of a row in global memory. What an `if` may or may not load is kept by the compiler as 16-bit elements, which
-// it takes apart and packs again: a sixth of all instructions of LayerNorm of 3000 columns.
-template <int kAlign, int kVec, int kCols, bool kCovers, class T> __device__ Pack<T, kVec> load_global_cols(const T* row, int col) {
-  constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
-  if constexpr (kCovers || sizeof(T) != 2 || kPiece < 4) {
-    return load_cols<kAlign, kVec, kCols, kCovers>(row, col);
-  } else {
-    Pack<T, kVec> pack;
-    const auto* words = reinterpret_cast<const typename Word<kPiece>::type*>(row + col);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(pack)) / kPiece; ++i)
-      load_word_if(col < kCols, words + i, reinterpret_cast<unsigned*>(&pack) + i * (kPiece / 4));
-    return pack;
-  }
-}
-
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
 __device__ void store_cols(T* row, int col, const Pack<T, kVec>& pack) {
   if (kCovers || col < kCols) store<kAlign, kLast>(row + col, pack);
