@@ -26,24 +26,22 @@ namespace kf::cpu {
 // (cpu/pairs.h). With stages they never do.
 constexpr bool interleaves(Dtype x, Dtype other) { return x == Dtype::kBFloat16 && other == Dtype::kBFloat16; }
 
-// weight or bias as it is given, side by side, and `out`, as many in the accumulator type with the offset added.
+// weight or bias, side by side, to which the offset is to be added, and which are to be `interleaved`.
 struct Parameter {
-  const void* data;
-  void* out;
+  const void* data;  // null: absent
   double offset;
   Dtype type;
   bool interleaved;
 
-  // Whether it is given as it is taken, in the accumulator type `acc`.
+  // Whether it is as rows of the accumulator type `acc` take it.
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
 inline constexpr int64_t kParameterTile = 2048;  // a range begins at a multiple of it
 
-// weight and bias arrive prepared, or with `parameters`, to be prepared stretch by stretch; null where absent.
+// weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.
 struct Forward {
   const void* x;
-  const void* weight;
-  const void* bias;
+  Parameter weight, bias;
   void* y;
   void* mean;  // null: not wanted
   void* rstd;  // null: not wanted
@@ -53,7 +51,6 @@ struct Forward {
   bool rms;
   Dtype x_type, y_type;
   bool streams;  // y goes past the caches
-  const Parameter* parameters;  // of few long rows: weight and bias as they are given; else null
 };
 
 struct Backward {
@@ -98,8 +95,8 @@ struct BackwardStages : Stages {
   Dtype dx_type;  // that of x as well
 };
 
-// Elements [begin, end).
-using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end);
+// Elements [begin, end), as rows take them, to `out`, where those begin that rows take.
+using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);

@@ -22,23 +22,22 @@ template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
   return static_cast<A>(sum / static_cast<double>(n));
 }
 
-template <class T> inline double squares_of(const T* x, int64_t n) {
-  const auto add = [&](auto v, auto& sum) { sum = fma(v, v, sum); };
-  const auto [squares] = sums_over<AccOf<T>, 1>(
+template <class T> KF_INLINE Sums<AccOf<T>, 1> squares_of(const T* x, int64_t n) {
+  const auto add = [](auto v, auto& sum) { sum = fma(v, v, sum); };
+  return lanes_over<AccOf<T>, 1>(
       n, [&](int64_t i, auto& sums) { add(load_pair(x + i), sums[0]); },
       [&](int64_t i, auto& sums) { add(load_one(x + i), sums[0]); });
-  return squares;
 }
 
 // Sums of x - center and of its square over [0, n).
-template <class T> KF_INLINE std::array<double, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
+template <class T> KF_INLINE Sums<AccOf<T>, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
   using A = AccOf<T>;
   const auto centers = both(center);
   const auto add = [](auto d, auto& sums) {
     sums[0] = sums[0] + d;
     sums[1] = fma(d, d, sums[1]);
   };
-  return sums_over<A, 2>(
+  return lanes_over<A, 2>(
       n, [&](int64_t i, auto& sums) { add(load_pair(x + i) - centers, sums); },
       [&](int64_t i, auto& sums) { add(load_one(x + i) - center, sums); });
 }
@@ -58,15 +57,27 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
   return count < kSample ? mean_of(x, count) : static_cast<AccOf<T>>(total(load_pair(x)) / kSample);
 }
 
+// Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
+inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
+
+// From the sums around `center`.
+template <class A> KF_INLINE Deviations<A> deviations_from(A center, const std::array<double, 2>& sums, double share) {
+  const double rest = sums[0] * share;
+  return {center, rest, sums[1] - sums[0] * rest};
+}
+
+// Around the mean, in two passes. Out of line: inlined, it would have the loops beside it keep their sums in memory.
+template <class T> [[gnu::noinline, gnu::cold]] Deviations<AccOf<T>> deviations_from_mean(const T* x, int64_t count) {
+  const auto center = mean_of(x, count);
+  return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
+}
+
 // One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose digits:
-// once more then, around the mean that is known now.
+// once more then, around the mean.
 template <class T> KF_INLINE Deviations<AccOf<T>> deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
-  for (bool again = false;; again = true) {
-    const auto [rest, squares] = sums_around(x, count, center);
-    if (again || rest * (rest * share) <= squares / 2) return {center, rest * share, squares - rest * (rest * share)};
-    center = mean_of(x, count);
-  }
+  const auto sums = joined(sums_around(x, count, center));
+  return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
 }
 
 // `center` is that of the first chunk.
@@ -76,7 +87,7 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
   for (int64_t start = 0; start < n; start += kStatisticsChunk) {
     const int64_t count = std::min(kStatisticsChunk, n - start);
     if (rms) {
-      squares += squares_of(x + start, count);
+      squares += joined(squares_of(x + start, count))[0];
       continue;
     }
     // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
@@ -93,6 +104,53 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
     squares += chunk.squares + shift * shift * static_cast<double>(start) * static_cast<double>(count) / joined;
   }
   return {base + mean, squares * share};
+}
+
+// As many rows as are normalised together, at most.
+constexpr int64_t kMostRows = 16;
+
+// Whether so many rows of n elements are worth `moments_together`, which takes rows of one chunk: of fewer rows than it joins at
+// once, those that it fills up with cost more than is saved.
+inline bool are_joined(int64_t count, int64_t n) { return n <= kStatisticsChunk && count >= Vectorized<double>::size(); }
+
+// The moments of such rows: those that `moments` finds, bit for bit, but the lanes of the rows' sums are joined together.
+// Rows of 64 take 14 ns each instead of 20 (Xeon, 1 thread).
+template <class T>
+void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
+  using A = AccOf<T>;
+  constexpr int64_t kSample = Pair<A>::kStep;
+  const double share = 1 / static_cast<double>(n);
+  A center[kMostRows];
+  SumsOfRows<A, kMostRows> sums, squares;
+  if (rms) {
+    for (int64_t r = 0; r < count; ++r) squares.put(r, squares_of(x[r], n), 0);
+    squares.join(count, variance);
+    for (int64_t r = 0; r < count; ++r) variance[r] *= share;
+    return;
+  }
+  if (n < kSample) {
+    for (int64_t r = 0; r < count; ++r) center[r] = mean_of(x[r], n);
+  } else {
+    for (int64_t r = 0; r < count; ++r) {
+      const auto sample = load_pair(x[r]);
+      sums.put(r, Sums<A, 1>{{sample.a + sample.b}, {}}, 0);
+    }
+    sums.join(count, mean);
+    for (int64_t r = 0; r < count; ++r) center[r] = static_cast<A>(mean[r] / kSample);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const auto row = sums_around(x[r], n, center[r]);
+    sums.put(r, row, 0);
+    squares.put(r, row, 1);
+  }
+  sums.join(count, mean);
+  squares.join(count, variance);
+  for (int64_t r = 0; r < count; ++r) {
+    const bool near = is_near(mean[r], variance[r], share);
+    const auto row = near ? deviations_from(center[r], {mean[r], variance[r]}, share) : deviations_from_mean(x[r], n);
+    mean[r] = row.center + row.rest;
+    variance[r] = row.squares * share;
+  }
 }
 
 }  // namespace

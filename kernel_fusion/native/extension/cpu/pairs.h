@@ -133,37 +133,105 @@ template <class V> KF_INLINE double sum_of_lanes(const V& v) {
 }
 
 // The sum of all lanes, joined in double.
-KF_INLINE double total(const Pair<float>& v) { return sum_of_lanes(join_widened(v.a + v.b)); }
-KF_INLINE double total(const Pair<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v.a + v.b)); }
+KF_INLINE double total(const Vectorized<float>& v) { return sum_of_lanes(join_widened(v)); }
+KF_INLINE double total(const Vectorized<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v)); }
+template <class A> KF_INLINE double total(const Pair<A>& v) { return total(v.a + v.b); }
+
+// The lanes of a and b, in groups of kGroup: of each group its lower and its upper half, added.
+template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doubles& b) {
+  constexpr int kHalf = kGroup / 2;
+  return [&]<int... i>(std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(a, b, (i / kHalf * kGroup + i % kHalf)...) +
+           __builtin_shufflevector(a, b, (i / kHalf * kGroup + i % kHalf + kHalf)...);
+  }(std::make_integer_sequence<int, Vectorized<double>::size()>());
+}
+
+// The lanes of kCount vectors that lie one after the other, each of them joined to a group of its own.
+template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
+  constexpr int kLanes = Vectorized<double>::size();
+  if constexpr (kCount > 1) {
+    constexpr int kHalf = kCount / 2;
+    return join_halves<kLanes / kHalf>(join_vectors<kHalf>(lanes), join_vectors<kHalf>(lanes + kHalf * Vectorized<A>::size()));
+  } else if constexpr (std::is_same_v<A, double>) {
+    return std::bit_cast<Doubles>(Vectorized<double>::loadu(lanes));
+  } else {
+#if defined(CPU_CAPABILITY_AVX512)  // half by half from memory, which takes no shuffle
+    return _mm512_cvtps_pd(_mm256_loadu_ps(lanes)) + _mm512_cvtps_pd(_mm256_loadu_ps(lanes + kLanes));
+#elif defined(CPU_CAPABILITY_AVX2)
+    return _mm256_cvtps_pd(_mm_loadu_ps(lanes)) + _mm256_cvtps_pd(_mm_loadu_ps(lanes + kLanes));
+#else
+    return join_widened(Vectorized<float>::loadu(lanes));
+#endif
+  }
+}
+
+// Sums before their lanes are joined, and of the elements at the end that fill no pair.
+template <class A, size_t kSums> struct Sums {
+  std::array<Vectorized<A>, kSums> lanes;
+  std::array<A, kSums> rest;
+};
+
+template <class A, size_t kSums> KF_INLINE std::array<double, kSums> joined(const Sums<A, kSums>& sums) {
+  return [&]<size_t... k>(std::index_sequence<k...>) {
+    return std::array<double, kSums>{(total(sums.lanes[k]) + sums.rest[k])...};
+  }(std::make_index_sequence<kSums>());
+}
+
+// One sum of each of up to kRows rows, joined when those of all rows are there: as by `joined`, bit for bit, but with the lanes of
+// several rows in one vector, which takes less than half the instructions.
+template <class A, int64_t kRows> struct SumsOfRows {
+  static constexpr int64_t kTogether = Vectorized<double>::size();
+  static_assert(kRows % kTogether == 0);
+  alignas(64) A lanes[kRows][Vectorized<A>::size()];
+  A rest[kRows];
+
+  template <size_t kSums> KF_INLINE void put(int64_t row, const Sums<A, kSums>& sums, size_t which) {
+    sums.lanes[which].store(lanes[row]);
+    rest[row] = sums.rest[which];
+  }
+
+  // sums[0 ... count), with room for kRows.
+  KF_INLINE void join(int64_t count, double* sums) {
+    for (int64_t r = count; r % kTogether != 0; ++r) std::fill_n(lanes[r], Vectorized<A>::size(), A(0));
+    for (int64_t r = 0; r < count; r += kTogether) {
+      const Doubles all = join_vectors<static_cast<int>(kTogether)>(lanes[r]);
+      std::memcpy(sums + r, &all, sizeof(all));
+    }
+    for (int64_t r = 0; r < count; ++r) sums[r] += rest[r];
+  }
+};
 
 // Sums over [0, n): add(i, sums) adds the pair at i to sums of pairs, of which there are kSums, and one(i, sums) element i to sums
 // of single ones. Two chains hide the latency of the additions. In two levels: the error of a sum grows with the length of a block,
 // not of the row. Elements that are equal, such as the zeros that relu leaves, would all round the same way in one long chain.
+template <class A, size_t kSums, class F, class G> inline Sums<A, kSums> lanes_over(int64_t n, F&& add, G&& one) {
+  return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // no loop over k, lest the sums be kept in memory
+    constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
+    const auto zeros = [] { return std::array<Pair<A>, kSums>{(static_cast<void>(k), both<A>(0))...}; };
+    auto blocks = zeros();
+    int64_t i = 0;
+    while (i + kStep <= n) {
+      auto first = zeros(), second = zeros();
+      const int64_t stop = std::min(n, i + kBlock);
+      for (; i + 2 * kStep <= stop; i += 2 * kStep) {
+        add(i, first);
+        add(i + kStep, second);
+      }
+      if (i + kStep <= stop) {
+        add(i, first);
+        i += kStep;
+      }
+      ((blocks[k] = blocks[k] + (first[k] + second[k])), ...);
+    }
+    std::array<A, kSums> rest{};
+    for (; i < n; ++i) one(i, rest);
+    return {{(blocks[k].a + blocks[k].b)...}, {rest[k]...}};
+  }(std::make_index_sequence<kSums>());
+}
+
+// The same, joined.
 template <class A, size_t kSums, class F, class G> inline std::array<double, kSums> sums_over(int64_t n, F&& add, G&& one) {
-  constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
-  std::array<Pair<A>, kSums> blocks;
-  blocks.fill(both<A>(0));
-  int64_t i = 0;
-  while (i + kStep <= n) {
-    std::array<Pair<A>, kSums> first, second;
-    first.fill(both<A>(0));
-    second.fill(both<A>(0));
-    const int64_t stop = std::min(n, i + kBlock);
-    for (; i + 2 * kStep <= stop; i += 2 * kStep) {
-      add(i, first);
-      add(i + kStep, second);
-    }
-    if (i + kStep <= stop) {
-      add(i, first);
-      i += kStep;
-    }
-    for (size_t k = 0; k < kSums; ++k) blocks[k] = blocks[k] + (first[k] + second[k]);
-  }
-  std::array<A, kSums> rest{};
-  for (; i < n; ++i) one(i, rest);
-  std::array<double, kSums> result;
-  for (size_t k = 0; k < kSums; ++k) result[k] = total(blocks[k]) + rest[k];
-  return result;
+  return joined(lanes_over<A, kSums>(n, add, one));
 }
 
 // ---- Types known at run time ----------------------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
       [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
 }
 
-// The columns [start, start + n) of a parameter of which the kernel was given `whole`; in `room` where it is yet to be prepared.
-template <class A> const A* stretch_of(const Parameter* p, const void* whole, int64_t start, int64_t n, A* room) {
-  if (!whole) return nullptr;
-  if (!p || p->as_is(kDtypeOf<A>)) return static_cast<const A*>(whole) + start;
-  with_type(p->type, [&](auto* type) {
+// The columns [start, start + n) of a parameter, prepared: where they lie, or in `room`.
+template <class A> const A* stretch_of(const Parameter& p, int64_t start, int64_t n, A* room) {
+  if (!p.data) return nullptr;
+  if (p.as_is(kDtypeOf<A>)) return static_cast<const A*>(p.data) + start;
+  with_type(p.type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(*p, start, start + n, room);
+    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(p, start, start + n, room);
   });
   return room;
 }

@@ -18,39 +18,47 @@ namespace {
 // What begins `start` elements later; of what is absent, nothing.
 template <class A> const A* from(const A* p, int64_t start) { return p ? p + start : nullptr; }
 
-// As many rows as are normalised together, at most.
-constexpr int64_t kMostRows = 16;
-
 // mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted. What takes
 // long and would be waited for, root and division, is done of all together.
 template <class T>
 void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
   using A = AccOf<T>;
   using V = Vectorized<double>;
-  double variance[kMostRows] = {};
-  A center[kMostRows] = {};
-  for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStatisticsChunk));
-  for (int64_t r = 0; r < count; ++r) {
-    const Moments m = moments(x[r], c.cols, c.rms, center[r]);
-    mean[r] = static_cast<A>(m.mean);
-    variance[r] = m.variance;
+  double means[kMostRows] = {}, variances[kMostRows] = {};
+  if (are_joined(count, c.cols)) {
+    moments_together(x, count, c.cols, c.rms, means, variances);
+  } else {
+    A center[kMostRows] = {};
+    for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStatisticsChunk));
+    for (int64_t r = 0; r < count; ++r) {
+      const Moments m = moments(x[r], c.cols, c.rms, center[r]);
+      means[r] = m.mean;
+      variances[r] = m.variance;
+    }
   }
-  for (int64_t r = 0; r < count; r += V::size()) (V(1) / (V::loadu(variance + r) + V(c.eps)).sqrt()).store(variance + r);
-  std::copy_n(variance, count, rstd);
+  for (int64_t r = 0; r < count; r += V::size()) (V(1) / (V::loadu(variances + r) + V(c.eps)).sqrt()).store(variances + r);
+  std::copy_n(means, count, mean);
+  std::copy_n(variances, count, rstd);
   if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
-// y = (x - mean) * rstd * weight + bias over [0, n); y may be x.
+// y = (x - mean) * rstd * weight + bias over [0, n); y may be x. `next`: how far ahead of x lies what will be read in its place,
+// which is fetched into the L2 cache; 0: nothing is.
 template <class X, class Y>
 inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n, Y* y,
-                      bool streams = false) {
+                      bool streams = false, int64_t next = 0) {
   using A = AccOf<X>;
   const auto target = Target<A>::streamed(kDtypeOf<Y>, y, streams);
   const auto means = both(mean), rstds = both(rstd);
   const auto write = [&](auto&& scale_shift) {
     sweep<A>(
-        n, [&](int64_t i) { target.template store<Y>(i, scale_shift((load_pair(x + i) - means) * rstds, i)); },
+        n,
+        [&](int64_t i) {
+          if constexpr (sizeof(X) == 2)
+            if (next) __builtin_prefetch(x + i + next, 0, 2);
+          target.template store<Y>(i, scale_shift((load_pair(x + i) - means) * rstds, i));
+        },
         [&](int64_t i) { y[i] = static_cast<Y>(scale_shift((load_one(x + i) - mean) * rstd, i)); });
   };
   // Loads from an accumulator array, as a pair or as one element, like `like`.

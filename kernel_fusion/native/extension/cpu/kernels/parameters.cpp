@@ -4,10 +4,10 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
-void prepare(const Parameter& p, int64_t begin, int64_t end) {
+void prepare(const Parameter& p, int64_t begin, int64_t end, void* out) {
   with_type(p.type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    prepare_as<T>(p, begin, end, static_cast<AccOf<T>*>(p.out) + begin);
+    prepare_as<T>(p, begin, end, static_cast<AccOf<T>*>(out) + begin);
   });
 }
 

@@ -11,14 +11,20 @@ namespace {
 
 constexpr int64_t kLongRow = 32768;
 
-// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Four long
-// ones pass by a stretch of weight and bias: one by one, rows of 16384 fp32 take 0.40 ns per element, like that 0.35 (Xeon, 1 thread).
+// Whether the rows that come next are fetched while others are written, when no row is read. Of fp16 in memory, 32768 rows of 768
+// take 0.30 ns per element instead of 0.51, and 4096 of 4096 0.24 instead of 0.31. fp32 loses as often as it gains, as does what is
+// in the L3 cache (Xeon, 1 thread).
+template <class X> bool fetches_next(const Forward& c) { return sizeof(X) == 2 && c.streams && c.cols <= 16384; }
+
+// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Long ones
+// pass by a stretch of weight and bias together: one by one, rows of 16384 fp32 take 0.40 ns per element, four 0.35, and of 16 bits
+// eight a thirtieth less than four (Xeon, 1 thread).
 template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<X>;
   constexpr int64_t kBytes = 16384;
   const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
-  const int64_t together = c.parameters ? 8 : c.cols > kStretch ? 4 : short_rows;
-  const Parameter *const weight = c.parameters, *const bias = weight ? weight + 1 : nullptr;
+  const int64_t together = c.cols >= 8 * kStretch ? 8 : c.cols > kStretch ? 4 : short_rows;
+  const bool fetches = fetches_next<X>(c);
   A room[2][kStretch];
   for (int64_t first = begin; first < end; first += together) {
     const int64_t count = std::min(together, end - first);
@@ -29,9 +35,13 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
     Y* y = static_cast<Y*>(c.y) + first * c.cols;
     for (int64_t start = 0; start < c.cols; start += kStretch) {
       const int64_t n = std::min(kStretch, c.cols - start);
-      const A* w = stretch_of(weight, c.weight, start, n, room[0]);
-      const A* b = stretch_of(bias, c.bias, start, n, room[1]);
-      for (int64_t r = 0; r < count; ++r) normalize(x[r] + start, mean[r], rstd[r], w, b, n, y + r * c.cols + start, c.streams);
+      const A* w = stretch_of(c.weight, start, n, room[0]);
+      const A* b = stretch_of(c.bias, start, n, room[1]);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t row = first + r, next = row + together;
+        const int64_t ahead = fetches && next < end ? row_offset(c.x_rows, next) - row_offset(c.x_rows, row) : 0;
+        normalize(x[r] + start, mean[r], rstd[r], w, b, n, y + r * c.cols + start, c.streams, ahead);
+      }
     }
   }
   if (c.streams) finish_streams();

@@ -91,7 +91,7 @@ template <class A, class X>
 void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const X* h) {
   A mean, rstd;
   statistics(c, &h, row, 1, &mean, &rstd);
-  const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(c.bias);
+  const auto *weight = static_cast<const A*>(c.weight.data), *bias = static_cast<const A*>(c.bias.data);
   char* y = element(c.y_type, c.y, row * c.cols);
   if (!s.activation)
     return with_acc<A>(c.y_type, [&](auto* type) {
