@@ -1,7 +1,6 @@
 // The CPU operators: which rows each thread takes, and where partial sums live.
 #include <c10/core/CPUAllocator.h>
 
-#include <cstring>
 #include <vector>
 
 #include "counters.h"
@@ -108,15 +107,6 @@ void backward_by_columns(const cpu::Backward& args, int64_t rows) {
   });
 }
 
-// A block of rows, whose sums begin at zero.
-void backward_block(const cpu::Backward& args, const std::optional<StagedBackward>& staged, int64_t row_bytes, int64_t begin,
-                    int64_t end) {
-  for (void* sum : {args.dweight, args.dbias})
-    if (sum) std::memset(sum, 0, row_bytes);
-  if (staged) cpu::kernels().backward_staged(args, staged->args, begin, end);
-  else cpu::kernels().backward(args, begin, end);
-}
-
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
@@ -184,8 +174,11 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     backward_by_columns(with_sums(0), x.rows);
   } else {
     share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block)
-        backward_block(with_sums(block), staged, row_bytes, block * block_rows, std::min(x.rows, (block + 1) * block_rows));
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+        if (staged) cpu::kernels().backward_staged(with_sums(block), staged->args, first, last);
+        else cpu::kernels().backward(with_sums(block), first, last);
+      }
     });
   }
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);

@@ -60,7 +60,7 @@ struct Backward {
   const void* rstd;
   const void* weight;
   void* dx;       // null: not wanted
-  void* dweight;  // accumulator type, one row of the block's own, zeros at first; null: not wanted
+  void* dweight;  // accumulator type, one row of the block's own, made by the kernel; null: not wanted
   void* dbias;
   int64_t cols;
   RowLayout x_rows, dy_rows;

@@ -84,70 +84,58 @@ template <class X, class DY> struct Row {
   double sum_g = 0, sum_gx = 0;
 };
 
-// Adds to the sums of kRows rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch. The rows
-// share the loads of weight and of dweight and dbias, to which they are added one by one.
-template <size_t kRows, class X, class DY>
-void add_columns(const Backward& c, Row<X, DY>* rows, int64_t start, int64_t stop) {
+// Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
+// are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
+// added one by one. dy (x - mean) goes into dweight and into a row's sum alike: six instructions of arithmetic for a vector.
+template <class X, class DY, size_t... r>
+void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start, int64_t stop, std::index_sequence<r...>) {
   using A = AccOf<X>;
   using P = Pair<A>;
   using V = Vectorized<A>;
+  constexpr size_t kRows = sizeof...(r);
   const auto* weight = static_cast<const A*>(c.weight);
   auto* dweight = static_cast<A*>(c.dweight);
   auto* dbias = static_cast<A*>(c.dbias);
-  const X* x[kRows];
-  const DY* dy[kRows];
-  A mean[kRows], rstd[kRows], g_rest[kRows] = {}, gx_rest[kRows] = {};
-  V gs[kRows], gxs[kRows];  // one vector for both halves of a pair, one after the other: there are not registers enough for more
-  for (size_t r = 0; r < kRows; ++r) {
-    x[r] = rows[r].x;
-    dy[r] = rows[r].dy;
-    mean[r] = rows[r].mean;
-    rstd[r] = rows[r].rstd;
-    gs[r] = gxs[r] = V(0);
-  }
+  const A *old_dweight = first ? nullptr : dweight, *old_dbias = first ? nullptr : dbias;
+  const std::array<const X*, kRows> x{rows[r].x...};
+  const std::array<const DY*, kRows> dy{rows[r].dy...};
+  const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
+  // One vector for both halves of a pair, one after the other: there are not registers enough for more.
+  Sums<A, kRows> gs{{(static_cast<void>(r), V(0))...}, {}}, gxs = gs;
   int64_t i = start;
   while (i + P::kStep <= stop) {
-    V g_block[kRows], gx_block[kRows];  // two levels, as in sums_over
-    std::fill_n(g_block, kRows, V(0));
-    std::fill_n(gx_block, kRows, V(0));
+    std::array<V, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
     for (const int64_t end = std::min(stop, i + 8 * P::kStep); i + P::kStep <= end; i += P::kStep) {
       const P w = weight ? load_pair(weight + i) : both<A>(1);
-      P dw = dweight ? load_pair(dweight + i) : both<A>(0), db = dbias ? load_pair(dbias + i) : both<A>(0);
-      for (size_t r = 0; r < kRows; ++r) {
-        const auto add = [&]<V P::*kHalf>() {
-          const V d = load_pair(dy[r] + i).*kHalf, xhat = (load_pair(x[r] + i).*kHalf - V(mean[r])) * V(rstd[r]), g = d * w.*kHalf;
-          dw.*kHalf = at::vec::fmadd(d, xhat, dw.*kHalf);
-          db.*kHalf = db.*kHalf + d;
-          g_block[r] = g_block[r] + g;
-          gx_block[r] = at::vec::fmadd(g, xhat, gx_block[r]);
-        };
-        add.template operator()<&P::a>();
-        add.template operator()<&P::b>();
-      }
+      P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
+      const auto add = [&]<size_t kRow, V P::*kHalf>() {
+        const V d = load_pair(dy[kRow] + i).*kHalf, product = d * (load_pair(x[kRow] + i).*kHalf - mean[kRow]);
+        dw.*kHalf = at::vec::fmadd(product, rstd[kRow], dw.*kHalf);
+        db.*kHalf = db.*kHalf + d;
+        g_block[kRow] = at::vec::fmadd(d, w.*kHalf, g_block[kRow]);
+        gx_block[kRow] = at::vec::fmadd(product, w.*kHalf, gx_block[kRow]);
+      };
+      ((add.template operator()<r, &P::a>(), add.template operator()<r, &P::b>()), ...);
       if (dweight) store_pair(dweight + i, dw);
       if (dbias) store_pair(dbias + i, db);
     }
-    for (size_t r = 0; r < kRows; ++r) {
-      gs[r] = gs[r] + g_block[r];
-      gxs[r] = gxs[r] + gx_block[r];
-    }
+    ((gs.lanes[r] = gs.lanes[r] + g_block[r], gxs.lanes[r] = gxs.lanes[r] + gx_block[r]), ...);
   }
   for (; i < stop; ++i) {
-    A dw = dweight ? dweight[i] : A(0), db = dbias ? dbias[i] : A(0);
-    for (size_t r = 0; r < kRows; ++r) {
-      const A d = load_one(dy[r] + i), xhat = (load_one(x[r] + i) - mean[r]) * rstd[r], g = weight ? d * weight[i] : d;
-      dw = fma(d, xhat, dw);
+    A dw = old_dweight ? dweight[i] : A(0), db = old_dbias ? dbias[i] : A(0);
+    const auto add = [&](size_t row) {  // g as dx takes it: in rows of a few elements it may cancel there
+      const A d = load_one(dy[row] + i), g = weight ? d * weight[i] : d, centered = load_one(x[row] + i) - rows[row].mean;
+      dw = fma(d * centered, rows[row].rstd, dw);
       db += d;
-      g_rest[r] += g;
-      gx_rest[r] += g * xhat;
-    }
+      gs.rest[row] += g;
+      gxs.rest[row] = fma(g, centered, gxs.rest[row]);
+    };
+    (add(r), ...);
     if (dweight) dweight[i] = dw;
     if (dbias) dbias[i] = db;
   }
-  for (size_t r = 0; r < kRows; ++r) {
-    rows[r].sum_g += total(Pair<A>{gs[r], V(0)}) + g_rest[r];
-    rows[r].sum_gx += total(Pair<A>{gxs[r], V(0)}) + gx_rest[r];
-  }
+  const auto g = joined(gs), gx = joined(gxs);
+  ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r] * rows[r].rstd), ...);
 }
 
 // dx of the columns [start, stop), once the sums are those of the whole row.
@@ -158,42 +146,58 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   const DY* dy = row.dy + start;
   X* dx = row.dx + start;
   const A* weight = from(static_cast<const A*>(c.weight), start);
-  const A mean = row.mean, rstd = row.rstd;
-  const A mean_g = c.rms ? A(0) : static_cast<A>(row.sum_g / c.cols), slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
+  const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
+  const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
+  // x of 16 bits can hardly be more than some thousand times as large as it varies: what rounding `shift` adds is small beside
+  // rounding dx.
+  constexpr bool kFolds = sizeof(X) == 2;
+  const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   const int64_t next_x = row.next_x, next_dy = row.next_dy;
-  const auto gradient = [](auto g, auto centered, auto mean_g, auto slope, auto rstd) {
-    return fma(centered, slope, g - mean_g) * rstd;
+  const auto gradient = [](auto g_shifted, auto x, auto mean, auto slope, auto rstd) {
+    if constexpr (!kFolds) x = x - mean;
+    return fma(x, slope, g_shifted) * rstd;
   };
   const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
-  const P means = both(mean), rstds = both(rstd), mean_gs = both(mean_g), slopes = both(slope);
+  const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
   sweep<A>(
       stop - start,
       [&](int64_t i) {
         __builtin_prefetch(x + i + next_x);
         __builtin_prefetch(dy + i + next_dy);
-        const P centered = load_pair(x + i) - means;
-        const P g = weight ? load_pair(dy + i) * load_pair(weight + i) : load_pair(dy + i);
-        target.template store<X>(i, gradient(g, centered, mean_gs, slopes, rstds));
+        const P w = weight ? load_pair(weight + i) : both<A>(1);
+        target.template store<X>(i, gradient(fma(load_pair(dy + i), w, shifts), load_pair(x + i), means, slopes, rstds));
       },
-      [&](int64_t i) {
+      [&](int64_t i) {  // g rounded as it was for its sum: in rows of one element dx is exactly 0
         const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
-        dx[i] = static_cast<X>(gradient(g, load_one(x + i) - mean, mean_g, slope, rstd));
+        dx[i] = static_cast<X>(gradient(g + shift, load_one(x + i), mean, slope, rstd));
       });
 }
 
-// What `add_columns` adds, of any number of rows, as many together as registers hold.
-template <class X, class DY> void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, int64_t start, int64_t stop) {
-  int64_t r = 0;
+// As many rows as `add_columns` has registers for.
 #if defined(CPU_CAPABILITY_AVX512)
-  for (; r + 4 <= count; r += 4) add_columns<4>(c, rows + r, start, stop);
+constexpr int kRowsAtOnce = 4;
+#else
+constexpr int kRowsAtOnce = 2;
 #endif
-  for (; r + 2 <= count; r += 2) add_columns<2>(c, rows + r, start, stop);
-  if (r < count) add_columns<1>(c, rows + r, start, stop);
+
+// What `add_columns` adds, of any number of rows.
+template <class X, class DY>
+void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, bool first, int64_t start, int64_t stop) {
+  int64_t r = 0;
+  const auto add = [&]<size_t kRows>(std::index_sequence<kRows>) {
+    for (; r + static_cast<int64_t>(kRows) <= count; r += kRows)
+      add_columns(c, rows + r, first && r == 0, start, stop, std::make_index_sequence<kRows>());
+  };
+  add(std::index_sequence<kRowsAtOnce>());
+  if constexpr (kRowsAtOnce > 2) add(std::index_sequence<2>());
+  add(std::index_sequence<1>());
 }
 
 // A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
-template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count) {
-  for (int64_t start = 0; start < c.cols; start += kStretch) add_stretch(c, rows, count, start, std::min(start + kStretch, c.cols));
+// `first`: as in add_columns.
+template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
+  for (int64_t start = 0; start < c.cols; start += kStretch)
+    add_stretch(c, rows, count, first, start, std::min(start + kStretch, c.cols));
   for (int r = 0; r < count; ++r)
     if (rows[r].dx) write_dx(c, rows[r], 0, c.cols);
 }

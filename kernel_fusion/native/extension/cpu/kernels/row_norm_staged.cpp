@@ -196,7 +196,7 @@ template <class A> void backward_staged_rows(const Backward& c, const BackwardSt
       const A* h = load_h(c, s, first + r, first_room);
       rows[r] = {h, load_dz(c, s, first + r, h, mean, rstd, second_room), wants_g ? second_room : nullptr, mean, rstd};
     }
-    backward_together(in_buffers, rows, count);
+    backward_together(in_buffers, rows, count, first == begin);
     for (int r = 0; wants_g && r < count; ++r) store_gradients(c, s, first + r, rows[r].dx);
   }
   if (c.streams) finish_streams();
