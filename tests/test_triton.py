@@ -69,12 +69,15 @@ class SteppedNormCase(RowNormCase):
 
 
 # Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail;
-# the rest are ways of this backend alone: rows in pieces, with a tail; those that backward reads again; rows that are
-# looped over in either direction, in each family; up to three strides of rows, and more; columns of bias summed in
-# tiles; sections of reductions.
+# the rest are ways of this backend alone: rows in pieces, with a tail; in slices, with and without one, with a mean far
+# from zero and with stages; those that backward reads again; rows that are looped over in either direction, in each
+# family; up to three strides of rows, and more; columns of bias summed in tiles; sections of reductions.
 def _own_cases() -> Iterator[Case]:
     stages = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
     yield RowNormCase("layer_norm", (5, 1500), F32, weight=F32, bias=F32)
+    yield RowNormCase("layer_norm", (3, 3072), BF16, weight=BF16, bias=BF16)
+    yield RowNormCase("layer_norm", (3, 2048), F32, weight=F32, bias=F32, mean=1e4, std=1.0)
+    yield StagedNormCase("add_layer_norm", (3, 2500), BF16, weight=F32, residual=F32, **stages)
     yield StagedNormCase("add_rms_norm", (3, 2500), BF16, weight=F32, residual=F32, **stages)
     yield RowNormCase("layer_norm", (3, 13000), BF16, weight=BF16, bias=BF16)
     yield RowNormCase("rms_norm", (2, 17000), F32, weight=F32)
@@ -297,7 +300,9 @@ def test_explain(name: str) -> None:
 
 
 # Grid rationale. Powers of two and their neighbours, at the borders of blocks and of what is looped over.
-@pytest.mark.parametrize("cols", [1, 17, 768, 1025, 4097, 5120, 5121, 8192, 14337, 24576, 32768, 32769, 1 << 20])
+@pytest.mark.parametrize(
+    "cols", [1, 17, 768, 1025, 2048, 3000, 4097, 5120, 5121, 8192, 14337, 24576, 32768, 32769, 1 << 20]
+)
 @pytest.mark.parametrize("warp_size", [32, 64])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("rms", [False, True])
@@ -314,6 +319,7 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: 
     ]
     for one in plans:
         assert one.block & (one.block - 1) == 0
+        assert one.block % (64 * one.slices) == 0 or one.slices == 1
         assert one.warps * warp_size <= 1024
     for one in plans[:3]:
         assert one.pieces <= 8

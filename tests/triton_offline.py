@@ -154,9 +154,11 @@ def main(backend: str, arch: str) -> None:
     launches = recorded(lambda: verbs(48, 1024, torch.bfloat16))
     if arch in ("90", "gfx942"):
         launches += recorded(lambda: verbs(3, 40000, torch.bfloat16))
+        launches += recorded(lambda: norms(3, 2048, torch.float32))
     if arch == "90":
         launches += recorded(activations)
-        # Rows in pieces, fetched ahead; the longest that are; and those that are read again.
+        # Rows in slices; in pieces, fetched ahead; the longest that are; and those that are read again.
+        launches += recorded(lambda: norms(3, 3000, torch.bfloat16))
         launches += recorded(lambda: norms(3, 5120, torch.float32))
         launches += recorded(lambda: norms(3, 16384, torch.float32))
         launches += recorded(lambda: norms(3, 24576, torch.bfloat16))
