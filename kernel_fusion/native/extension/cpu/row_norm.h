@@ -86,7 +86,7 @@ template <class X, class DY> struct Row {
 
 // Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
 // are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
-// added one by one. dy (x - mean) goes into dweight and into a row's sum alike: six instructions of arithmetic for a vector.
+// added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in dweight with them.
 template <class X, class DY, size_t... r>
 void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start, int64_t stop, std::index_sequence<r...>) {
   using A = AccOf<X>;
@@ -109,11 +109,12 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
       const auto add = [&]<size_t kRow, V P::*kHalf>() {
-        const V d = load_pair(dy[kRow] + i).*kHalf, product = d * (load_pair(x[kRow] + i).*kHalf - mean[kRow]);
-        dw.*kHalf = at::vec::fmadd(product, rstd[kRow], dw.*kHalf);
+        const V d = load_pair(dy[kRow] + i).*kHalf, g = d * w.*kHalf;
+        const V xhat = (load_pair(x[kRow] + i).*kHalf - mean[kRow]) * rstd[kRow];
+        dw.*kHalf = at::vec::fmadd(d, xhat, dw.*kHalf);
         db.*kHalf = db.*kHalf + d;
-        g_block[kRow] = at::vec::fmadd(d, w.*kHalf, g_block[kRow]);
-        gx_block[kRow] = at::vec::fmadd(product, w.*kHalf, gx_block[kRow]);
+        g_block[kRow] = g_block[kRow] + g;
+        gx_block[kRow] = at::vec::fmadd(g, xhat, gx_block[kRow]);
       };
       ((add.template operator()<r, &P::a>(), add.template operator()<r, &P::b>()), ...);
       if (dweight) store_pair(dweight + i, dw);
@@ -123,19 +124,20 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   }
   for (; i < stop; ++i) {
     A dw = old_dweight ? dweight[i] : A(0), db = old_dbias ? dbias[i] : A(0);
-    const auto add = [&](size_t row) {  // g as dx takes it: in rows of a few elements it may cancel there
-      const A d = load_one(dy[row] + i), g = weight ? d * weight[i] : d, centered = load_one(x[row] + i) - rows[row].mean;
-      dw = fma(d * centered, rows[row].rstd, dw);
+    const auto add = [&](size_t row) {
+      const A d = load_one(dy[row] + i), g = weight ? d * weight[i] : d;
+      const A xhat = (load_one(x[row] + i) - rows[row].mean) * rows[row].rstd;
+      dw = fma(d, xhat, dw);
       db += d;
       gs.rest[row] += g;
-      gxs.rest[row] = fma(g, centered, gxs.rest[row]);
+      gxs.rest[row] = fma(g, xhat, gxs.rest[row]);
     };
     (add(r), ...);
     if (dweight) dweight[i] = dw;
     if (dbias) dbias[i] = db;
   }
   const auto g = joined(gs), gx = joined(gxs);
-  ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r] * rows[r].rstd), ...);
+  ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
 // dx of the columns [start, stop), once the sums are those of the whole row.
