@@ -99,7 +99,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     A row of 2 KB is left to one warp, which waits for nobody; shorter ones share a program that reads as much, since
     a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
     where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
-    early, too. Slices save LayerNorm half of the waiting between warps, and cost registers and instructions.
+    early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions.
 
     Args:
         cols: N.

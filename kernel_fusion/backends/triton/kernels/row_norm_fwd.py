@@ -78,7 +78,7 @@ def _moments(
     """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
     What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N. A row in SLICES has the moments of each
-    joined, for which its warps wait for each other once instead of twice.
+    joined, in one exchange between its warps instead of two.
     """
     ACC: tl.constexpr = hs[0].dtype
     WIDTH: tl.constexpr = BLOCK // SLICES
