@@ -82,35 +82,59 @@ template <class X, class DY> struct Row {
   AccOf<X> mean, rstd;
   int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
   double sum_g = 0, sum_gx = 0;
+  AccOf<X>* kept = nullptr;  // of each pair xhat and then g, for the second pass; see backward_together
 };
+
+// Columns of a row that are fetched together.
+template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
+
+// Whether both passes fetch what they read next, block by block: processors hardly see ahead in so many streams of addresses. Of 16
+// bits 1000 x 1024 takes 0.30 ns per element instead of 0.38, 4096 x 4096 0.54 instead of 0.64, 10000 x 10000 0.58 instead of 0.77; of
+// fp32 32768 x 768 0.8 instead of 1.0, but in the L3 cache 1000 x 1024 loses 4 % (Xeon, 1 thread).
+template <class X> bool fetches_blocks(const Backward& c) { return sizeof(X) == 2 || c.streams; }
 
 // Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
 // are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
 // added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in dweight with them.
-template <class X, class DY, size_t... r>
+template <bool keeps, class X, class DY, size_t... r>
 void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start, int64_t stop, std::index_sequence<r...>) {
   using A = AccOf<X>;
   using P = Pair<A>;
   using V = Vectorized<A>;
   constexpr size_t kRows = sizeof...(r);
+  constexpr int64_t kBlock = kFetched<A>;
+  const bool fetches = fetches_blocks<X>(c);
   const auto* weight = static_cast<const A*>(c.weight);
   auto* dweight = static_cast<A*>(c.dweight);
   auto* dbias = static_cast<A*>(c.dbias);
   const A *old_dweight = first ? nullptr : dweight, *old_dbias = first ? nullptr : dbias;
   const std::array<const X*, kRows> x{rows[r].x...};
   const std::array<const DY*, kRows> dy{rows[r].dy...};
+  const std::array<A*, kRows> kept{rows[r].kept...};
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
   // One vector for both halves of a pair, one after the other: there are not registers enough for more.
   Sums<A, kRows> gs{{(static_cast<void>(r), V(0))...}, {}}, gxs = gs;
   int64_t i = start;
   while (i + P::kStep <= stop) {
     std::array<V, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
-    for (const int64_t end = std::min(stop, i + 8 * P::kStep); i + P::kStep <= end; i += P::kStep) {
+    const bool is_last = i + kBlock >= c.cols;  // what follows it is the first block of the next row
+    const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : kBlock)...};
+    const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : kBlock)...};
+    for (const int64_t end = std::min(stop, i + kBlock); i + P::kStep <= end; i += P::kStep) {
+      if (fetches) {
+        (__builtin_prefetch(x[r] + i + next_x[r]), ...);
+        (__builtin_prefetch(dy[r] + i + next_dy[r]), ...);
+      }
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
       const auto add = [&]<size_t kRow, V P::*kHalf>() {
         const V d = load_pair(dy[kRow] + i).*kHalf, g = d * w.*kHalf;
         const V xhat = (load_pair(x[kRow] + i).*kHalf - mean[kRow]) * rstd[kRow];
+        if constexpr (keeps) {
+          A* const p = kept[kRow] + 2 * i + (kHalf == &P::a ? 0 : V::size());
+          xhat.store(p);
+          g.store(p + P::kStep);
+        }
         dw.*kHalf = at::vec::fmadd(d, xhat, dw.*kHalf);
         db.*kHalf = db.*kHalf + d;
         g_block[kRow] = g_block[kRow] + g;
@@ -154,7 +178,11 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   // rounding dx.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
-  const int64_t next_x = row.next_x, next_dy = row.next_dy;
+  // Where blocks are not fetched, short rows that follow are: of fp32 in the L3 cache 384 columns take 0.45 ns per element instead of
+  // 0.47, but 1024 0.57 instead of 0.45, as what is fetched pushes out what is in use (Xeon, 1 thread).
+  const bool in_row = fetches_blocks<X>(c), is_short = c.cols * sizeof(X) <= 2048;
+  const int64_t next_x = in_row ? kFetched<A> : is_short ? row.next_x : 0;
+  const int64_t next_dy = in_row ? kFetched<A> : is_short ? row.next_dy : 0;
   const auto gradient = [](auto g_shifted, auto x, auto mean, auto slope, auto rstd) {
     if constexpr (!kFolds) x = x - mean;
     return fma(x, slope, g_shifted) * rstd;
@@ -175,6 +203,28 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
       });
 }
 
+// dx of a whole row, from what was kept of it.
+template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, DY>& row) {
+  using A = AccOf<X>;
+  using P = Pair<A>;
+  const auto* weight = static_cast<const A*>(c.weight);
+  const A rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols), shift = c.rms ? A(0) : static_cast<A>(-row.sum_g / c.cols);
+  const auto gradient = [](auto xhat, auto g, auto slope, auto shift, auto rstd) { return fma(xhat, slope, g + shift) * rstd; };
+  const auto target = Target<A>::streamed(kDtypeOf<X>, row.dx, c.streams);
+  const P rstds = both(rstd), slopes = both(slope), shifts = both(shift);
+  sweep<A>(
+      c.cols,
+      [&](int64_t i) {
+        const A* p = row.kept + 2 * i;
+        target.template store<X>(i, gradient(load_pair(p), load_pair(p + P::kStep), slopes, shifts, rstds));
+      },
+      [&](int64_t i) {
+        const A g = weight ? load_one(row.dy + i) * weight[i] : load_one(row.dy + i);
+        const A xhat = (load_one(row.x + i) - row.mean) * rstd;
+        row.dx[i] = static_cast<X>(gradient(xhat, g, slope, shift, rstd));
+      });
+}
+
 // As many rows as `add_columns` has registers for.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRowsAtOnce = 4;
@@ -183,25 +233,40 @@ constexpr int kRowsAtOnce = 2;
 #endif
 
 // What `add_columns` adds, of any number of rows.
-template <class X, class DY>
+template <bool keeps, class X, class DY>
 void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, bool first, int64_t start, int64_t stop) {
   int64_t r = 0;
   const auto add = [&]<size_t kRows>(std::index_sequence<kRows>) {
     for (; r + static_cast<int64_t>(kRows) <= count; r += kRows)
-      add_columns(c, rows + r, first && r == 0, start, stop, std::make_index_sequence<kRows>());
+      add_columns<keeps>(c, rows + r, first && r == 0, start, stop, std::make_index_sequence<kRows>());
   };
   add(std::index_sequence<kRowsAtOnce>());
   if constexpr (kRowsAtOnce > 2) add(std::index_sequence<2>());
   add(std::index_sequence<1>());
 }
 
+// Elements of rows taken together of which the second pass gets xhat and g from the first: so many that these, x, dy, dx and what
+// belongs to the columns have room in the L1 cache. Of 16 bits that spares converting them again, for which fp16 takes four
+// instructions of eight: 100 x 512 0.23 ns per element instead of 0.26, 5000 x 256 0.33 instead of 0.36. Of 768 or 1024 columns two
+// rows gain a tenth, but four would take 0.58 instead of 0.42 (Xeon, 1 thread).
+constexpr int64_t kKept = 2048;
+
 // A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
+  if constexpr (sizeof(X) == 2)
+    if (rows[0].dx && count * c.cols <= kKept) {
+      alignas(64) AccOf<X> room[2 * kKept];
+      for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * c.cols;
+      add_stretch<true>(c, rows, count, first, 0, c.cols);
+      for (int r = 0; r < count; ++r) write_kept_dx(c, rows[r]);
+      return;
+    }
   for (int64_t start = 0; start < c.cols; start += kStretch)
-    add_stretch(c, rows, count, first, start, std::min(start + kStretch, c.cols));
-  for (int r = 0; r < count; ++r)
-    if (rows[r].dx) write_dx(c, rows[r], 0, c.cols);
+    add_stretch<false>(c, rows, count, first, start, std::min(start + kStretch, c.cols));
+  if (!rows[0].dx) return;
+  for (int64_t start = 0; start < c.cols; start += kStretch)
+    for (int r = 0; r < count; ++r) write_dx(c, rows[r], start, std::min(start + kStretch, c.cols));
 }
 
 }  // namespace
