@@ -91,11 +91,11 @@ struct StagedBackward {
 // Few long rows: threads share the columns, and every column of dweight and dbias has one sum. A function of the shape too.
 bool goes_by_columns(const Rows& x) { return x.rows <= cpu::kFewRows && x.cols >= 8 * cpu::kStretch; }
 
-void backward_by_columns(const cpu::Backward& args, int64_t rows) {
-  const int64_t stretches = (args.cols + cpu::kStretch - 1) / cpu::kStretch;
+void backward_by_columns(const cpu::BackwardByColumns& args) {
+  const int64_t rows = args.rows, stretches = (args.cols + cpu::kStretch - 1) / cpu::kStretch;
   std::vector<cpu::RowSums> sums(stretches * rows);
   share(stretches, rows * cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().backward_sums(args, rows, begin, end, sums.data());
+    cpu::kernels().backward_sums(args, begin, end, sums.data());
   });
   if (!args.dx) return;
   for (int64_t i = rows; i < stretches * rows; ++i) {  // the first stretch gathers what the others have
@@ -103,7 +103,7 @@ void backward_by_columns(const cpu::Backward& args, int64_t rows) {
     sums[i % rows].gx += sums[i].gx;
   }
   share(stretches, rows * cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().backward_dx(args, rows, begin, end, sums.data());
+    cpu::kernels().backward_dx(args, begin, end, sums.data());
   });
 }
 
@@ -138,25 +138,32 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
-  const Prepared weight(call.weight, call.weight_offset, acc, !call.stages && cpu::interleaves(x_type, dy_type));
+  const bool by_columns = !call.stages && goes_by_columns(x);
+  const Prepared weight(call.weight, call.weight_offset, acc, !call.stages && cpu::interleaves(x_type, dy_type),
+                        by_columns && acc == at::kFloat);
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
-                           call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                           x_type, dy_type,
-                           past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
+  cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
+                     call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
+                     x_type, dy_type,
+                     past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
   std::optional<StagedBackward> staged;
   if (call.stages) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   prefer_huge_pages(dresidual);
+  if (by_columns) {
+    args.dweight = call.wants[1] ? dweight.data_ptr() : nullptr;
+    args.dbias = call.wants[2] ? dbias.data_ptr() : nullptr;
+    const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : cpu::Dtype::kFloat; };
+    return backward_by_columns({args, x.rows, weight.parameter, type(dweight), type(dbias)});
+  }
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
   // accumulator type stay small; the blocks themselves are added in double.
-  const bool by_columns = !staged && goes_by_columns(x);
-  const int64_t block_rows = std::max<int64_t>(by_columns ? x.rows : 8, (x.rows + 63) / 64);
+  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64);
   const int64_t blocks = (x.rows + block_rows - 1) / block_rows, row_bytes = x.cols * stats.element_size();
   const bool sums = call.wants[1] || call.wants[2];
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
@@ -170,17 +177,13 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     mine.dbias = partial(1, block);
     return mine;
   };
-  if (by_columns) {
-    backward_by_columns(with_sums(0), x.rows);
-  } else {
-    share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-        if (staged) cpu::kernels().backward_staged(with_sums(block), staged->args, first, last);
-        else cpu::kernels().backward(with_sums(block), first, last);
-      }
-    });
-  }
+  share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+      if (staged) cpu::kernels().backward_staged(with_sums(block), staged->args, first, last);
+      else cpu::kernels().backward(with_sums(block), first, last);
+    }
+  });
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);
   if (call.wants[2]) add_rows(partial(1, 0), blocks, x.cols, dbias);
 }

@@ -69,6 +69,15 @@ struct Backward {
   bool streams;  // dx and dresidual go past the caches
 };
 
+// Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, prepared or yet to be; dweight and
+// dbias are the results themselves.
+inline constexpr int64_t kFewRows = 16, kStretch = kParameterTile;
+struct BackwardByColumns : Backward {
+  int64_t rows;
+  Parameter parameter;
+  Dtype dweight_type, dbias_type;
+};
+
 // What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages {
   int pre_activation, activation;
@@ -100,14 +109,13 @@ using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end, void
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
-// Of few rows, at most kFewRows, the stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs,
-// at stretch * rows + row, with the stretches of dweight and dbias; and dx, from the sums of the whole rows.
-inline constexpr int64_t kFewRows = 16, kStretch = kParameterTile;
+// The stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs, at stretch * rows + row, with the
+// stretches of dweight and dbias; and dx, from the sums of the whole rows.
 struct RowSums {
   double g, gx;
 };
-using RowNormBackwardSums = void(const Backward&, int64_t rows, int64_t begin, int64_t end, RowSums* sums);
-using RowNormBackwardDx = void(const Backward&, int64_t rows, int64_t begin, int64_t end, const RowSums* sums);
+using RowNormBackwardSums = void(const BackwardByColumns&, int64_t begin, int64_t end, RowSums* sums);
+using RowNormBackwardDx = void(const BackwardByColumns&, int64_t begin, int64_t end, const RowSums* sums);
 using RowNormForwardStaged = void(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
 using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
 

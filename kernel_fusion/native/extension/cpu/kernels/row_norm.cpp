@@ -55,9 +55,11 @@ template <class X> int rows_together(int64_t cols) {
   return kRowsAtOnce * cols > kKept && 2 * cols <= kKept ? 2 : kRowsAtOnce;
 }
 
-template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row) {
-  return {static_cast<const X*>(c.x) + row_offset(c.x_rows, row), static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row),
-          c.dx ? static_cast<X*>(c.dx) + row * c.cols : nullptr, saved_mean<AccOf<X>>(c, row),
+// A row from column `start` on.
+template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t start = 0) {
+  return {static_cast<const X*>(c.x) + row_offset(c.x_rows, row) + start,
+          static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row) + start,
+          c.dx ? static_cast<X*>(c.dx) + row * c.cols + start : nullptr, saved_mean<AccOf<X>>(c, row),
           static_cast<const AccOf<X>*>(c.rstd)[row]};
 }
 
@@ -71,11 +73,11 @@ inline void restore(float* sum, int64_t cols) {
   }
 }
 
-// What was added up of the columns [start, stop), from the order of `Interleaved`.
-template <class X> void restore_sums(const Backward& c, int64_t start, int64_t stop) {
+// What was added up, from the order of `Interleaved`.
+template <class X> void restore_sums(const Backward& c) {
   if constexpr (std::is_same_v<X, Interleaved>)
     for (void* sum : {c.dweight, c.dbias})
-      if (sum) restore(static_cast<float*>(sum) + start, stop - start);
+      if (sum) restore(static_cast<float*>(sum), c.cols);
 }
 
 template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
@@ -92,27 +94,56 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
     }
     backward_together(c, rows, count, first == begin);
   }
-  restore_sums<X>(c, 0, c.cols);
+  restore_sums<X>(c);
   if (c.streams) finish_streams();
 }
 
-template <class X, class DY> void sums_of_stretches(const Backward& c, int64_t count, int64_t begin, int64_t end, RowSums* sums) {
-  for (int64_t stretch = begin; stretch < end; ++stretch) {
-    const int64_t start = stretch * kStretch, stop = std::min(start + kStretch, c.cols);
+// n elements of dweight or dbias, which begin at `start`.
+template <class A> void store_gradient(const A* sum, int64_t start, int64_t n, Dtype type, void* out) {
+  if (!out) return;
+  with_type(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    if constexpr (std::is_same_v<AccOf<T>, A>) narrow(sum, n, static_cast<T*>(out) + start);
+  });
+}
+
+// Each stretch prepares its weight and rounds its dweight and dbias, as all of them at once would write and read them in other caches:
+// 8 x 131072 fp16 takes 0.51 ns per element instead of 0.69 (Xeon, 1 thread).
+template <class X, class DY> void sums_of_stretches(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
+  using A = AccOf<X>;
+  A room[3][kStretch];
+  Backward stretch = c;
+  stretch.dweight = c.dweight ? room[1] : nullptr;
+  stretch.dbias = c.dbias ? room[2] : nullptr;
+  for (int64_t s = begin; s < end; ++s) {
+    const int64_t start = s * kStretch;
+    stretch.cols = std::min(kStretch, c.cols - start);
+    stretch.weight = stretch_of(c.parameter, start, stretch.cols, room[0]);
     Row<X, DY> rows[kFewRows];
-    for (int64_t r = 0; r < count; ++r) rows[r] = row_of<X, DY>(c, r);
-    add_stretch<false>(c, rows, count, true, start, stop);
-    restore_sums<X>(c, start, stop);
-    for (int64_t r = 0; r < count; ++r) sums[stretch * count + r] = {rows[r].sum_g, rows[r].sum_gx};
+    for (int64_t r = 0; r < c.rows; ++r) {
+      rows[r] = row_of<X, DY>(c, r, start);
+      if (s + 1 < end) rows[r].next_x = rows[r].next_dy = kStretch;
+    }
+    add_stretch<false>(stretch, rows, c.rows, true, 0, stretch.cols);
+    restore_sums<X>(stretch);
+    store_gradient(room[1], start, stretch.cols, c.dweight_type, c.dweight);
+    store_gradient(room[2], start, stretch.cols, c.dbias_type, c.dbias);
+    for (int64_t r = 0; r < c.rows; ++r) sums[s * c.rows + r] = {rows[r].sum_g, rows[r].sum_gx};
   }
 }
 
-template <class X, class DY> void dx_of_stretches(const Backward& c, int64_t count, int64_t begin, int64_t end, const RowSums* sums) {
-  for (int64_t r = 0; r < count; ++r) {
-    auto row = row_of<X, DY>(c, r);
-    row.sum_g = sums[r].g;
-    row.sum_gx = sums[r].gx;
-    write_dx(c, row, begin * kStretch, std::min(end * kStretch, c.cols));
+template <class X, class DY> void dx_of_stretches(const BackwardByColumns& c, int64_t begin, int64_t end, const RowSums* sums) {
+  AccOf<X> room[kStretch];
+  Backward stretch = c;
+  for (int64_t s = begin; s < end; ++s) {
+    const int64_t start = s * kStretch, n = std::min(kStretch, c.cols - start);
+    stretch.weight = stretch_of(c.parameter, start, n, room);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      auto row = row_of<X, DY>(c, r, start);
+      row.sum_g = sums[r].g;
+      row.sum_gx = sums[r].gx;
+      write_dx(stretch, row, 0, n);
+    }
   }
   if (c.streams) finish_streams();
 }
@@ -144,15 +175,15 @@ void backward(const Backward& c, int64_t begin, int64_t end) {
   });
 }
 
-void backward_sums(const Backward& c, int64_t rows, int64_t begin, int64_t end, RowSums* sums) {
+void backward_sums(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
   with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
-    sums_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, rows, begin, end, sums);
+    sums_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end, sums);
   });
 }
 
-void backward_dx(const Backward& c, int64_t rows, int64_t begin, int64_t end, const RowSums* sums) {
+void backward_dx(const BackwardByColumns& c, int64_t begin, int64_t end, const RowSums* sums) {
   with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
-    dx_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, rows, begin, end, sums);
+    dx_of_stretches<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end, sums);
   });
 }
 
