@@ -85,13 +85,23 @@ template <class X, class DY> struct Row {
   AccOf<X>* kept = nullptr;  // of each pair xhat and then g, for the second pass; see backward_together
 };
 
+// As many rows as `add_columns` has registers for, and whether it has more for the addresses of what it fetches and keeps: two rows
+// of fp16 with AVX2 lose a tenth by that in the L1 cache (Xeon).
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kRowsAtOnce = 4;
+constexpr bool kHasRoom = true;
+#else
+constexpr int kRowsAtOnce = 2;
+constexpr bool kHasRoom = false;
+#endif
+
 // Columns of a row that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
 // Whether both passes fetch what they read next, block by block: processors hardly see ahead in so many streams of addresses. Of 16
 // bits 1000 x 1024 takes 0.30 ns per element instead of 0.38, 4096 x 4096 0.54 instead of 0.64, 10000 x 10000 0.58 instead of 0.77; of
 // fp32 32768 x 768 0.8 instead of 1.0, but in the L3 cache 1000 x 1024 loses 4 % (Xeon, 1 thread).
-template <class X> bool fetches_blocks(const Backward& c) { return sizeof(X) == 2 || c.streams; }
+template <class X> bool fetches_blocks(const Backward& c) { return kHasRoom && (sizeof(X) == 2 || c.streams); }
 
 // Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
 // are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
@@ -179,8 +189,8 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   // Where blocks are not fetched, short rows that follow are: of fp32 in the L3 cache 384 columns take 0.45 ns per element instead of
-  // 0.47, but 1024 0.57 instead of 0.45, as what is fetched pushes out what is in use (Xeon, 1 thread).
-  const bool in_row = fetches_blocks<X>(c), is_short = c.cols * sizeof(X) <= 2048;
+  // 0.47, but 1024 0.57 instead of 0.45, as what is fetched pushes out what is in use; memory is further away (Xeon, 1 thread).
+  const bool in_row = fetches_blocks<X>(c), is_short = c.cols * sizeof(X) <= (c.streams ? 8192 : 2048);
   const int64_t next_x = in_row ? kFetched<A> : is_short ? row.next_x : 0;
   const int64_t next_dy = in_row ? kFetched<A> : is_short ? row.next_dy : 0;
   const auto gradient = [](auto g_shifted, auto x, auto mean, auto slope, auto rstd) {
@@ -225,13 +235,6 @@ template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, 
       });
 }
 
-// As many rows as `add_columns` has registers for.
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRowsAtOnce = 4;
-#else
-constexpr int kRowsAtOnce = 2;
-#endif
-
 // What `add_columns` adds, of any number of rows.
 template <bool keeps, class X, class DY>
 void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, bool first, int64_t start, int64_t stop) {
@@ -254,7 +257,7 @@ constexpr int64_t kKept = 2048;
 // A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
-  if constexpr (sizeof(X) == 2)
+  if constexpr (sizeof(X) == 2 && kHasRoom)
     if (rows[0].dx && count * c.cols <= kKept) {
       alignas(64) AccOf<X> room[2 * kKept];
       for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * c.cols;
