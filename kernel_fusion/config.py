@@ -21,7 +21,8 @@ BACKENDS = ("cuda", "triton", "cpu", "eager")
 class _State(threading.local):
     """Per-thread settings. `threading.local`, because `contextvars` break torch.compile's tracing."""
 
-    backend: str | None = None
+    def __init__(self) -> None:  # by every thread; not a default of the class, which torch.compile would guard against
+        self.backend: str | None = None
 
 
 state = _State()

@@ -7,6 +7,7 @@ of it is tested once per direction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ def test_module_compiles(target: Target) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_use_backend_inside_compile(verb: str, backend: str) -> None:
-    """`use_backend` inside a compiled function chooses the backend of the calls within."""
+    """`use_backend` inside a compiled function chooses the backend of the calls within, in a thread that never did."""
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def compiled(x: Tensor) -> Tensor:
@@ -266,8 +267,8 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
             return call(verb, x)
 
     x = torch.randn(5, 64)
-    with (CPU if backend == "cpu" else EAGER).ran(forward=1):
-        y = compiled(x)
+    with (CPU if backend == "cpu" else EAGER).ran(forward=1), ThreadPoolExecutor(1) as thread:
+        y = thread.submit(compiled, x).result()
     torch.testing.assert_close(y, call(verb, x, backend="eager"))
 
 
