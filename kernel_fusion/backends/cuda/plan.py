@@ -17,7 +17,6 @@ from kernel_fusion.backends.cuda.tree import (
     MAX_CLUSTER,
     Tree,
     ceil_div,
-    power_of_two,
     spread_row,
     vector_of,
 )
@@ -35,7 +34,6 @@ _SMALL_ROW_THREADS = 128
 # Forward by two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
-_MIN_SINGLE_COLS = 4096  # beyond which rows of single elements of 16 bits are read twice
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
@@ -133,7 +131,7 @@ def _plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
     min_blocks = max(1, 1024 // _direct(tree).threads) if bound else 1
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
-    held = max(itemsize, 4) if _has_many_singles(spec) else itemsize
+    held = max(itemsize, 4) if tree.vec == 1 else itemsize
     resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
     batches = (0, 0) if resident else _batches(tree)
     return _direct(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
@@ -144,34 +142,19 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
 
     On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
     and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
-    4096x24576 fp32 1.13 and 1.09.
-
-    Single elements of 16 bits take a register each wherever they are kept. Read twice, 16384x4099 bf16 takes 1.58
-    (RMSNorm 1.33) and in registers 2.48 (1.41), 4096x32769 1.58 (1.36) and 5.94 (2.71) as a cluster. A staged cluster
-    is better for RMSNorm alone: 1273x50257 1.26 and 1.80.
+    4096x24576 fp32 1.13 and 1.09. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76,
+    as a staged cluster 1.46.
     """
     itemsize = ITEMSIZE[spec.x]
     row_bytes = spec.cols * itemsize
-    slots = ceil_div(spec.cols, 32 * tree.vec)
     if device.arch != 90 or itemsize == 8 or spec.has_stages:
         return None
-    if _has_many_singles(spec):
-        if spec.rms and row_bytes > _TWICE_BYTES and tree.vectors <= 32:
-            return None
-        # About 64 elements for a thread: 16384x4099 takes 1.52 with 4 warps and 1.82 with 8, 6400x10007 2.07 and 1.52.
-        warps = min(MAX_BLOCK_WARPS, max(4, power_of_two(ceil_div(slots, 66))))
-        warps *= 1 if row_bytes <= 2 * _TWICE_BYTES else 2
-    elif tree.vec * itemsize == 16 and tree.cluster > 1 and row_bytes <= _TWICE_BYTES * (2 if spec.rms else 1):
-        warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
-    else:
+    if tree.vec * itemsize < 16 or tree.cluster == 1 or row_bytes > _TWICE_BYTES * (2 if spec.rms else 1):
         return None
+    slots = ceil_div(spec.cols, 32 * tree.vec)
+    warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
     each = ceil_div(slots, warps)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
-
-
-def _has_many_singles(spec: RowNormSpec) -> bool:
-    """Whether the row is a long one of single elements of 16 bits."""
-    return vector_of(spec) == 1 and ITEMSIZE[spec.x] == 2 and spec.cols > _MIN_SINGLE_COLS
 
 
 def _batches(tree: Tree) -> tuple[int, int]:

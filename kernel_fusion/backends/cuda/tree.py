@@ -49,16 +49,16 @@ def spread_row(
     slots = ceil_div(vectors, 32)  # vectors per lane of a single warp
     if slots <= per_thread:
         # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them: 10^6
-        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two.
-        min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), 128 // (vec * itemsize))
+        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two. Vectors of 4
+        # bytes want few lanes, whose sums cost instructions: 250980x254 bf16 1.27 by 32 lanes, 1.09 by 16.
+        at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
+        min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A count that divides the row spares every thread the question whether its column is inside.
-    near = [
-        n
-        for n in (per_thread, per_thread - 1, *range(per_thread + 1, most + 1))
-        if slots % n == 0 and (n > 1 or slots <= 5)
-    ]
+    # A count that divides the row spares every thread the question whether its column is inside. Single elements of 16
+    # bits, which take a register each, are no more than planned.
+    larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
+    near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n), reverse=True)
     each = near[0] if near else per_thread
     blocks = ceil_div(ceil_div(slots, each), MAX_BLOCK_WARPS)

@@ -99,7 +99,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     A row of 2 KB is left to one warp, which waits for nobody; shorter ones share a program that reads as much, since
     a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
     where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
-    early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions.
+    early, too; LayerNorm of 4096 columns of 16 bits, none of which is masked, fits in 4 warps with them. Slices join
+    the moments of LayerNorm's warps in one exchange, and cost registers and instructions.
 
     Args:
         cols: N.
@@ -111,10 +112,11 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
+    fits = narrow and not rms and cols == 4096
     if cols * itemsize <= 2048:
         warps = 2 if narrow and rows > 2 else 1
     else:
-        warps = _at_most(8, -(-rows * cols * width // 512))
+        warps = _at_most(4 if fits else 8, -(-rows * cols * width // 512))
     if cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
     each = cols / (32 * warps)  # elements of a thread, of the row
@@ -125,7 +127,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     else:
         early = warps <= 4 and each > 16
     early = early and rows == 1
-    sliced = early and not rms and warps > 1 and cols <= 4096
+    sliced = early and not rms and warps > 1 and cols <= 4096 and not fits
     most = 512 * warps // itemsize if sliced else _NORM_BLOCK
     block, pieces = _pieces(cols, 8 * 32 * max(1, warps // rows) // itemsize, most)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)

@@ -33,10 +33,11 @@ template <class S> struct Deviations {
   int lane, warp;
   A center, rest = 0, squares = 0;
 
-  __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack) {
+  // `known`: the caller knows that vector k lies within the row.
+  __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack, bool known = false) {
     A x[S::kVec];
     widen_pack(pack, x);
-    const bool inside = S::kRms || P::kCovers || (k * S::kLanes + lane) * S::kVec < P::cols_of(warp);
+    const bool inside = S::kRms || P::kCovers || known || k < P::kFull || k * P::kChunk + lane * S::kVec < P::cols_of(warp);
 #pragma unroll
     for (int e = 0; e < S::kVec; ++e) {
       const A d = inside ? x[e] - center : A(0);
@@ -49,17 +50,15 @@ template <class S> struct Deviations {
   __device__ Moments<S> moments() const {
     const A all_squares = sum_lanes<S::kLanes>(squares);
     if constexpr (S::kRms) return {0, all_squares};
-    const A count = static_cast<A>(max(P::cols_of(warp), 1)), all = sum_lanes<S::kLanes>(rest);
+    const A all = sum_lanes<S::kLanes>(rest), shift = all * P::template per_col_of<A>(warp);
     const bool finite = all_squares - all_squares == A(0);  // else what is subtracted may be infinite, too
-    return {center + all / count, finite ? all_squares - all * all / count : all_squares};
+    return {center + shift, finite ? all_squares - all * shift : all_squares};
   }
 };
 
 // The mean of the first kCount vectors of every lane, of which this one has added up `sum`.
 template <class S, int kCount> __device__ typename S::Acc center_of(int warp, typename S::Acc sum) {
-  int cols = Place<S>::cols_of(warp);
-  if constexpr (kCount < Place<S>::kChunks) cols = min(cols, kCount * S::kLanes * S::kVec);
-  return sum_lanes<S::kLanes>(sum) / static_cast<typename S::Acc>(max(cols, 1));
+  return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, kCount>(warp);
 }
 
 // Of virtual warp `warp`, whose k-th vector is x_at(k), whenever it is asked for.
@@ -78,18 +77,31 @@ template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>
   return deviations.moments();
 }
 
-// Of virtual warp `warp`, whose k-th vector is value(k, load(k)), once: kBatch of them are loaded at a time.
+// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kChunks, kBatch of them loaded at a time. `inside`: the vector
+// lies within the row for sure, as in all batches but the last; asking takes an instruction or two of every element.
+template <class S, int kBatch, int kFirst, class Load, class Use> __device__ void batched_chunks(const Load& load, const Use& use) {
+  using P = Place<S>;
+  constexpr int kSure = P::kCovers ? P::kChunks : P::kFull;
+  constexpr int kRest = kSure > kFirst ? kSure - (kSure - kFirst) % kBatch : kFirst;
+  using Loaded = decltype(load(0, true));
+  batched<kBatch>(
+      kFirst, kRest, 1, [&](int k) { return load(k, true); }, [&](int k, const Loaded& each) { use(k, each, true); });
+  batched<kBatch>(
+      kRest, P::kChunks, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
+}
+
+// Of virtual warp `warp`, whose k-th vector is value(k, load(k, inside), inside), once, as in `batched_chunks`.
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& load, Value&& value) {
   using P = Place<S>;
   constexpr int kFirst = kBatch < P::kChunks ? kBatch : P::kChunks;
-  using Loaded = decltype(load(0));
+  using Loaded = decltype(load(0, false));
   Loaded loaded[kFirst];
   Pack<typename S::Row, S::kVec> first[kFirst];
 #pragma unroll
-  for (int k = 0; k < kFirst; ++k) loaded[k] = load(k);
+  for (int k = 0; k < kFirst; ++k) loaded[k] = load(k, false);
 #pragma unroll
-  for (int k = 0; k < kFirst; ++k) first[k] = value(k, loaded[k]);
+  for (int k = 0; k < kFirst; ++k) first[k] = value(k, loaded[k], false);
   typename S::Acc center = 0;
   if constexpr (!S::kRms) {
     typename S::Acc sum = 0;
@@ -100,7 +112,8 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& lo
   Deviations<S> deviations{at.lane, warp, center};
 #pragma unroll
   for (int k = 0; k < kFirst; ++k) deviations.add(k, first[k]);
-  batched<kBatch>(kFirst, P::kChunks, 1, load, [&](int k, const Loaded& each) { deviations.add(k, value(k, each)); });
+  batched_chunks<S, kBatch, kFirst>(
+      load, [&](int k, const Loaded& each, bool inside) { deviations.add(k, value(k, each, inside), inside); });
   return deviations.moments();
 }
 
@@ -111,8 +124,8 @@ template <class S> __device__ Moments<S> join_moments(int lane, const typename S
   A mean = 0;
   if constexpr (!S::kRms) {
     const A base = slots[0][0];
-    mean = base + Exchange<S>::sum(lane, [&](int w) { return static_cast<A>(P::cols_of(w)) * (slots[w][0] - base); }) /
-                      static_cast<A>(S::kCols);
+    mean = base + kPerCol<S> * Exchange<S>::sum(
+                      lane, [&](int w) { return static_cast<A>(P::cols_of(w)) * (slots[w][0] - base); });
   }
   const A squares = Exchange<S>::sum(lane, [&](int w) {
     if constexpr (S::kRms) return slots[w][1];

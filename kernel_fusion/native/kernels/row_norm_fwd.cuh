@@ -67,20 +67,21 @@ template <class S> struct ForwardRow {
     residual = static_cast<const Residual*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
   }
   // Found where they are used: until then they would take registers.
-  __device__ Residual* h() const { return static_cast<Residual*>(args.h) + index * S::kCols; }
-  __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + index * S::kCols; }
+  __device__ Residual* h() const { return static_cast<Residual*>(args.h) + offset(); }
+  __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + offset(); }
+  // Of narrow vectors once, which the compiler would do for every store.
+  __device__ i64 offset() const { return P::kNarrow ? settled(index * S::kCols) : index * S::kCols; }
 
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
     return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
   __device__ Pack<Residual, kVec> load_residual(int col) const { return load_row<S, S::kAlignResidual>(residual, col); }
-  __device__ Pack<Residual, kVec> load_h(int col) const { return load_row<S, 16>(h(), col); }
-  __device__ void store_h(int col, const Pack<typename S::Row, kVec>& pack) const {
+  __device__ void store_h(Residual* h, int col, const Pack<typename S::Row, kVec>& pack) const {
     if constexpr (kAddsResidual<S>)
-      if (live) store_cols<16, kVec, S::kCols, P::kCovers>(h(), col, pack);
+      if (live) store_cols<16, kVec, S::kCols, P::kCovers>(h, col, pack);
   }
-  template <bool kLast = false> __device__ void store_y(int col, const Pack<typename S::Y, kVec>& pack) const {
-    if (live) store_cols<S::kAlignY, kVec, S::kCols, P::kCovers, kLast>(y(), col, pack);
+  template <bool kLast = false> __device__ void store_y(typename S::Y* y, int col, const Pack<typename S::Y, kVec>& pack) const {
+    if (live) store_cols<S::kAlignY, kVec, S::kCols, P::kCovers, kLast>(y, col, pack);
   }
 };
 
@@ -101,7 +102,7 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& a
     mean = joined.mean;
     squares = joined.squares;
   }
-  const A rstd = reciprocal_sqrt(squares / static_cast<A>(S::kCols) + static_cast<A>(args.eps));
+  const A rstd = reciprocal_sqrt(squares * kPerCol<S> + static_cast<A>(args.eps));
   if (S::kStats && row.live && at.leader()) store_stats<S>(args, row.index, mean, rstd);
   return {mean, rstd};
 }
@@ -116,8 +117,6 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const Before<S, typename S::Y> before(args);
 
   Pack<typename S::Row, kVec> resident[kVectors];
-  Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
-  Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
   Pack<typename S::X, kVec> xs[kVectors];  // all loads are on their way before the first is used
   Pack<typename S::Residual, kVec> residuals[kVectors];
 #pragma unroll
@@ -125,31 +124,43 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     xs[i] = row.load_x(at.col(i));
     residuals[i] = row.load_residual(at.col(i));
   }
-  const auto load_weight = [&](int i) { return load_parameter<S, typename S::Weight>(args.weight, at.col(i)); };
-  const auto load_bias = [&](int i) { return load_parameter<S, typename S::Bias>(args.bias, at.col(i)); };
-  if constexpr (S::kAhead) {
+  // Weight and bias of so many vectors are loaded together: no load passes a store that comes before it.
+  constexpr int kTogether = S::kAhead ? kVectors : kVec < 4 ? 4 / kVec : 1;
+  Pack<typename S::Weight, kVec> weights[kTogether];
+  Pack<typename S::Bias, kVec> biases[kTogether];
+  const auto load_parameters = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      weights[i] = load_weight(i);
-      biases[i] = load_bias(i);
+    for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
+      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(first + i));
+      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(first + i));
     }
-  }
+  };
+  if constexpr (S::kAhead) load_parameters(0);
+  auto* const h = row.h();
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     resident[i] = before(xs[i], residuals[i], row.index, at.col(i));
-    row.store_h(at.col(i), resident[i]);
+    row.store_h(h, at.col(i), resident[i]);
   }
 
   Moments<S> moments[S::kPlayed];
 #pragma unroll
   for (int w = 0; w < S::kPlayed; ++w)
-    moments[w] = moments_of_warp<S>(at, at.warp + w, [&](int k) { return resident[w * P::kChunks + k]; });
+    moments[w] = moments_of_warp<S>(at, at.warp + w, [&](int k) {
+      if constexpr (!S::kRms) keep_packed(resident[w * P::kChunks + k]);
+      return resident[w * P::kChunks + k];
+    });
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  auto* const y = row.y();
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const auto weight = S::kAhead ? weights[S::kAhead ? i : 0] : load_weight(i);
-    const auto bias = S::kAhead ? biases[S::kAhead ? i : 0] : load_bias(i);
-    row.store_y(at.col(i), affine(resident[i], weight, bias, args.weight_offset));
+  for (int first = 0; first < kVectors; first += kTogether) {
+    if constexpr (!S::kAhead) load_parameters(first);
+#pragma unroll
+    for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
+      auto& h = resident[first + i];
+      if constexpr (!S::kRms) keep_packed(h);
+      row.store_y(y, at.col(first + i), affine(h, weights[i], biases[i], args.weight_offset));
+    }
   }
 }
 

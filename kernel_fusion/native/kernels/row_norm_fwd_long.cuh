@@ -27,18 +27,18 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename S::X, kVec> x;
     Pack<typename S::Residual, kVec> residual;
   };
+  auto* const h = row.h();
   Moments<S> moments[S::kPlayed];
 #pragma unroll
   for (int w = 0; w < S::kPlayed; ++w) {
-    const auto load = [&](int k) {
-      const int col = at.col(w * P::kChunks + k);
-      return Loaded{row.load_x(col), row.load_residual(col)};
+    const auto col = [&](int k, bool inside) { return at.col(w * P::kChunks + k, inside); };
+    const auto load = [&](int k, bool inside) {
+      return Loaded{row.load_x(col(k, inside)), row.load_residual(col(k, inside))};
     };
-    const auto value = [&](int k, const Loaded& loaded) {
-      const int col = at.col(w * P::kChunks + k);
-      const auto h = before(loaded.x, loaded.residual, row.index, col);
-      row.store_h(col, h);
-      return h;
+    const auto value = [&](int k, const Loaded& loaded, bool inside) {
+      const auto value = before(loaded.x, loaded.residual, row.index, col(k, inside));
+      row.store_h(h, col(k, inside), value);
+      return value;
     };
     moments[w] = moments_in_passing<S, S::kBatch>(at, at.warp + w, load, value);
   }
@@ -49,22 +49,27 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename S::Weight, kVec> weight;
     Pack<typename S::Bias, kVec> bias;
   };
-  const auto load = [&](int i) {
-    const int col = at.col(i);
-    Again again;
-    if constexpr (kAddsResidual<S>) again.x = row.load_h(col);
-    else again.x = row.template load_x<true>(col);
-    again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
-    again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
-    return again;
-  };
-  batched<S::kBatchAgain>(0, P::kVectors, 1, load, [&](int i, const Again& again) {
-    const auto store_y_of = [&](const Pack<typename S::Row, kVec>& h) {
-      row.template store_y<true>(at.col(i), affine(h, again.weight, again.bias, args.weight_offset));
+  auto* const y = row.y();
+#pragma unroll
+  for (int w = 0; w < S::kPlayed; ++w) {
+    const auto load = [&](int k, bool inside) {
+      const int col = at.col(w * P::kChunks + k, inside);
+      Again again;
+      if constexpr (kAddsResidual<S>) again.x = load_row<S, 16>(h, col);
+      else again.x = row.template load_x<true>(col);
+      again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
+      again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
+      return again;
     };
-    if constexpr (kAddsResidual<S>) store_y_of(again.x);
-    else store_y_of(before(again.x, {}, row.index, at.col(i)));
-  });
+    batched_chunks<S, S::kBatchAgain, 0>(load, [&](int k, const Again& again, bool inside) {
+      const int col = at.col(w * P::kChunks + k, inside);
+      const auto store_y_of = [&](const Pack<typename S::Row, kVec>& h) {
+        row.template store_y<true>(y, col, affine(h, again.weight, again.bias, args.weight_offset));
+      };
+      if constexpr (kAddsResidual<S>) store_y_of(again.x);
+      else store_y_of(before(again.x, {}, row.index, col));
+    });
+  }
 }
 
 }  // namespace kf

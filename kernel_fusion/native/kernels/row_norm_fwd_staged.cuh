@@ -69,7 +69,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   struct State { A first, second; };  // the warp's mean and squared deviations
   const auto first_pass = [&](i64 row, int slot) {
     Moments<S> moments;
-    if constexpr (kAddsResidual<S> || kChangesX<S>) {
+    if constexpr (kAddsResidual<S> || kChangesX<S> || (kVec == 1 && !S::kRms)) {  // what is dear to read twice
       Pack<typename S::Row, kVec> values[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) values[i] = row_at(row, slot, i);
@@ -82,7 +82,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums sums) {
     Moments<S> moments{state.first, state.second};
     if constexpr (S::kWarps > 1) moments = join_moments<S>(at.lane, sums);
-    const A rstd = reciprocal_sqrt(moments.squares / static_cast<A>(S::kCols) + static_cast<A>(args.eps));
+    const A rstd = reciprocal_sqrt(moments.squares * kPerCol<S> + static_cast<A>(args.eps));
     if (S::kStats && at.leader()) store_stats<S>(args, row, moments.mean, rstd);
     const Affine<S> affine{moments.mean, rstd};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;

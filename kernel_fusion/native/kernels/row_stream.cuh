@@ -47,7 +47,7 @@ template <class S> struct RowStream {
   static constexpr int kStages = S::kStages;
   static constexpr int kLag = kStages > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
-  static constexpr int kCols = P::kLocalWarps * P::kStretch;     // of a group, the last of a cluster fewer
+  static constexpr int kCols = P::kLocalWarps * P::kChunks * P::kChunk;  // of a group at most
   // A warp that is ahead may announce its next two rows before another has read the sums of this one.
   static constexpr int kBuffers = 4;
 
@@ -86,8 +86,12 @@ template <class S> struct RowStream {
   }
 
   // The first column of this block, and how many it has.
-  __device__ static int first_col() { return S::kCluster > 1 ? static_cast<int>(cluster_rank()) * kCols : 0; }
-  __device__ static int cols() { return P::kCovers ? kCols : max(0, min(kCols, S::kCols - first_col())); }
+  __device__ static int first_col() { return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0; }
+  __device__ static int cols() {
+    if constexpr (P::kCovers) return kCols;
+    const int end = S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank() + 1) * P::kLocalWarps) : S::kCols;
+    return min(end, S::kCols) - first_col();
+  }
 
   // Rows first, first + step, ... below `rows`:
   //   fill(row, slot)                     one thread starts the copies into the slot and announces their bytes on full[slot]

@@ -1,8 +1,8 @@
 // The canonical reduction tree of a row, and who executes it.
 //
-// A row of kCols columns is cut into vectors of kVec, which divides kCols, and the vectors into kWarps equal stretches, one
-// for each *virtual warp*: in its stretch vector j belongs to lane j % kLanes. The order of summation is a function of
-// (kCols, kVec, kLanes, kWarps) alone:
+// A row of kCols columns is cut into vectors of kVec, which divides kCols, the vectors into chunks of kLanes, and the chunks
+// into kWarps stretches, one for each *virtual warp*, as even as can be: the first ones may have a chunk more. In its stretch
+// vector j belongs to lane j % kLanes. The order of summation is a function of (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
 //   2. a butterfly adds up the kLanes lanes of a virtual warp;
@@ -42,15 +42,21 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
 //   kCluster, kPlayed             the executor: kWarps == kCluster * (physical warps of the block) * kPlayed,
 //                                 or, with kWarps == 1, one row per kLanes threads and kRows rows per block
 template <class S> struct Place {
-  static constexpr int kSpan = S::kWarps * S::kLanes * S::kVec;             // columns of one vector of every lane
-  static constexpr int kChunks = (S::kCols + kSpan - 1) / kSpan;            // vectors per lane and virtual warp
-  static constexpr int kStretch = kChunks * S::kLanes * S::kVec;            // columns of a virtual warp, the last ones fewer
-  static constexpr bool kCovers = S::kCols == S::kWarps * kStretch;         // no lane is ever past the end
-  static constexpr int kVectors = kChunks * S::kPlayed;                     // vectors per thread
-  static constexpr int kLocalWarps = S::kWarps / S::kCluster;               // virtual warps of this block
+  static constexpr int kChunk = S::kLanes * S::kVec;                         // columns of one vector of every lane
+  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;        // of the row, the last one perhaps not whole
+  static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // the first kMore warps have one more
+  static constexpr int kChunks = kShare + (kMore > 0);                       // vectors per lane and virtual warp, at most
+  static constexpr bool kCovers = S::kCols == S::kWarps * kChunks * kChunk;  // every lane has that many
+  static constexpr int kMissing = kRowChunks * kChunk - S::kCols;            // columns that the last chunk lacks
+  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;  // chunks that every virtual warp has whole
+  static constexpr int kVectors = kChunks * S::kPlayed;                      // vectors per thread
+  static constexpr int kLocalWarps = S::kWarps / S::kCluster;                // virtual warps of this block
+  // Of narrow vectors a thread has many. The compiler shall add their columns to one, not find each from the lane again.
+  static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
 
   int lane, row, warp;  // lane in the virtual warp, row in the block, first virtual warp played
+  int first;            // column of this thread's first vector
 
   __device__ Place() : Place(S::kWarps == 1 ? threadIdx.x % S::kLanes : threadIdx.x) {
     if constexpr (S::kWarps == 1) row = threadIdx.x / S::kLanes;
@@ -59,20 +65,47 @@ template <class S> struct Place {
   // For the member-th of the threads that share a row.
   __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes * S::kPlayed) {
     if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
+    first = start(warp) + lane * S::kVec;
+    if constexpr (kNarrow) asm("" : "+r"(first));
   }
 
-  // First column of this thread's i-th vector, 0 <= i < kVectors: chunk i % kChunks of virtual warp i / kChunks.
-  __device__ int col(int i) const { return warp * kStretch + (i * S::kLanes + lane) * S::kVec; }
+  // First column of virtual warp w.
+  __device__ static int start(int w) { return (w * kShare + (kMore ? min(w, kMore) : 0)) * kChunk; }
 
-  // How many columns virtual warp w holds.
+  // First column of this thread's i-th vector, 0 <= i < kVectors: chunk i % kChunks of virtual warp `warp` + i / kChunks; kCols
+  // or more if there is none. The compiler is told which there are for sure, and of the others asks; `inside`: the caller knows.
+  __device__ int col(int i, bool inside = false) const {
+    const int k = S::kPlayed == 1 ? i : i % kChunks, w = S::kPlayed == 1 ? warp : warp + i / kChunks;
+    const int col = kNarrow && S::kPlayed == 1 ? first + k * kChunk : start(w) + (k * S::kLanes + lane) * S::kVec;
+    if (kCovers) return col;
+    if (inside || k < kFull) {
+      __builtin_assume(col < S::kCols);
+      return col;
+    }
+    return k < kShare || w < kMore ? col : S::kCols;
+  }
+
+  // How many columns virtual warp w has.
   __device__ static int cols_of(int w) {
-    if constexpr (kCovers) return kStretch;
-    const int rest = S::kCols - w * kStretch;
-    return rest < 0 ? 0 : rest > kStretch ? kStretch : rest;
+    if constexpr (kCovers) return kChunks * kChunk;
+    return max(0, min(start(w + 1), S::kCols) - start(w));
+  }
+
+  // One over the number of columns that virtual warp w has among its first kCount chunks; of those without any, what is finite.
+  template <class A, int kCount = kChunks> __device__ static A per_col_of(int w) {
+    constexpr int kMost = (kCount < kChunks ? kCount : kChunks) * kChunk, kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
+    constexpr int kLast = kRowChunks < S::kWarps || kCount < kShare ? kFewer : kFewer - kMissing;
+    const A most = A(1) / A(kMost), fewer = kFewer ? A(1) / A(kFewer) : A(0);
+    if constexpr (kCovers) return most;
+    return w < kMore ? (kRowChunks < S::kWarps && w == kMore - 1 ? A(1) / A(kMost - kMissing) : most)
+                     : w == S::kWarps - 1 && kLast ? A(1) / A(kLast) : fewer;
   }
 
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
+
+// What a sum over a row is multiplied by to be a mean: a division takes ten instructions, of which a thread has few to spare.
+template <class S> inline constexpr typename S::Acc kPerCol = typename S::Acc(1) / S::kCols;
 
 __device__ constexpr int power_of_two(int n) {
   int p = 1;

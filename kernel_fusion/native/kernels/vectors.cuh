@@ -124,8 +124,9 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(cons
   }
 }
 
-// An offset that the compiler computes here, once. Left alone it keeps the terms of the sum in registers through a loop.
-__device__ inline i64 settled(i64 offset) {
+// An offset or address that the compiler computes here, once. Left alone it keeps the terms of the sum in registers through a
+// loop, or adds them up again for every use.
+template <class T> __device__ T settled(T offset) {
   asm("" : "+l"(offset));
   return offset;
 }
