@@ -143,6 +143,8 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     row.store_h(h, at.col(i), resident[i]);
   }
 
+  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once: 2048x2048 bf16 on an H200
+  // takes 0.95 of the floor so, 1.04 otherwise.
   Moments<S> moments[S::kPlayed];
 #pragma unroll
   for (int w = 0; w < S::kPlayed; ++w)
