@@ -76,11 +76,11 @@ def watch(report: Path) -> None:
 
 def errors(report: Path) -> tuple[list[str], Counter[str]]:
     """The errors with our extension on a stack, in words, and how many others there are of each kind."""
-    library = str(Path(loader.library()._name).resolve())
+    libraries = Path(loader.library()._name).resolve().parent  # this process may have another one than the watched
     ours, others = [], Counter[str]()
     for error in ElementTree.parse(report).getroot().iter("error"):
         kind = str(error.findtext("kind"))
-        if any(frame.findtext("obj") == library for frame in error.iter("frame")):
+        if any(Path(str(frame.findtext("obj"))).parent == libraries for frame in error.iter("frame")):
             frames = (str(frame.findtext("fn")) for frame in error.iter("frame"))
             what = error.findtext("what") or error.findtext("xwhat/text")
             ours.append("\n    ".join([f"{kind}: {what}", *frames]))
