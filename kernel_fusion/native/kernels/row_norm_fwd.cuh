@@ -159,9 +159,9 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     if constexpr (!S::kAhead) load_parameters(first);
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
-      auto& h = resident[first + i];
-      if constexpr (!S::kRms) keep_packed(h);
-      row.store_y(y, at.col(first + i), affine(h, weights[i], biases[i], args.weight_offset));
+      auto& pack = resident[first + i];
+      if constexpr (!S::kRms) keep_packed(pack);
+      row.store_y(y, at.col(first + i), affine(pack, weights[i], biases[i], args.weight_offset));
     }
   }
 }

@@ -36,9 +36,9 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
       return Loaded{row.load_x(col(k, inside)), row.load_residual(col(k, inside))};
     };
     const auto value = [&](int k, const Loaded& loaded, bool inside) {
-      const auto value = before(loaded.x, loaded.residual, row.index, col(k, inside));
-      row.store_h(h, col(k, inside), value);
-      return value;
+      const auto pack = before(loaded.x, loaded.residual, row.index, col(k, inside));
+      row.store_h(h, col(k, inside), pack);
+      return pack;
     };
     moments[w] = moments_in_passing<S, S::kBatch>(at, at.warp + w, load, value);
   }
@@ -63,8 +63,8 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     };
     batched_chunks<S, S::kBatchAgain, 0>(load, [&](int k, const Again& again, bool inside) {
       const int col = at.col(w * P::kChunks + k, inside);
-      const auto store_y_of = [&](const Pack<typename S::Row, kVec>& h) {
-        row.template store_y<true>(y, col, affine(h, again.weight, again.bias, args.weight_offset));
+      const auto store_y_of = [&](const Pack<typename S::Row, kVec>& pack) {
+        row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, args.weight_offset));
       };
       if constexpr (kAddsResidual<S>) store_y_of(again.x);
       else store_y_of(before(again.x, {}, row.index, col));
