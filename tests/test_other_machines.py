@@ -16,7 +16,7 @@ from support import CPU, TRITON, assert_as_accurate
 from kernel_fusion.backends import select
 from kernel_fusion.backends.cuda import planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.triton import operators
+from kernel_fusion.backends.triton import launch, operators
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, loader
@@ -132,6 +132,33 @@ def test_a_device_is_described_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> No
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=232448)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert Device.of(0) == KNOWN_DEVICES[90]
+
+
+class _Kernel:
+    """Stands in for one of Triton's, and remembers with which options it was launched."""
+
+    fn = SimpleNamespace(__name__="row_norm_bwd")
+    options: dict[str, Any]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.__dict__.update(options=options)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_options_of_nvidias_devices(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chained launch and a bound on registers are asked of Triton where they are wanted; Inductor knows neither."""
+    kernel = _Kernel()
+    seen = _Kernel() if traced else kernel
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: seen)
+    x = torch.zeros(1)
+    launch.launch(kernel, (1,), x, warps=8, registers=128, CHAINED=True)
+    extra = {} if traced else {"launch_pdl": True, "maxnreg": 128}
+    assert seen.options == {"num_warps": 8, "CHAINED": True, **extra}
+    launch.launch(kernel, (1,), x, warps=8, CHAINED=False)
+    assert seen.options == {"num_warps": 8, "CHAINED": False}
+    launch.launch(kernel, (1,), x, warps=4)
+    assert seen.options == {"num_warps": 4}
 
 
 def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

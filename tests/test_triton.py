@@ -326,6 +326,63 @@ def test_plans_fit(cols: int, warp_size: int, itemsize: int, rms: bool, staged: 
         assert one.looped or one.pieces * one.block >= cols > (one.pieces - 1) * one.block
 
 
+def test_persistent_programs_fit_beside_each_other() -> None:
+    """Registers are bounded where several programs share a multiprocessor and would otherwise take too many."""
+    device = plan.Device(132, 32, 232448, registers=65536, chained=True)
+    two = plan.norm_backward(4096, 2, 32, False, False, 6, device.shared_bytes)
+    assert device.registers_of(two) == 128
+    assert device.registers_of(plan.norm_backward(8192, 2, 32, False, False, 6, device.shared_bytes)) is None
+    assert device.registers_of(plan.norm_backward(256, 2, 32, False, False, 6, device.shared_bytes)) is None
+    assert plan.Device(304, 64).registers_of(two) is None
+
+
+def _chain_of_norms(settle: Callable[[], None]) -> list[Tensor]:
+    """Norms in which each reads what the one before wrote last, or overwrites what it read; `settle` after each."""
+    torch.manual_seed(0)
+    found = []
+    for rows, cols, dtype in ((20000, 1024, BF16), (4000, 4096, BF16), (9000, 384, F32), (700, 12288, F32)):
+        x, w = torch.randn(rows, cols, dtype=dtype, device=DEVICE), torch.randn(cols, dtype=dtype, device=DEVICE)
+        for _ in range(10):
+            y = kf.layer_norm(x, cols, w, backend="triton")
+            settle()
+            last = kf.rms_norm(y[-3:], cols, w, backend="triton").requires_grad_()
+            settle()
+            x = y.detach().requires_grad_()
+            z = kf.rms_norm(x, cols, w, backend="triton")
+            settle()
+            (dx,) = torch.autograd.grad(z, x, y)
+            settle()
+            few = kf.layer_norm(last, cols, w.requires_grad_(), w, backend="triton")
+            grads = torch.autograd.grad(few, [last, w], dx[-3:])
+            settle()
+            w = w.detach()
+            found += [last.detach(), *grads]
+            x = dx.add_(z.detach())
+    return found
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="launches overlap on a GPU")
+def test_kernels_that_overlap_see_what_came_before() -> None:
+    """The bits are those of launches that wait for each other, launched at once and replayed as a graph."""
+    alone = _chain_of_norms(torch.cuda.synchronize)
+    at_once = _chain_of_norms(lambda: None)
+    assert all(map(torch.equal, alone, at_once))
+    graph = torch.cuda.CUDAGraph()
+    x, w = torch.randn(20000, 1024, device=DEVICE), torch.randn(1024, device=DEVICE)
+
+    def few() -> Tensor:
+        y = kf.layer_norm(x, 1024, w, backend="triton")
+        return kf.rms_norm(y[-3:], 1024, w, backend="triton")
+
+    expected = few()
+    with torch.cuda.graph(graph):
+        captured = few()
+    for _ in range(20):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 _TAKE_OVER = """
     import torch, kernel_fusion as kf
     from kernel_fusion.backends import select

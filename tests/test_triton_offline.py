@@ -35,7 +35,10 @@ _LONG |= {("row_norm_bwd_columns", False)}
 # Grid rationale. Three generations of NVIDIA's, one of AMD's. sm_90 compiles every activation besides, sm_80 fp64.
 @pytest.mark.parametrize(("backend", "arch"), [("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942")])
 def test_every_kernel_compiles(backend: str, arch: str, tmp_path: Path) -> None:
-    """Every kernel compiles to machine code, with the constants and types with which the operators launch it."""
+    """Every kernel compiles to machine code, with the constants and types with which the operators launch it.
+
+    Where kernels are launched before their predecessor has ended, none touches memory before it has waited for that.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(_TESTS / "triton_offline.py"), backend, arch],
@@ -46,7 +49,10 @@ def test_every_kernel_compiles(backend: str, arch: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(size > 0 and excess == 0 for _, _, size, excess in compiled)
+    assert all(size > 0 and excess == 0 for _, _, size, excess, _ in compiled)
+    assert not any(early for *_, early in compiled), "memory is touched before the wait"
+    chained = {name for name, *_, early in compiled if early is not None}
+    assert chained == ({"row_norm_fwd", "row_norm_bwd", "sum_partials"} if arch in ("90", "100") else set())
     wanted = _ALWAYS | (_LONG if arch in ("90", "gfx942") else set())
     assert {(name, looped) for name, looped, *_ in compiled} >= wanted
 
@@ -62,7 +68,7 @@ _CONSTANTS = """
 
     def signatures(rows, cols):
         launches = offline.record(lambda: offline.verbs(rows, cols, torch.bfloat16))
-        named = {(launch[0].fn.__name__, str(offline.signature(launch))) for launch in launches}
+        named = {(launch.kernel.fn.__name__, str(offline.signature(launch))) for launch in launches}
         # Reductions aside, of which one has the number of rows for a length.
         return {(name, text) for name, text in named if not name.startswith("reduce")}
 
@@ -83,10 +89,12 @@ def test_no_constant_depends_on_the_number_of_rows() -> None:
 # graph raises.
 _TRACE = """
     import warnings
+    warnings.simplefilter("error")  # such as that a kernel cannot be analysed
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     import torch, triton
     import kernel_fusion as kf
     from kernel_fusion.backends import select
+    from kernel_fusion.backends.triton import plan
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from triton.backends.compiler import GPUTarget
@@ -96,6 +104,7 @@ _TRACE = """
             return GPUTarget("cuda", 90, 32)
 
     triton.runtime.driver.set_active(Driver())
+    plan.device_of = lambda device: plan.Device(132, 32, 232448, 65536, chained=True)
     select.triton_is_interpreted = lambda: True  # lets CPU tensors pass for those of a GPU
 
     class Reached(Exception):

@@ -2,16 +2,18 @@
 
 Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
-calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, and the
-bytes of shared memory that it takes beyond what the device has (none, if the plan is right).
+calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, the bytes
+of shared memory that it takes beyond what the device has (none, if the plan is right), and how often it touches global
+memory before it waits for the kernel launched before it (never; null where it does not wait).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,25 +32,43 @@ _TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-# Bytes of shared memory that a program may have; AMD's are not used for fetching ahead.
-_SHARED_BYTES = {"80": 166912, "90": 232448, "100": 232448, "gfx942": 65536}
-Launch = tuple[Any, tuple[Any, ...], int, dict[str, Any]]
+# AMD's shared memory, of 64 KB, is not used for fetching ahead.
+_DEVICES = {
+    "80": plan.Device(108, 32, 166912, 65536),
+    "90": plan.Device(132, 32, 232448, 65536, chained=True),
+    "100": plan.Device(148, 32, 232448, 65536, chained=True),
+    "gfx942": plan.Device(304, 64),
+}
+_AMD_SHARED_BYTES = 65536
 
 
-def record(calls: Callable[[], None], warp_size: int = 32, shared_bytes: int = 0) -> list[Launch]:
-    """The launches that `calls` would make on a device of 132 multiprocessors: kernel, arguments, warps, constants."""
+class Launch(NamedTuple):
+    """What `launch` is called with."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    warps: int
+    registers: int | None
+    constants: dict[str, Any]
+
+
+def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> list[Launch]:
+    """The launches that `calls` would make on a device."""
     launches: list[Launch] = []
 
-    def recorder(kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, **constants: Any) -> None:
+    def recorder(
+        kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
+    ) -> None:
         first = next(arg for arg in args if isinstance(arg, Tensor))
-        launches.append((kernel, tuple(first if arg is None else arg for arg in args), warps, constants))
+        pointers = tuple(first if arg is None else arg for arg in args)
+        launches.append(Launch(kernel, pointers, warps, registers, constants))
 
     families = (row_norm, pointwise, reduce, softmax)
     originals = [family.launch for family in families], plan.device_of
     try:
         for family in families:
             family.launch = recorder
-        plan.device_of = lambda device: plan.Device(132, warp_size, shared_bytes)
+        plan.device_of = lambda _: device
         calls()
     finally:
         for family, launch in zip(families, originals[0], strict=True):
@@ -82,41 +102,53 @@ def verbs(rows: int, cols: int, dtype: torch.dtype) -> None:
 
 def signature(launch: Launch) -> dict[str, tuple[str, Any]]:
     """Of each parameter its type, and its value where that is compiled in."""
-    kernel, args, _, constants = launch
     found: dict[str, tuple[str, Any]] = {}
-    for parameter, value in zip(kernel.params, args, strict=False):
+    for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
         if isinstance(value, Tensor):
             found[parameter.name] = (_TYPES[value.dtype], None)
         elif value == 1 and not parameter.do_not_specialize:
             found[parameter.name] = ("constexpr", 1)
         else:
             found[parameter.name] = ("i32", None)
-    return found | {name: ("constexpr", value) for name, value in constants.items()}
+    return found | {name: ("constexpr", value) for name, value in launch.constants.items()}
 
 
 def distinct(launches: list[Launch]) -> Iterator[Launch]:
     """One launch of each signature."""
     seen = set()
     for launch in launches:
-        key = launch[0].fn.__name__, str(signature(launch))
+        key = launch.kernel.fn.__name__, str(signature(launch))
         if key not in seen:
             seen.add(key)
             yield launch
 
 
-def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int]:
-    """The size of the machine code, and the bytes of shared memory."""
-    kernel, _, warps, _ = launch
+def early_accesses(ptx: str) -> int | None:
+    """How many instructions that touch global memory precede the wait for the previous kernel, if there is one."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return len(re.findall(r"\b(?:(?:ld|st|atom|red)\.[a-z0-9_.:]*global|cp\.async)", before)) if wait else None
+
+
+def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int, int | None]:
+    """The size of the machine code, the bytes of shared memory, and the accesses before the wait."""
     parameters = signature(launch)
-    names = list(kernel.arg_names)
+    names = list(launch.kernel.arg_names)
     source = ASTSource(
-        kernel,
+        launch.kernel,
         {name: parameters[name][0] for name in names},
         constexprs={(names.index(name),): value for name, (kind, value) in parameters.items() if kind == "constexpr"},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if parameters[name][0][0] == "*"},
     )
-    code = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": True})
-    return len(code.asm["hsaco" if target.backend == "hip" else "cubin"]), code.metadata.shared
+    options = {"num_warps": launch.warps, "enable_fp_fusion": True}
+    if target.backend == "hip":
+        assert launch.registers is None
+        code = triton.compile(source, target=target, options=options)
+        return len(code.asm["hsaco"]), code.metadata.shared, None
+    chained = launch.constants.get("CHAINED", False)
+    code = triton.compile(source, target=target, options=options | {"maxnreg": launch.registers, "launch_pdl": chained})
+    waited = early_accesses(code.asm["ptx"])
+    assert (waited is not None) == chained, launch
+    return len(code.asm["cubin"]), code.metadata.shared, waited
 
 
 def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -143,13 +175,13 @@ def activations() -> None:
 
 def main(backend: str, arch: str) -> None:
     """Compile, and print what was compiled."""
-    warp_size = 64 if backend == "hip" else 32
     select._define_triton()
     cuda = backend == "cuda"
-    shared = _SHARED_BYTES[arch]
+    device = _DEVICES[arch]
+    shared = device.shared_bytes or _AMD_SHARED_BYTES
 
     def recorded(calls: Callable[[], None]) -> list[Launch]:
-        return record(calls, warp_size, shared if cuda else 0)
+        return record(calls, device)
 
     launches = recorded(lambda: verbs(48, 1024, torch.bfloat16))
     if arch in ("90", "gfx942"):
@@ -166,8 +198,9 @@ def main(backend: str, arch: str) -> None:
         launches += recorded(lambda: verbs(5, 255, torch.float64))
         launches += recorded(lambda: norms(3, 12288, torch.float32))
     for launch in distinct(launches):
-        size, taken = compile_for(GPUTarget(backend, int(arch) if cuda else arch, warp_size), launch)
-        print(json.dumps([launch[0].fn.__name__, launch[3].get("LOOPED", False), size, max(0, taken - shared)]))
+        size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
+        looped = launch.constants.get("LOOPED", False)
+        print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - shared), early]))
 
 
 if __name__ == "__main__":

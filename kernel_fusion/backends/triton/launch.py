@@ -16,8 +16,14 @@ from kernel_fusion.backends.triton.plan import Plan
 launches: dict[str, int] = {}
 
 
-def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, **constants: Any) -> None:
-    """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed."""
+def launch(
+    kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
+) -> None:
+    """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed.
+
+    A kernel with the constant CHAINED is launched while the one before it still runs. A thread gets `registers` at
+    most, if that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way.
+    """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
     first = next(arg for arg in args if isinstance(arg, Tensor))
@@ -26,8 +32,13 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, **constan
         with np.errstate(all="ignore"):  # infinities and NaN are as welcome here as on a device
             kernel[grid](*pointers, **constants)
         return
+    wrapped = torch.library.wrap_triton(kernel)
+    options: dict[str, Any] = {}
+    if wrapped is kernel:  # not traced; the options are those of NVIDIA's devices
+        options |= {"launch_pdl": True} if constants.get("CHAINED") else {}
+        options |= {"maxnreg": registers} if registers else {}
     with _on(first.device):
-        torch.library.wrap_triton(kernel)[grid](*pointers, **constants, num_warps=warps)
+        wrapped[grid](*pointers, **constants, num_warps=warps, **options)
 
 
 def tile(plan: Plan) -> dict[str, int]:

@@ -26,6 +26,8 @@ _EXCHANGED_BYTES = 16384
 # Elements of a section of a reduction: of a row, and down a block of columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
+# Registers that a thread can have.
+_MOST_REGISTERS = 255
 # Elements of a thread, counting one value per element; and the most warps of 32 that a program may have.
 _PER_THREAD = 16
 _MAX_WARPS = 32
@@ -249,15 +251,29 @@ class Device:
         processors: multiprocessors, or what other vendors have in their place.
         warp_size: threads of a warp.
         shared_bytes: of shared memory that a program may have; 0 where nothing is to be fetched ahead.
+        registers: of a multiprocessor; 0 where their number is left to the compiler.
+        chained: whether a kernel may be launched while the one before it still runs.
     """
 
     processors: int
     warp_size: int
     shared_bytes: int = 0
+    registers: int = 0
+    chained: bool = False
 
     def programs(self, plan: Plan) -> int:
         """How many persistent programs."""
         return self.processors * plan.resident
+
+    def registers_of(self, plan: Plan) -> int | None:
+        """How many a thread may have so that all persistent programs run at once; None where that is no question.
+
+        The compiler may well choose more: 168 or 128 for the same kernel, from one version to the next.
+        """
+        if plan.resident <= 1 or not self.registers:
+            return None
+        most = self.registers // (self.warp_size * plan.warps * plan.resident)
+        return most if most < _MOST_REGISTERS else None
 
 
 @lru_cache
@@ -267,8 +283,13 @@ def device_of(device: torch.device) -> Device:
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return Device(properties.multi_processor_count, 64 if properties.warp_size == 64 else 32)
-        shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Device(properties.multi_processor_count, 32, shared_bytes)
+        return Device(
+            properties.multi_processor_count,
+            32,
+            shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+            registers=properties.regs_per_multiprocessor,  # type: ignore[attr-defined]
+            chained=properties.major >= 9,
+        )
     if device.type == "xpu":  # pragma: gpu
         return Device(torch.xpu.get_device_properties(device).max_compute_units, 32)
     return Device(2, 32)

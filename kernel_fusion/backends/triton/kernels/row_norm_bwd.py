@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope
+from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
@@ -202,6 +203,7 @@ def row_norm_bwd(
     EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """dx and dresidual, and partial sums if DWEIGHT, DBIAS, never if LOOPED. Lengths and strides: in UNIT elements."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -217,6 +219,7 @@ def row_norm_bwd(
     for _piece in tl.static_range(PIECES):
         dweight = dweight + (tl.zeros([BLOCK if DWEIGHT else 1], ACC),)
         dbias = dbias + (tl.zeros([BLOCK if DBIAS else 1], ACC),)
+    wait_for_previous_kernel(CHAINED)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = row < num_rows
@@ -386,8 +389,11 @@ def sum_partials(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Adds the partial rows of a block of columns, in order, and rounds once. Axis 1 of the grid: which of the sums."""
+    wait_for_previous_kernel(CHAINED)
+    let_next_kernel_start(CHAINED)
     which = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
@@ -190,6 +191,7 @@ def row_norm_fwd(
     LOOPED: tl.constexpr,
     SLICES: tl.constexpr,
     EARLY: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -206,6 +208,11 @@ def row_norm_fwd(
     x_row = row_offset(row, middle, inner, x0 * UNIT, x1 * UNIT, x2 * UNIT, FLAT)
     residual_row = row_offset(row, middle, inner, r0 * UNIT, r1 * UNIT, r2 * UNIT, FLAT)
     y_row = row * num_cols
+    wait_for_previous_kernel(CHAINED)
+    # Not where rows share a program. There are few then, and those of the next kernel, which wait already, would leave
+    # some multiprocessors with twice the work of others.
+    if ROWS == 1:
+        let_next_kernel_start(CHAINED)
     if LOOPED:
         center = tl.zeros([ROWS, 1], ACC)
         if not RMS:
