@@ -152,9 +152,9 @@ def test_options_of_nvidias_devices(traced: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: seen)
     x = torch.zeros(1)
-    launch.launch(kernel, (1,), x, warps=8, registers=128, CHAINED=True)
+    launch.launch(kernel, (1,), x, warps=8, registers=128, CHAINED=True, RELEASES=True)
     extra = {} if traced else {"launch_pdl": True, "maxnreg": 128}
-    assert seen.options == {"num_warps": 8, "CHAINED": True, **extra}
+    assert seen.options == {"num_warps": 8, "CHAINED": not traced, "RELEASES": not traced, **extra}
     launch.launch(kernel, (1,), x, warps=8, CHAINED=False)
     assert seen.options == {"num_warps": 8, "CHAINED": False}
     launch.launch(kernel, (1,), x, warps=4)

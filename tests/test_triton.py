@@ -336,6 +336,25 @@ def test_persistent_programs_fit_beside_each_other() -> None:
     assert plan.Device(304, 64).registers_of(two) is None
 
 
+# Grid rationale. Rows that share a program, of one warp, of several, and read a chunk at a time.
+@pytest.mark.parametrize(
+    ("cols", "itemsize", "wanted"),
+    [(512, 4, False), (768, 4, False), (1024, 2, False), (1024, 4, True), (2048, 2, True), (65536, 2, True)],
+)
+def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, wanted: bool) -> None:
+    """Those of several warps that have a row to themselves."""
+    assert plan.norm_forward(cols, itemsize, 32, False).releases is wanted
+
+
+@pytest.mark.parametrize(
+    ("cols", "itemsize", "wanted"),
+    [(256, 2, False), (512, 2, True), (8192, 2, True), (16384, 2, False), (16384, 4, True), (65536, 4, False)],
+)
+def test_which_persistent_programs_are_chained(cols: int, itemsize: int, wanted: bool) -> None:
+    """Those of several warps that keep their rows."""
+    assert plan.norm_backward(cols, itemsize, 32, False, False, 3 * itemsize, 232448).chained is wanted
+
+
 def _chain_of_norms(settle: Callable[[], None]) -> list[Tensor]:
     """Norms in which each reads what the one before wrote last, or overwrites what it read; `settle` after each."""
     torch.manual_seed(0)

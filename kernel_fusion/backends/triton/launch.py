@@ -22,7 +22,8 @@ def launch(
     """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed.
 
     A kernel with the constant CHAINED is launched while the one before it still runs. A thread gets `registers` at
-    most, if that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way.
+    most, if that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way, and with
+    Triton 3.6 the wait keeps it from finding out what a kernel writes.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
@@ -33,8 +34,10 @@ def launch(
             kernel[grid](*pointers, **constants)
         return
     wrapped = torch.library.wrap_triton(kernel)
-    options: dict[str, Any] = {}
-    if wrapped is kernel:  # not traced; the options are those of NVIDIA's devices
+    options: dict[str, Any] = {}  # those of NVIDIA's devices
+    if wrapped is not kernel:
+        constants |= dict.fromkeys(constants.keys() & {"CHAINED", "RELEASES"}, False)
+    else:
         options |= {"launch_pdl": True} if constants.get("CHAINED") else {}
         options |= {"maxnreg": registers} if registers else {}
     with _on(first.device):

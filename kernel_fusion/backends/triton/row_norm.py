@@ -77,7 +77,7 @@ def forward(
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
         STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
         PIECES=layout.pieces, LOOPED=layout.looped, SLICES=layout.slices, EARLY=layout.early, CHAINED=device.chained,
-        warps=layout.warps,
+        RELEASES=device.chained and layout.releases, warps=layout.warps,
     )  # fmt: skip
     return y, h, stats
 
@@ -139,15 +139,14 @@ def backward(
     tiles = -(-cols // columns.block)
     programs = device.programs(layout) if whole else max(1, device.programs(columns) // tiles)
     partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
-    # Rows that are read again are compiled to slower code behind the wait, and have little to gain.
-    chained = device.chained and whole and not layout.again
     if wants[0] or wants[1] or whole:
         launch(
             bwd.row_norm_bwd, (programs if whole else -(-rows.count // layout.rows),),
             *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
             HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
             DBIAS=wants[3] and whole, **row_tile(layout, cols), PIECES=layout.pieces, AGAIN=layout.again,
-            LOOPED=layout.looped, STAGES=layout.stages, CHAINED=chained, warps=layout.warps,
+            LOOPED=layout.looped, STAGES=layout.stages, CHAINED=device.chained and whole and layout.chained,
+            warps=layout.warps,
             registers=None if staged else device.registers_of(layout), **constants,
         )  # fmt: skip
     if sums and not whole:

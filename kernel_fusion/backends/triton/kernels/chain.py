@@ -19,7 +19,7 @@ def wait_for_previous_kernel(CHAINED: tl.constexpr):
 
 
 @triton.jit
-def let_next_kernel_start(CHAINED: tl.constexpr):
+def let_next_kernel_start(RELEASES: tl.constexpr):
     """Once every program has been here, or has ended, the next kernel may start, if that is chained."""
-    if CHAINED:  # pragma: gpu
+    if RELEASES:  # pragma: gpu
         gdc_launch_dependents()

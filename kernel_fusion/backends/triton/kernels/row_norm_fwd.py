@@ -192,6 +192,7 @@ def row_norm_fwd(
     SLICES: tl.constexpr,
     EARLY: tl.constexpr,
     CHAINED: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -209,10 +210,7 @@ def row_norm_fwd(
     residual_row = row_offset(row, middle, inner, r0 * UNIT, r1 * UNIT, r2 * UNIT, FLAT)
     y_row = row * num_cols
     wait_for_previous_kernel(CHAINED)
-    # Not where rows share a program. There are few then, and those of the next kernel, which wait already, would leave
-    # some multiprocessors with twice the work of others.
-    if ROWS == 1:
-        let_next_kernel_start(CHAINED)
+    let_next_kernel_start(RELEASES)
     if LOOPED:
         center = tl.zeros([ROWS, 1], ACC)
         if not RMS:
