@@ -11,7 +11,9 @@ import argparse
 import ctypes
 import json
 import mmap
+import statistics
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -32,6 +34,7 @@ from kernel_fusion.core.spec import dtype_name
 CPU = torch.device("cpu")
 ROWS, COLS = 4096, 4096  # 64 MB in fp32, which no cache of a core complex holds
 FEW_ROWS, FEW_COLS = 64, 1024  # 256 KB in fp32: x and y fit the caches of a core
+PAUSE_S, PAUSED_CALLS = 4.0, 7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,6 +82,28 @@ def memory() -> dict[str, Any]:
     more = fresh["read and store"].median_ms - warm["read and store"].median_ms
     figures = {"reused_memory": _record(warm), "new_memory": _record(fresh)}
     return figures | {"us_per_page_fault": more * 1e3 / faults if faults else None}
+
+
+def after_pauses() -> dict[str, float]:
+    """Median ms of passes into new memory, each call some seconds after the one before, by turns.
+
+    A hypervisor may take back what its guest has freed meanwhile ("free page reporting"), in blocks of the size of a
+    huge page, and must give it again when it is touched.
+    """
+    x = torch.randn(ROWS, COLS)
+    calls: dict[str, Call] = {
+        "read and store": lambda: torch.neg(x),
+        "read and store, huge pages": lambda: torch.neg(x, out=huge(x)),
+    }
+    ms: dict[str, list[float]] = {name: [] for name in calls}
+    with pages.settled():
+        for _ in range(PAUSED_CALLS):
+            for name, call in calls.items():
+                time.sleep(PAUSE_S)
+                start = time.perf_counter()
+                call()
+                ms[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(found) for name, found in ms.items()}
 
 
 def huge(like: Tensor) -> Tensor:
@@ -142,6 +167,7 @@ def main() -> None:
         with timing.num_threads(count):
             results["memory"][f"{count} threads"] = memory()
     with timing.num_threads(1):
+        results["new_memory_after_pauses_ms"] = {"pause_s": PAUSE_S, **after_pauses()}
         results["ns_per_element_in_cache"] = elements()
     text = json.dumps(results, indent=1)
     print(text)
