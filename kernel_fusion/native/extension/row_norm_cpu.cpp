@@ -161,11 +161,9 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   }
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
-  // At most 64 of them, and of some thousand elements, so that their partial rows stay a small part of the work (blocks of 8 rows of
-  // 512 elements take 5 to 15 % longer, Xeon, 1 thread); and short, so that sums in the accumulator type stay small; the blocks
-  // themselves are added in double.
-  const int64_t least = std::clamp<int64_t>(8192 / std::max<int64_t>(1, x.cols), 8, 128);
-  const int64_t block_rows = std::max(least, (x.rows + 63) / 64);
+  // At most 64 of them, so that their partial rows stay a small part of the traffic, and short, so that sums in the
+  // accumulator type stay small; the blocks themselves are added in double.
+  const int64_t block_rows = std::max<int64_t>(8, (x.rows + 63) / 64);
   const int64_t blocks = (x.rows + block_rows - 1) / block_rows, row_bytes = x.cols * stats.element_size();
   const bool sums = call.wants[1] || call.wants[2];
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
