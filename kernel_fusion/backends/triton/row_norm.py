@@ -146,8 +146,7 @@ def backward(
             HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
             DBIAS=wants[3] and whole, **row_tile(layout, cols), PIECES=layout.pieces, AGAIN=layout.again,
             LOOPED=layout.looped, STAGES=layout.stages, CHAINED=device.chained and whole and layout.chained,
-            warps=layout.warps,
-            registers=None if staged else device.registers_of(layout), **constants,
+            warps=layout.warps, registers=None if staged else device.registers_of(layout), **constants,
         )  # fmt: skip
     if sums and not whole:
         launch(
