@@ -47,6 +47,12 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     if plan.stages:
         _assert_staged(spec, plan, device)
         assert plan.per_block * physical * 32 == plan.threads
+    elif plan.tiled:
+        assert (plan.warps, device.has_clusters, spec.residual, spec.acc) == (1, True, None, "f32")
+        assert plan.least_per_block == plan.threads // plan.lanes
+        rounds, rest = divmod(plan.per_block, plan.least_per_block)
+        assert rest == 0
+        assert rounds & (rounds - 1) == 0  # as the kernel counts them
     elif plan.warps == 1:
         assert plan.per_block * plan.lanes == plan.threads
     else:
@@ -70,6 +76,10 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
 def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, int]:
     """Dynamic and static shared memory that the kernel uses."""
     acc, per_thread = ITEMSIZE[spec.acc], columns_per_thread(spec, plan)
+    if plan.tiled:
+        tensors = [(spec.x, access.x)] + [(spec.y, access.y)] * (ITEMSIZE[spec.y] != ITEMSIZE[spec.x])
+        elements = plan.per_block * spec.cols
+        return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
     # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if staged.
     sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
     table = plan.per_block * spec.cols * acc * (2 if plan.stages else 1) if sums else 0
@@ -113,8 +123,10 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         plan,
         persistent=backward,
         stages=0,
+        tiled=False,
         shared_bytes=0,
         per_block=1,
+        least_per_block=0,
         cluster=1,
         played=1,
         ahead=False,

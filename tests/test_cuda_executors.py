@@ -58,15 +58,15 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
     assert asked, f"no kernel was planned for {direction}"
 
 
-# Grid rationale. Rows of one virtual warp (1000) and of several, of vectors and of single elements (1023, 4099, 50257),
-# in a block (4096, 12288), read twice (32768 and 4099 in bf16), in a cluster (65536, and 32768 in fp32) and in the
-# largest one (131072). From sm_90 on every backward is staged, and the forward of a cluster. dx alone is a kernel of
-# its own.
+# Grid rationale. Many rows at a time (17, 255, 1023). Rows of one virtual warp (1000) and of several, of vectors and of
+# single elements (4099, 50257), in a block (4096, 12288), read twice (32768 and 4099 in bf16), in a cluster (65536, and
+# 32768 in fp32) and in the largest one (131072). From sm_90 on every backward of 256 columns or more is staged, and the
+# forward of a cluster. dx alone is a kernel of its own.
 @pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
 @pytest.mark.parametrize(
     ("cols", "dtype"),
-    [(n, BF16) for n in (1000, 1023, 4096, 4099, 12288, 32768, 50257, 65536)]
-    + [(n, F32) for n in (4096, 32768, 131072)],
+    [(n, BF16) for n in (17, 255, 1000, 1023, 4096, 4099, 12288, 32768, 50257, 65536)]
+    + [(n, F32) for n in (17, 4096, 32768, 131072)],
     ids=str,
 )
 def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.dtype, kernel: str) -> None:
@@ -89,9 +89,10 @@ def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.d
             assert torch.equal(one, other), f"{tensor} by {plan}"
 
 
-# Grid rationale. Lengths in a block, read twice or in a cluster, and of single elements in either. "padded" rows
-# have a stride of N + 1, so that each begins at another alignment; "unaligned" ones a storage offset of one element.
-_ANYWHERE = list(product((F16, BF16, F32, F64), (4096, 32768, 32769, 50257), ("padded", "unaligned")))
+# Grid rationale. Lengths of many rows at a time (255), in a block, read twice or in a cluster, and of single elements
+# in either. "padded" rows have a stride of N + 1, so that each begins at another alignment; "unaligned" ones a storage
+# offset of one element.
+_ANYWHERE = list(product((F16, BF16, F32, F64), (255, 4096, 32768, 32769, 50257), ("padded", "unaligned")))
 
 
 @pytest.mark.parametrize(("dtype", "cols", "layout"), _ANYWHERE, ids=str)

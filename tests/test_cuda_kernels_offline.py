@@ -328,6 +328,25 @@ def test_rows_that_are_read_twice(dtype: str, rms: bool, twice: tuple[int, ...],
             assert 9 * plan.batches[0] >= vectors >= max(plan.batches)
 
 
+# Grid rationale. Both sides of every edge of the rule: vectors of 2 bytes up to 1024 columns, of 4 bytes up to 192 of
+# them, never wider ones.
+@pytest.mark.parametrize(
+    ("dtype", "tiled", "not_tiled"),
+    [
+        ("bf16", (1, 3, 17, 255, 1023, 130, 382), (4, 252, 256, 1025, 386)),
+        ("f32", (1, 17, 191), (2, 193, 255)),
+        ("f64", (), (1, 17)),
+    ],
+)
+def test_rows_taken_many_at_a_time(dtype: str, tiled: tuple[int, ...], not_tiled: tuple[int, ...]) -> None:
+    """Short rows of narrow vectors, from sm_90 on and without a residual."""
+    for cols in (*tiled, *not_tiled):
+        spec = RowNormSpec("forward", False, cols, dtype, dtype, dtype, dtype)
+        assert planned(spec, KNOWN_DEVICES[90]).tiled == (cols in tiled), cols
+        assert not planned(spec, KNOWN_DEVICES[80]).tiled
+        assert not planned(replace(spec, residual=dtype), KNOWN_DEVICES[90]).tiled
+
+
 @given(spec=_specs_of_any_length.filter(lambda spec: spec.direction != "backward_weight"), device=_devices)
 @settings(max_examples=200, deadline=None)
 def test_executors_are_sound(spec: RowNormSpec, device: Device) -> None:

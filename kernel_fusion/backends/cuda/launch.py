@@ -11,7 +11,8 @@ class Launch:
 
     Attributes:
         threads: threads per block.
-        per_block: rows, columns or elements per block.
+        per_block: rows, columns or elements per block; where `least_per_block` is less, that many at most.
+        least_per_block: at least, so that few rows fill the device; 0: always `per_block`.
         cluster: blocks that work together.
         shared_bytes: dynamic shared memory.
         persistent: no more blocks than run at once, each of which takes its turn until nothing is left.
@@ -21,6 +22,7 @@ class Launch:
 
     threads: int = 32
     per_block: int = 1
+    least_per_block: int = 0
     cluster: int = 1
     shared_bytes: int = 0
     persistent: bool = False

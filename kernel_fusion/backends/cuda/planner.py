@@ -39,7 +39,16 @@ _FAMILIES: dict[type, tuple[Callable[[Any, Any, Device], Any], Callable[[Any, An
     SoftmaxBwdSpec: (softmax.plan, softmax.source_bwd),
 }
 
-_NUMBERS = ("threads", "shared_bytes", "cluster", "per_block", "splits_weight", "persistent", "chained")
+_NUMBERS = (
+    "threads",
+    "shared_bytes",
+    "cluster",
+    "per_block",
+    "least_per_block",
+    "splits_weight",
+    "persistent",
+    "chained",
+)
 
 
 class Answer(ctypes.Structure):
@@ -94,6 +103,7 @@ def _launch_numbers(plan: Launch, device: Device) -> dict[str, int]:
         "shared_bytes": plan.shared_bytes,
         "cluster": plan.cluster,
         "per_block": plan.per_block,
+        "least_per_block": plan.least_per_block or plan.per_block,
         "splits_weight": plan.splits_weight,
         "persistent": plan.persistent,
         "chained": device.has_dependent_launch,

@@ -107,10 +107,11 @@ class _Kernel:
 
     def grid(self, rows: int) -> int:  # pragma: gpu
         """Blocks for so many rows."""
-        groups: int = -(-rows // self.plan.per_block)
-        if self.plan.persistent:
-            groups = min(groups, self.max_blocks // self.plan.cluster)
-        return groups * int(self.plan.cluster)
+        plan = self.plan
+        at_once, fewest = self.max_blocks // plan.cluster, -(-rows // plan.per_block)
+        most = -(-rows // (plan.least_per_block or plan.per_block))
+        groups = min(fewest, at_once) if plan.persistent else max(fewest, min(most, at_once))
+        return int(groups * plan.cluster)
 
     def _config(self, grid_x: int, grid_y: int, stream: int) -> Any:  # pragma: gpu
         from cuda.bindings import driver

@@ -36,6 +36,8 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     if plan.stages:
         header += "_staged"
         constants["kStages"] = plan.stages
+    elif plan.tiled:
+        header += "_tile"
     elif not (backward or plan.resident):
         header += "_long"
         constants |= dict(zip(("kBatch", "kBatchAgain"), plan.batches, strict=True))

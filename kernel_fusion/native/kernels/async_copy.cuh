@@ -39,6 +39,25 @@ __device__ inline void bulk_load(void* shared, const void* global, unsigned byte
                    shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
 
+// By all threads that wrote to shared memory what is to be stored in bulk, before they meet.
+__device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies `count` elements from shared to global memory, by all threads of a block together. Where both lie alike within 16 bytes,
+// all but the ends goes in one instruction; thread 0 stays until the elements have been read.
+template <class T> __device__ void bulk_store(T* global, const T* shared, int count) {
+  constexpr int kSize = static_cast<int>(sizeof(T)), kWhole = 16 / kSize;
+  const auto place = reinterpret_cast<unsigned long long>(global);
+  const bool alike = ((place ^ shared_address(shared)) & 15) == 0;
+  const int head = alike ? min(count, static_cast<int>(-place & 15) / kSize) : count, whole = (count - head) / kWhole * kWhole;
+  if (threadIdx.x == 0 && whole > 0)
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\n"
+        "cp.async.bulk.wait_group.read 0;" ::"l"(global + head), "r"(shared_address(shared + head)), "r"(whole * kSize) : "memory");
+  for (int i = threadIdx.x; i < head; i += blockDim.x) global[i] = shared[i];
+  for (int i = head + whole + threadIdx.x; i < count; i += blockDim.x) global[i] = shared[i];
+}
+
 // Writes a pair to the same place in block `rank` of the cluster and counts its bytes on that block's `b`.
 __device__ inline void store_cluster_counted(float* p, unsigned rank, float first, float second, Mbarrier* b) {
   unsigned remote, barrier;

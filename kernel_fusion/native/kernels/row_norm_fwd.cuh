@@ -59,8 +59,9 @@ template <class S> struct ForwardRow {
   const Residual* residual;
   const RowNormFwdArgs& args;
 
-  __device__ ForwardRow(const RowNormFwdArgs& args, const P& at) : args(args) {
-    const i64 wanted = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row;
+  __device__ ForwardRow(const RowNormFwdArgs& args, const P& at)
+      : ForwardRow(args, static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row) {}
+  __device__ ForwardRow(const RowNormFwdArgs& args, i64 wanted) : args(args) {
     live = S::kRows == 1 || wanted < args.rows;
     index = live ? wanted : args.rows - 1;
     x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);

@@ -21,7 +21,7 @@ struct KernelPlan {
   const char* error;  // null: success
   const void* image;  // machine code
   const char* name;
-  int32_t threads, shared_bytes, cluster, per_block, splits_weight, persistent, chained;
+  int32_t threads, shared_bytes, cluster, per_block, least_per_block, splits_weight, persistent, chained;
 };
 
 using Planner = void (*)(const KernelRequest*, KernelPlan*);
@@ -149,6 +149,7 @@ std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPla
   loaded->shared_bytes = plan.shared_bytes;
   loaded->cluster = plan.cluster;
   loaded->per_block = plan.per_block;
+  loaded->least_per_block = plan.least_per_block;
   loaded->splits_weight = plan.splits_weight != 0;
   loaded->persistent = plan.persistent != 0;
   loaded->chained = plan.chained != 0;

@@ -37,15 +37,16 @@ struct KernelRequest {
 struct LoadedKernel {
   driver::Function function;
   int threads, shared_bytes, cluster;
-  int per_block;  // rows, or columns where a kernel works on columns
+  int per_block, least_per_block;  // rows, or columns where a kernel works on columns: at most, and if few fill the device
   bool splits_weight, persistent;
   bool chained;    // launched before the kernel before it has ended; it waits by itself
   int max_blocks;  // that run at once on the whole device
 
   // Blocks for so many rows (or columns).
   int64_t grid(int64_t count) const {
-    const int64_t groups = (count + per_block - 1) / per_block;
-    return (persistent ? std::min<int64_t>(groups, max_blocks / cluster) : groups) * cluster;
+    const int64_t at_once = max_blocks / cluster, fewest = (count + per_block - 1) / per_block;
+    const int64_t most = (count + least_per_block - 1) / least_per_block;
+    return (persistent ? std::min(fewest, at_once) : std::max(fewest, std::min(most, at_once))) * cluster;
   }
 };
 
