@@ -41,13 +41,13 @@ def _rows(cols: int) -> tuple[int, int]:
 
 
 def row_norms() -> Iterator[Case]:
-    """Family x dtype x row length, the layouts that change how a row is loaded, and full rings of slots."""
+    """Family x dtype x row length, the layouts that change how a row is loaded, and full tiles and rings of slots."""
     for verb, cols in product(("layer_norm", "rms_norm"), (64, 255, 1023, 4096, 4099, 12288, 32768, 50257, 131072)):
         for dtype, weight in ((F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32), (BF16, None)):
             yield RowNormCase(verb, _rows(cols), dtype, weight=weight, bias=weight)
         for layout in ("padded", "unaligned"):
             yield RowNormCase(verb, _rows(cols), BF16, weight=BF16, layout=layout)
-    for shape in ((3000, 4096), (600, 32768), (300, 65536)):
+    for shape in ((4500, 1023), (3000, 4096), (600, 32768), (300, 65536)):
         yield RowNormCase("layer_norm", shape, BF16, weight=BF16, bias=BF16)
 
 

@@ -363,9 +363,9 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     if tree.lanes < 32 or short or tree.vectors * tree.vec > _max_staged_elements(spec, device):
         return None
     # Vectors put together from pieces take more registers, and so do stages: on sm_90 all but an activation after the
-    # norm. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in registers, 1.47 without; and 1.22
-    # where there is no relu.
-    activated = device.arch == 90 and spec.residual is None and not spec.changes_x
+    # norm of whole vectors. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in registers, 1.47
+    # without; and 1.22 where there is no relu.
+    activated = device.arch == 90 and tree.vec > 1 and spec.residual is None and not spec.changes_x
     roomy = min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
     roomy = roomy and (not spec.has_stages or activated)
     plan = _staged_groups(spec, tree, access, device, _groups(tree, roomy and not spec.has_stages, device), roomy)
