@@ -29,7 +29,9 @@ _FORWARD_BYTES = 64
 # Backward, where each element has two accumulators: 16 elements of 16 bits take 32 of the 128 registers that a thread
 # of 512 has. Longer rows of wide elements take twice as many bytes before they take a cluster.
 _BACKWARD_BYTES = 32
-_MAX_SINGLES = 25  # elements of 16 bits that are no vectors (`_tree_of_singles`): more spill
+# Elements per thread of rows of narrow vectors (`_narrow_tree`): short ones, and single elements of 16 bits, more of
+# which spill.
+_NARROW_ELEMENTS, _MAX_SINGLES = 6, 25
 _SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and there are twice as many threads
 _MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
 _SMALL_ROW_THREADS = 128
@@ -279,7 +281,7 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
     if ITEMSIZE[spec.x] > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
         bytes_per_thread *= 2
-    tree = _tree_of_singles(spec, device) or spread_row(
+    tree = _narrow_tree(spec, device) or spread_row(
         spec,
         device,
         bytes_per_thread,
@@ -329,19 +331,24 @@ def _plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     return plan(resident=resident, splits_weight=True)
 
 
-def _tree_of_singles(spec: RowNormSpec, device: Device) -> Tree | None:
-    """The tree of a row of single elements of 16 bits that sm_90 stages in backward; None of others.
+def _narrow_tree(spec: RowNormSpec, device: Device) -> Tree | None:
+    """The tree of a row of narrow vectors in backward; None of others, and where that has not paid.
 
-    Each leaves registers that a vector would take: 1273x50257 bf16 on an H200 takes 1.28 of the floor in clusters of 4
-    blocks, 1.62 in clusters of 8 with half as many elements per thread. The warps of a row, a power of two, fill a
-    block.
+    On an H200, over the floor. Short rows, in vectors of up to 4 bytes, take few lanes of up to six elements each:
+    3764705x17 bf16 1.61, by lanes of two 3.30. Single elements of 16 bits leave registers that a vector would take:
+    1273x50257 1.28 in clusters of 4 blocks, 1.62 in clusters of 8 with half as many elements per thread. The warps of
+    such a row, a power of two, fill a block.
     """
+    itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
+    vectors = spec.cols // vec
+    if vec * itemsize <= 4 and spec.cols <= 32 * _NARROW_ELEMENTS:
+        lanes = power_of_two(ceil_div(vectors, _NARROW_ELEMENTS // vec))
+        return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
+    if vec * itemsize > 2 or spec.cols * itemsize <= _SHORT_ROW_BYTES or device.arch != 90 or spec.has_stages:
+        return None
     slots = ceil_div(spec.cols, 32)
     warps = power_of_two(ceil_div(slots, _MAX_SINGLES))
     cluster = ceil_div(warps, MAX_BLOCK_WARPS)
-    short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
-    if device.arch != 90 or spec.has_stages or short or vector_of(spec) * ITEMSIZE[spec.x] > 2:
-        return None
     return Tree(1, 32, warps, cluster, ceil_div(slots, warps)) if cluster <= _MAX_CLUSTER_SM90 else None
 
 
