@@ -402,6 +402,23 @@ def test_kernels_that_overlap_see_what_came_before() -> None:
         assert torch.equal(captured, expected)
 
 
+_FIRST_USE = """
+    import torch, kernel_fusion as kf
+    x = torch.randn(64, 96, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kf.layer_norm(x, 96, backend="triton")
+    graph.replay()
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (96,)))
+"""
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="there are no graphs of calls without a GPU")
+def test_first_use_may_fall_inside_a_capture() -> None:
+    """Triton compiles and loads there: the graph of a process that has loaded no kernel holds the call."""
+    python(_FIRST_USE)
+
+
 _TAKE_OVER = """
     import torch, kernel_fusion as kf
     from kernel_fusion.backends import select
