@@ -88,13 +88,18 @@ def test_speedups_are_over_pytorch() -> None:
 
 
 def test_share_of_the_floor_is_a_map_of_shapes_by_dtype_and_direction() -> None:
-    """A panel for each of ours and for PyTorch; what was not measured is empty."""
+    """A panel for each contender; what was not measured is empty."""
     once = (measured(name, ms, 64, dtype="f32") for name, ms in (("floor", 1.0), ("kf-cuda", 2.0)))
     drawn = figure(run(*swept().measurements, *once), "floor", "layer_norm-floor")
     panels = {axes.get_title(loc="left"): axes for axes in drawn.axes if axes.get_visible()}
-    assert list(panels) == ["kf-cuda", "kf-triton", "PyTorch"]
+    assert list(panels) == ["kf-cuda", "kf-triton", "PyTorch", "torch.compile"]
     texts = {name: [text.get_text() for text in axes.texts] for name, axes in panels.items()}
-    assert texts == {"kf-cuda": ["33"] * 3 + ["50"], "kf-triton": ["25"] * 3, "PyTorch": ["50"] * 3}
+    assert texts == {
+        "kf-cuda": ["33"] * 3 + ["50"],
+        "kf-triton": ["25"] * 3,
+        "PyTorch": ["50"] * 3,
+        "torch.compile": ["20"] * 3,
+    }
     labels = [
         [tick.get_text() for tick in axis.get_ticklabels()] for axis in (panels["kf-cuda"].xaxis, drawn.axes[0].yaxis)
     ]

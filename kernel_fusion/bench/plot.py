@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kernel_fusion.bench import drawings, panels
 from kernel_fusion.bench.columns import shown
 from kernel_fusion.bench.panels import Cells
-from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
+from kernel_fusion.bench.results import FLOOR, REFERENCE, Measurement, Results
 from kernel_fusion.bench.suites import PlotKind
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ def _bandwidths(results: Results) -> Iterator[Picture]:
 
 
 def _floor_shares(results: Results) -> Iterator[Picture]:
-    """Per group: a map of PyTorch and each of ours, in rows of places."""
-    mine = [p for p in results.providers if p == REFERENCE or p.startswith(OURS)]
+    """Per group: a map of each contender, in rows of places."""
     for group in _groups(results):
         found = {}
         for at, place in enumerate(results.places):
@@ -110,8 +109,8 @@ def _floor_shares(results: Results) -> Iterator[Picture]:
                 for direction in results.directions(group, dtype)
             }
             columns = {name: cells for name, cells in columns.items() if any(FLOOR in cell for cell in cells.values())}
-            for provider in mine:
-                if any(provider in cell for cells in columns.values() for cell in cells.values()):
+            for provider in results.providers:
+                if provider != FLOOR and any(provider in cell for cells in columns.values() for cell in cells.values()):
                     found[_place(results, at), shown(provider)] = (provider, columns)
         rows = max((len(cells) for _, columns in found.values() for cells in columns.values()), default=0)
         if rows > 1:
