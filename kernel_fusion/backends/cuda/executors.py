@@ -1,0 +1,119 @@
+"""A plan of a row norm, and the two kinds that both directions know: rows read directly, and rows that are staged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.tree import Tree, ceil_div
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+SMALL_ROW_THREADS = 128  # of a block that several rows share
+
+
+@dataclass(frozen=True)
+class Plan(Launch):
+    """How a row-norm kernel runs. The first group decides the order of summation: a function of spec and device.
+
+    Attributes:
+        vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
+        played: virtual warps per physical warp; the cluster is that of a row.
+        resident: the row stays in registers, else it is read again.
+        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, whose
+            center the first ones give, and for y.
+        ahead: forward loads weight and bias beside x, before the statistics.
+        weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
+            type), "shared" memory, or nowhere: "memory".
+        bias: the same of the bias, where backward needs it.
+        storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
+        prefetch: backward loads the next row early.
+        stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
+        tiled: all rows of a block pass through shared memory together.
+    """
+
+    vec: int
+    lanes: int
+    warps: int
+    played: int = 1
+    resident: bool = True
+    ahead: bool = False
+    weight: str = "memory"
+    bias: str = "memory"
+    storage: str = "none"
+    prefetch: bool = False
+    stages: int = 0
+    tiled: bool = False
+    batches: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        if self.stages:
+            rows = f"{self.per_block} rows at a time" if self.per_block > 1 else "a row at a time"
+            where = f"clusters of {self.cluster} blocks" if self.cluster > 1 else "blocks"
+            shape = f"persistent {where} of {self.threads} threads, {rows}, {self.stages} rows each on their way"
+        elif self.per_block > 1:
+            shape = f"{self.per_block} rows per block of {self.threads} threads, {self.lanes} lanes per row"
+        elif self.cluster > 1:
+            shape = f"a cluster of {self.cluster} blocks of {self.threads} threads per row"
+        else:
+            shape = f"a block of {self.threads} threads per row"
+        row = "row in registers" if self.resident else "row read again"
+        row = "rows through shared memory" if self.stages or self.tiled else row
+        sums = f", sums in {self.storage}" if self.storage != "none" else ""
+        split = ", weight gradients in a pass of their own" if self.splits_weight else ""
+        return f"{shape}, {self.vec}-element vectors, {row}{sums}{split}"
+
+
+def direct_plan(tree: Tree, **options: Any) -> Plan:
+    """A plan that reads rows straight into registers: several rows per block, or a block or cluster per row."""
+    if tree.warps == 1:
+        per_block, threads = SMALL_ROW_THREADS // tree.lanes, SMALL_ROW_THREADS
+    else:
+        per_block, threads = 1, tree.warps // tree.cluster * 32
+    return Plan(tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, threads=threads, **options)
+
+
+def staged_plan(
+    spec: RowNormSpec,
+    access: Access,
+    device: Device,
+    tree: Tree,
+    groups: int,
+    max_stages: int,
+    shared_bytes: int = 0,
+    weight: str = "memory",
+    bias: str = "memory",
+) -> Plan | None:
+    """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
+    threads = tree.warps // tree.cluster * 32
+    columns = tree.vectors * threads * tree.vec
+    tensors = _streamed(spec, access)
+    slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
+    sums_bytes = groups * (32 * tree.warps + 256)  # at most: `Shared` of kernels/row_stream.cuh
+    stages = min(max_stages, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
+    if stages < 2:
+        return None
+    return Plan(
+        tree.vec,
+        tree.lanes,
+        tree.warps,
+        cluster=tree.cluster,
+        per_block=groups,
+        persistent=True,
+        threads=groups * threads,
+        storage="registers" if spec.direction == "backward" else "none",
+        shared_bytes=stages * groups * slot_bytes + shared_bytes,
+        weight=weight,
+        bias=bias,
+        stages=stages,
+    )
+
+
+def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
+    """Types and alignments of the tensors whose rows a slot holds."""
+    if spec.direction != "backward":
+        return [(spec.x, access.x)] + ([(spec.residual, access.residual)] if spec.residual else [])
+    tensors = [(spec.row, access.x), (spec.y, access.y)]
+    tensors += [(spec.row, access.residual)] if spec.dh else []
+    return tensors + ([(spec.pre_x, access.pre_x)] if spec.pre_x else [])

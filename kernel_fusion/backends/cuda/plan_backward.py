@@ -1,0 +1,206 @@
+"""Plans of the backward of a row norm: one readable rule, each part with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.executors import Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.tree import (
+    MAX_BLOCK_WARPS,
+    MAX_CLUSTER,
+    Tree,
+    ceil_div,
+    power_of_two,
+    spread_row,
+    vector_of,
+)
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+# Each element has two accumulators: 16 elements of 16 bits take 32 of the 128 registers that a thread of 512 has.
+# Longer rows of wide elements take twice as many bytes before they take a cluster.
+_BACKWARD_BYTES = 32
+# Elements per thread of rows of narrow vectors (`_narrow_tree`): short ones, and single elements of 16 bits, more of
+# which spill.
+_NARROW_ELEMENTS, _MAX_SINGLES = 6, 25
+_SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and there are twice as many threads
+_MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
+_MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
+# With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
+# direct backward, beside the sums or without any; and elements in the staged one. More spill.
+_MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
+# Activations whose slopes leave no registers for the bias beside the weight.
+_COSTLY = ("gelu", "mish")
+_STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
+
+
+def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
+    """The plan of a backward: dx, dweight and dbias as they are wanted."""
+    row_bytes = spec.cols * ITEMSIZE[spec.x]
+    bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
+    if ITEMSIZE[spec.x] > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
+        bytes_per_thread *= 2
+    tree = _narrow_tree(spec, device) or spread_row(
+        spec,
+        device,
+        bytes_per_thread,
+        bytes_per_thread + 16,
+        # Groups of rows then fill the block, where rows are staged.
+        prefer=lambda warps: device.arch == 90 and MAX_BLOCK_WARPS % warps == 0,
+        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else MAX_CLUSTER,
+    )
+    staged = _plan_staged_backward(spec, tree, access, device)
+    if staged is not None:
+        return staged
+    wants_sums = spec.grads[1] or spec.grads[2]
+    per_thread = tree.vectors * tree.vec
+    thread_bytes = per_thread * ITEMSIZE[spec.x]
+    # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums. One vector each
+    # leaves room for twice as many, which do without the next row: 131072x256 bf16 on an H200 1.28 and 1.16.
+    # Stages get 168 registers, where a block leaves them.
+    # Many single elements need the next row more: 250980x255 bf16 1.32, and 1.40 with twice the threads.
+    singles = tree.vec * ITEMSIZE[spec.x] == 2
+    plain = spec.acc == "f32" and not spec.has_stages
+    short = tree.warps == 1 and thread_bytes <= 16 and plain and not (singles and per_thread > 5)
+    threads = 1024 if short else 384 if spec.has_stages else 512
+    plan = partial(direct_plan, tree, persistent=True, min_blocks=max(1, threads // direct_plan(tree).threads))
+    held = _held_bytes(spec, tree)
+    fits = held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
+    # Rows that share a block keep their sums in registers, of which they have 168: shared memory is where the block
+    # adds them up.
+    if thread_bytes <= bytes_per_thread + 16 and (fits or not spec.has_stages or tree.warps == 1):
+        rows = direct_plan(tree).per_block
+        table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
+        storage = "registers" if wants_sums else "none"
+        # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills; and so it does where many
+        # elements of 16 bits take a register each.
+        longest = 16 if singles else bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
+        prefetch = not short and thread_bytes <= longest and not spec.has_stages
+        weight = "wide" if per_thread <= 8 and spec.acc == "f32" else "memory"
+        return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
+    # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
+    most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
+    resident = thread_bytes <= 2 * bytes_per_thread and per_thread <= most and tree.cluster <= MAX_CLUSTER
+    resident = resident and (held <= _MAX_HELD or not spec.has_stages)
+    shared = direct_plan(tree).threads * per_thread * 2 * ITEMSIZE[spec.acc]
+    if not wants_sums:
+        return plan(resident=resident)
+    if resident and shared <= device.shared_bytes - _STATIC_SHARED_BYTES:
+        return plan(storage="shared", shared_bytes=shared)
+    return plan(resident=resident, splits_weight=True)
+
+
+def _narrow_tree(spec: RowNormSpec, device: Device) -> Tree | None:
+    """The tree of a row of narrow vectors in backward; None of others, and where that has not paid.
+
+    On an H200, over the floor. Short rows, in vectors of up to 4 bytes, take few lanes of up to six elements each:
+    3764705x17 bf16 1.61, by lanes of two 3.30. Single elements of 16 bits leave registers that a vector would take:
+    1273x50257 1.28 in clusters of 4 blocks, 1.62 in clusters of 8 with half as many elements per thread. The warps of
+    such a row, a power of two, fill a block.
+    """
+    itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
+    vectors = spec.cols // vec
+    if vec * itemsize <= 4 and spec.cols <= 32 * _NARROW_ELEMENTS:
+        lanes = power_of_two(ceil_div(vectors, _NARROW_ELEMENTS // vec))
+        return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
+    if vec * itemsize > 2 or spec.cols * itemsize <= _SHORT_ROW_BYTES or device.arch != 90 or spec.has_stages:
+        return None
+    slots = ceil_div(spec.cols, 32)
+    warps = power_of_two(ceil_div(slots, _MAX_SINGLES))
+    cluster = ceil_div(warps, MAX_BLOCK_WARPS)
+    return Tree(1, 32, warps, cluster, ceil_div(slots, warps)) if cluster <= _MAX_CLUSTER_SM90 else None
+
+
+def _held_bytes(spec: RowNormSpec, tree: Tree) -> int:
+    """What a thread of the direct backward holds of a resident row."""
+    itemsizes = ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y]
+    return tree.vectors * tree.vec * itemsizes
+
+
+def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device: Device) -> Plan | None:
+    """A plan that copies whole rows into shared memory in bulk, or None where that is impossible: it takes sm_90.
+
+    Measured on an H200, bf16, time over the floor, directly and so: 32768x4096 1.42 and 1.18, 16384x8192 1.57 and 1.06,
+    4096x32768 2.13 and 1.35.
+    """
+    if not (device.has_clusters and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
+        return None
+    short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
+    if tree.lanes < 32 or short or tree.vectors * tree.vec > _max_staged_elements(spec, device):
+        return None
+    # Vectors put together from pieces take more registers, and so do stages: on sm_90 all but an activation after the
+    # norm of whole vectors. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in registers, 1.47
+    # without; and 1.22 where there is no relu.
+    activated = device.arch == 90 and tree.vec > 1 and spec.residual is None and not spec.changes_x
+    roomy = min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
+    roomy = roomy and (not spec.has_stages or activated)
+    plan = _staged_groups(spec, tree, access, device, _groups(tree, roomy and not spec.has_stages, device), roomy)
+    if plan is None and spec.has_stages:
+        # They may need larger slots: fewer rows at a time, then a share of the row for each of more blocks.
+        plan = _staged_groups(spec, tree, access, device, 1, roomy)
+        while plan is None and (larger := _larger_cluster(spec, tree)):
+            tree = larger
+            plan = _staged_groups(spec, tree, access, device, 1, roomy)
+    return plan
+
+
+def _max_staged_elements(spec: RowNormSpec, device: Device) -> int:
+    if spec.activation == "mish":  # whose slope takes the registers of the others
+        return 16
+    return _MAX_STAGED_ELEMENTS if spec.has_stages else device.max_elements
+
+
+def _larger_cluster(spec: RowNormSpec, tree: Tree) -> Tree | None:
+    """The same tree executed by twice as many blocks, none without columns; None where there is none."""
+    cluster = 2 * tree.cluster
+    if cluster > MAX_CLUSTER or tree.lanes < 32 or tree.warps % cluster:
+        return None
+    columns = tree.warps // cluster * 32 * tree.vec * tree.vectors
+    return replace(tree, cluster=cluster) if (cluster - 1) * columns < spec.cols else None
+
+
+def _staged_groups(
+    spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
+) -> Plan | None:
+    threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
+    staged = partial(staged_plan, spec, access, device, tree, groups)
+    if spec.weight is None:
+        return staged(max_stages=4)
+    if elements <= 8 or (roomy and _keeps_weight(spec, tree, groups * threads, device)):
+        keeps_bias = roomy and spec.bias is not None and spec.activation not in (IDENTITY, *_COSTLY)
+        return staged(max_stages=4, weight="wide", bias="wide" if keeps_bias else "memory")
+    if tree.vec == 1 and tree.cluster == 1:
+        return staged(max_stages=4)  # a short weight, which L1 holds beside the rows
+    shared = staged(max_stages=4, weight="shared", shared_bytes=elements * threads * ITEMSIZE[spec.weight])
+    if (shared is not None and shared.stages > 2) or spec.weight == "f32":
+        return shared  # fp32 read from memory for every row takes registers that are not there
+    return staged(max_stages=4)
+
+
+def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -> bool:
+    """Whether a thread of a staged backward has registers for the weight of its columns, beside their sums.
+
+    Read for every row it costs most where each element is a load: 62561x1023 bf16 on an H200 1.54 of the floor, kept
+    1.18.
+    """
+    elements = tree.vectors * tree.vec
+    if spec.has_stages or device.arch != 90:
+        return elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
+    registers = 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
+    return elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
+
+
+def _groups(tree: Tree, roomy: bool, device: Device) -> int:
+    """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
+
+    Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
+    16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15. Elsewhere 96 registers spill.
+    """
+    if tree.cluster > 1:
+        return 1
+    few = not roomy or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16
+    if few or MAX_BLOCK_WARPS % tree.warps == 0:
+        return max(1, MAX_BLOCK_WARPS // tree.warps)
+    return max(1, 20 // tree.warps)

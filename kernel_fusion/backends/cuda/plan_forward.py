@@ -1,0 +1,137 @@
+"""Plans of the forward of a row norm: one readable rule, each part with its reason."""
+
+from __future__ import annotations
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.tree import (
+    MAX_BLOCK_WARPS,
+    Tree,
+    ceil_div,
+    power_of_two,
+    spread_row,
+    vector_of,
+)
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+# 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
+_FORWARD_BYTES = 64
+# By two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
+# this many bytes, or one of twice as many, beside their weight.
+_TWICE_BYTES = 2**16
+# Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
+# lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
+# bytes in longer rows reach the floor by themselves: 125490x255 fp32 1.01 on an H200, tiled 1.05.
+_TILE_BYTES = 17 * 2**10
+_TILED_ELEMENTS = 16
+_MAX_TILED_WORDS = 192
+
+
+def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
+    """The plan of a forward, for inference or for training."""
+    tiled = _tiled(spec, device)
+    if tiled is not None:
+        return tiled
+    itemsize = ITEMSIZE[spec.x]
+    bytes_per_thread = _FORWARD_BYTES
+    if spec.cols * itemsize > MAX_BLOCK_WARPS * 32 * bytes_per_thread:  # more than a block has
+        bytes_per_thread *= 2 if itemsize == 4 else 1
+    # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
+    tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    twice = _twice(spec, device, tree)
+    if twice is not None:
+        # Rows that begin anywhere take more registers than the bound leaves them.
+        threads = direct_plan(twice).threads
+        min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * itemsize else 1
+        return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
+    per_thread = tree.vectors * tree.vec
+    most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
+    if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
+        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4)
+        if staged is not None:
+            return staged
+    # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
+    # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
+    # fp32 1.15, afterwards 1.04. So are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03,
+    # afterwards 1.08.
+    wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
+    ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
+    # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
+    plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
+    bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
+    min_blocks = max(1, 1024 // direct_plan(tree).threads) if bound else 1
+    # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
+    held = max(itemsize, 4) if tree.vec == 1 else itemsize
+    resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
+    batches = (0, 0) if resident else _batches(tree)
+    return direct_plan(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
+
+
+def _tiled(spec: RowNormSpec, device: Device) -> Plan | None:
+    """A plan for short rows of narrow vectors, of which a block takes many together; None where that does not apply.
+
+    Measured on an H200, bf16, time over the floor, row by row and so: 250980x255 1.36 and 1.04, 62561x1023 1.18 and
+    1.13.
+    """
+    itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
+    longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
+    if vec * itemsize > 4 or spec.cols > longest * vec or spec.residual:
+        return None
+    if spec.acc != "f32" or not device.has_clusters:
+        return None
+    vectors, each = spec.cols // vec, _TILED_ELEMENTS // vec
+    lanes = min(32, power_of_two(ceil_div(vectors, each)))
+    threads = SMALL_ROW_THREADS
+    at_a_time = threads // lanes
+    most = _TILE_BYTES // (at_a_time * spec.cols * itemsize)
+    rows = at_a_time * (power_of_two(most + 1) // 2)
+    tensors = {spec.x} if ITEMSIZE[spec.y] == itemsize else {spec.x, spec.y}
+    return Plan(
+        vec,
+        lanes,
+        warps=1,
+        per_block=rows,
+        least_per_block=at_a_time,
+        threads=threads,
+        tiled=True,
+        ahead=vectors <= lanes * each,
+        shared_bytes=sum(ceil_div(rows * spec.cols * ITEMSIZE[t], 16) * 16 + 16 for t in tensors),
+        min_blocks=(1024 if device.arch == 90 else 768) // threads,
+    )
+
+
+def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
+    """The tree of a row that a single block reads twice, where that beats `tree`; else None.
+
+    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
+    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
+    4096x24576 fp32 1.13 and 1.09. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76,
+    as a staged cluster 1.46.
+    """
+    itemsize = ITEMSIZE[spec.x]
+    row_bytes = spec.cols * itemsize
+    if device.arch != 90 or itemsize == 8 or spec.has_stages:
+        return None
+    if tree.vec * itemsize < 16 or tree.cluster == 1 or row_bytes > _TWICE_BYTES * (2 if spec.rms else 1):
+        return None
+    slots = ceil_div(spec.cols, 32 * tree.vec)
+    warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
+    each = ceil_div(slots, warps)
+    return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
+
+
+def _batches(tree: Tree) -> tuple[int, int]:
+    """How many vectors a thread loads at a time in the first and in the second reading of a row.
+
+    In the first one at least a ninth of the row, or 16 vectors: their mean is to be a fair center. If the columns that
+    give it lie far off the rest, a tenth of 122880 fp32 columns costs 1.4 of the budget, an eighth of 131072 0.7.
+    """
+    first, second = (16, 8) if tree.vec == 1 else (6, 4)
+    fair = min(16, ceil_div(tree.vectors, 9))
+    return max(_even(tree.vectors, first), fair), _even(tree.vectors, second)
+
+
+def _even(vectors: int, most: int) -> int:
+    """At most so many that divide `vectors`, or `most` where fewer than half of that would."""
+    even = max(n for n in range(1, most + 1) if vectors % n == 0)
+    return even if 2 * even >= min(most, vectors) else most
