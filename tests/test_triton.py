@@ -332,8 +332,22 @@ def test_persistent_programs_fit_beside_each_other() -> None:
     two = plan.norm_backward(4096, 2, 32, False, False, 6, device.shared_bytes)
     assert device.registers_of(two) == 128
     assert device.registers_of(plan.norm_backward(8192, 2, 32, False, False, 6, device.shared_bytes)) is None
-    assert device.registers_of(plan.norm_backward(256, 2, 32, False, False, 6, device.shared_bytes)) is None
+    assert device.registers_of(plan.norm_backward(256, 4, 32, False, False, 12, device.shared_bytes)) is None
     assert plan.Device(304, 64).registers_of(two) is None
+
+
+# Grid rationale. No row, one tile, a tile for each program, more than four on each multiprocessor, as many as fit.
+@pytest.mark.parametrize(
+    ("rows", "wanted", "of_four"),
+    [(0, 1, 1), (1, 1, 1), (5, 2, 2), (512, 128, 128), (4096, 528, 264), (6000, 750, 264), (1 << 20, 1056, 264)],
+)
+def test_how_many_programs_walk_through_the_rows(rows: int, wanted: int, of_four: int) -> None:
+    """One for each tile of 4 rows, then for every other; partial sums of more would cost more than they gain."""
+    device = plan.Device(132, 32, 232448, registers=65536, chained=True)
+    layout = plan.norm_backward(512, 2, 32, False, False, 6, device.shared_bytes)
+    assert (layout.rows, layout.resident) == (4, 8)
+    assert device.programs(layout, rows) == wanted
+    assert device.programs(layout, rows, beside=4) == of_four
 
 
 # Grid rationale. Rows that share a program, of one warp, of several, and read a chunk at a time.
@@ -348,10 +362,10 @@ def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, want
 
 @pytest.mark.parametrize(
     ("cols", "itemsize", "wanted"),
-    [(256, 2, False), (512, 2, True), (8192, 2, True), (16384, 2, False), (16384, 4, True), (65536, 4, False)],
+    [(256, 2, True), (512, 2, True), (8192, 2, True), (16384, 2, False), (16384, 4, True), (65536, 4, False)],
 )
 def test_which_persistent_programs_are_chained(cols: int, itemsize: int, wanted: bool) -> None:
-    """Those of several warps that keep their rows."""
+    """Those that keep their rows."""
     assert plan.norm_backward(cols, itemsize, 32, False, False, 3 * itemsize, 232448).chained is wanted
 
 

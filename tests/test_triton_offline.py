@@ -129,7 +129,7 @@ _TRACE = """
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
     w = torch.randn(256, requires_grad=True)
-    for rows in (64, 48, 33):
+    for rows in (64, 48, 33, 5000):
         x, r = torch.randn(2, rows, 256)
         try:
             compiled(x.requires_grad_(), r, w)

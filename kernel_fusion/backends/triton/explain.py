@@ -44,7 +44,9 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, staged, *sizes)
     forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
     lines = f"forward: {forward}", f"backward: {backward}"
+    rows = x.numel() // max(1, cols)
     if backward.resident > 0:
-        return *lines[:1], f"{lines[1]}, {device.programs(backward)} programs"
+        return *lines[:1], f"{lines[1]}, {device.programs(backward, rows)} programs"
     columns = plan.norm_columns(itemsize, device.warp_size)
-    return *lines, f"dweight, dbias: {columns}, {device.programs(columns)} programs"
+    beside = -(-cols // columns.block)
+    return *lines, f"dweight, dbias: {columns}, {device.programs(columns, rows, beside)} by {beside} programs"

@@ -31,6 +31,8 @@ _MOST_REGISTERS = 255
 # Elements of a thread, counting one value per element; and the most warps of 32 that a program may have.
 _PER_THREAD = 16
 _MAX_WARPS = 32
+# Bytes of a sector, which memory gives at once.
+_SECTOR = 32
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,18 @@ class Plan:
     def chained(self) -> bool:
         """Whether persistent programs are launched while the kernel before them still runs.
 
-        Not those of one warp, which find room unevenly, and not where rows are read again: the compiler spills more
-        registers behind the wait.
+        Not where rows are read again: the compiler spills more registers behind the wait.
         """
-        return self.resident > 0 and self.warps > 1 and not self.again
+        return self.resident > 0 and not self.again
 
     def __str__(self) -> str:
         tile = f"tile {self.rows}x{self.block}" + (f" {self.pieces} times" if self.pieces > 1 else "")
         notes = {"row by chunks": self.looped, "row read again": self.again, "rows fetched ahead": self.stages > 1}
         return ", ".join([tile, f"{self.warps} warps", *(note for note, holds in notes.items() if holds)])
+
+
+def _has_room(fetched: int, shared_bytes: int) -> bool:
+    return fetched <= shared_bytes - _EXCHANGED_BYTES
 
 
 def _power_of_two(n: int) -> int:
@@ -120,8 +125,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     A row of 2 KB is left to one warp, which waits for nobody; shorter ones share a program that reads as much, since
     a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
     where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
-    early, too; LayerNorm of 4096 columns of 16 bits, none of which is masked, fits in 4 warps with them. Slices join
-    the moments of LayerNorm's warps in one exchange, and cost registers and instructions.
+    early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions: rows
+    of 8 KB, none of which is masked, do better without.
 
     Args:
         cols: N.
@@ -133,11 +138,13 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
-    fits = narrow and not rms and cols == 4096
+    whole = not rms and width == 1 and cols * itemsize == 8192
     if cols * itemsize <= 2048:
         warps = 2 if narrow and rows > 2 else 1
+    elif whole:
+        warps = 4 if narrow else 8
     else:
-        warps = _at_most(4 if fits else 8, -(-rows * cols * width // 512))
+        warps = _at_most(8, -(-rows * cols * width // 512))
     if cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
     each = cols / (32 * warps)  # elements of a thread, of the row
@@ -148,7 +155,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     else:
         early = warps <= 4 and each > 16
     early = early and rows == 1
-    sliced = early and not rms and warps > 1 and cols <= 4096 and not fits
+    sliced = early and not rms and warps > 1 and cols <= 4096 and not whole
     most = 512 * warps // itemsize if sliced else _NORM_BLOCK
     block, pieces = _pieces(cols, 8 * 32 * max(1, warps // rows) // itemsize, most)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)
@@ -161,8 +168,8 @@ def norm_backward(
 
     A program has several rows, which wait for each other's sums once, as far as its registers go. Its warps lie beside
     each other, never one above the other: they would exchange the sums of their columns at every tile. The next rows
-    are fetched ahead through shared memory, where that has room; those of 16 bits only where two of them take more
-    registers than two programs of a multiprocessor have.
+    are fetched ahead through shared memory, where that has room; those of 16 bits beyond 1024 columns only where two of
+    them take more registers than two programs of a multiprocessor have.
 
     Rows whose columns a program cannot sum as well have a kernel of their own for that, with `norm_columns`.
 
@@ -181,16 +188,28 @@ def norm_backward(
         return Plan(1, chunk // width, _narrow(32 if whole else 16, warp_size), looped=True)
     if cols > 1024:
         return _long_backward(cols, itemsize, warp_size, rms, fetched, shared_bytes)
-    block = _block(cols)
-    across = max(1, block * itemsize // 512)
-    rows = max(2, min(8, 4096 // block, 4 * across))
-    warps = max(1, min(across, rows * block * itemsize // 2048))
-    return Plan(rows, block, _narrow(warps, warp_size), resident=max(2, min(4, 8 // warps)))
+    return _short_backward(cols, itemsize, warp_size, rms, fetched, shared_bytes)
+
+
+def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
+    """Up to 1024 columns: a thread reads 16 bytes of each of several rows."""
+    block, narrow = _block(cols), itemsize <= 2
+    warps = max(1, block * itemsize // 512)
+    rows = max(4, 512 // block) if narrow else min(8, 4096 // block)
+    together = 16 if narrow or warps > 4 or block <= 64 else 8  # warps of a multiprocessor
+    if narrow:  # Copies of what begins within a sector are slow, and a block of 256 that is full has loads enough.
+        gains = cols * itemsize % _SECTOR == 0 and (cols < block or 64 <= block <= 128)
+    else:
+        gains = itemsize == 4 and (cols < 512 or (cols == 512 and rms))
+    stages = 2 if gains and _has_room(rows * block * fetched, shared_bytes) else 1
+    return Plan(rows, block, _narrow(warps, warp_size), stages=stages, resident=max(2, together // warps))
 
 
 def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
     narrow = itemsize <= 2
     warps = 4 if cols <= (3072 if narrow else 1536) else 8 if cols <= 5120 else 16 if cols <= 24576 else 32
+    if narrow and cols <= 1536:
+        warps = 2
     block, pieces = _pieces(cols, (16 if warps == 16 else 8) * 32 * warps // itemsize)
     # A second row where a thread then has 32 elements at most. As many wide ones would take more than the 128 registers
     # that two programs of 8 warps leave it.
@@ -198,7 +217,7 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
     rows = 2 if fits and (narrow or warps == 16 or cols <= 2048) else 1
     again = cols > (12288 if narrow and not rms else 16384)
     gains = itemsize == 4 or (narrow and rows == 2 and warps < 16 and not rms)
-    has_room = rows * block * pieces * fetched <= shared_bytes - _EXCHANGED_BYTES
+    has_room = _has_room(rows * block * pieces * fetched, shared_bytes)
     stages = 2 if gains and has_room and not again else 1
     resident = max(1, 16 // warps)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, again=again, stages=stages, resident=resident)
@@ -280,9 +299,17 @@ class Device:
     registers: int = 0
     chained: bool = False
 
-    def programs(self, plan: Plan) -> int:
-        """How many persistent programs."""
-        return self.processors * plan.resident
+    def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
+        """How many persistent programs share so many rows, of each of the `beside` parts that a row is cut in.
+
+        One for each tile until a multiprocessor has four, then one for every other tile: each writes a row of partial
+        sums, which is read again.
+        """
+        most, few = (max(1, self.processors * each // beside) for each in (plan.resident, 4))
+        # In a traced program the number of rows may be a symbol, and the choice must not depend on its value.
+        tiles = -(-rows // plan.rows)
+        few = torch.sym_max(1, torch.sym_min(tiles, few))
+        return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]
 
     def registers_of(self, plan: Plan) -> int | None:
         """How many a thread may have so that all persistent programs run at once; None where that is no question.

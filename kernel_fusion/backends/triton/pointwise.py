@@ -167,7 +167,7 @@ def _backward_columns(
     device = plan.device_of(dy.device)
     layout = plan.columns(walk.cols, device.warp_size)
     tiles = -(-walk.cols // layout.block)
-    programs = max(1, device.programs(layout) // tiles)
+    programs = device.programs(layout, walk.rows.count, tiles)
     wide = torch.float64 if constants["WIDE"] else torch.float32
     partials = torch.empty((1, programs, walk.cols), dtype=wide, device=dy.device)
     shape = dy.shape if wants_da else (0,)

@@ -136,8 +136,8 @@ def backward(
     # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.
     whole = sums and layout.resident > 0
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
-    tiles = -(-cols // columns.block)
-    programs = device.programs(layout) if whole else max(1, device.programs(columns) // tiles)
+    beside = 1 if whole else -(-cols // columns.block)
+    programs = device.programs(layout if whole else columns, rows.count, beside)
     partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
     if wants[0] or wants[1] or whole:
         launch(
@@ -150,7 +150,7 @@ def backward(
         )  # fmt: skip
     if sums and not whole:
         launch(
-            bwd.row_norm_bwd_columns, (tiles, programs),
+            bwd.row_norm_bwd_columns, (beside, programs),
             *given, partials, *lengths, *strides[:-3], DWEIGHT=wants[2], DBIAS=wants[3], **row_tile(columns, cols),
             warps=columns.warps, **constants,
         )  # fmt: skip
