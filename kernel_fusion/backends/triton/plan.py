@@ -197,10 +197,12 @@ def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched
     warps = max(1, block * itemsize // 512)
     rows = max(4, 512 // block) if narrow else min(8, 4096 // block)
     together = 16 if narrow or warps > 4 or block <= 64 else 8  # warps of a multiprocessor
-    if narrow:  # Copies of what begins within a sector are slow, and a block of 256 that is full has loads enough.
+    # Copies of less than 16 bytes, and of 16-bit rows that begin within a sector, are slow. 16-bit rows that fill a
+    # block of 256 or more have loads enough on their way.
+    if narrow:
         gains = cols * itemsize % _SECTOR == 0 and (cols < block or 64 <= block <= 128)
     else:
-        gains = itemsize == 4 and (cols < 512 or (cols == 512 and rms))
+        gains = itemsize == 4 and cols % 4 == 0 and (cols < 512 or (cols == 512 and rms))
     stages = 2 if gains and _has_room(rows * block * fetched, shared_bytes) else 1
     return Plan(rows, block, _narrow(warps, warp_size), stages=stages, resident=max(2, together // warps))
 
