@@ -3,7 +3,8 @@
 One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what
 it keeps of it; short rows share a program. Rows of the norms, often 3, 5 or 7 times a power of two, lie in a few
 smaller blocks. No plan depends on the number of rows, so a new batch size compiles nothing and cannot change a row's
-bits. Nothing is tuned at a first call. What was measured for the norms is in docs/triton.md.
+bits; how many persistent programs share the rows does, and is not compiled in. Nothing is tuned at a first call. What
+was measured for the norms is in docs/triton.md.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
     where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
     early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions: rows
-    of 8 KB, none of which is masked, do better without.
+    of 8 KB, none of which is masked, do better without, and with 4 warps (16 bits) or 8.
 
     Args:
         cols: N.
@@ -138,10 +139,10 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
-    whole = not rms and width == 1 and cols * itemsize == 8192
+    unsliced = not rms and width == 1 and cols * itemsize == 8192
     if cols * itemsize <= 2048:
         warps = 2 if narrow and rows > 2 else 1
-    elif whole:
+    elif unsliced:
         warps = 4 if narrow else 8
     else:
         warps = _at_most(8, -(-rows * cols * width // 512))
@@ -155,7 +156,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     else:
         early = warps <= 4 and each > 16
     early = early and rows == 1
-    sliced = early and not rms and warps > 1 and cols <= 4096 and not whole
+    sliced = early and not rms and warps > 1 and cols <= 4096 and not unsliced
     most = 512 * warps // itemsize if sliced else _NORM_BLOCK
     block, pieces = _pieces(cols, 8 * 32 * max(1, warps // rows) // itemsize, most)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)
