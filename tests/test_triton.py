@@ -190,8 +190,8 @@ def test_the_same_bits_for_any_number_of_rows(name: str) -> None:
 def test_gradients_are_computed_only_where_wanted(name: str) -> None:
     """Each input alone gets the gradient that it gets among all, and `dy` is left alone.
 
-    A row's gradient has the same bits. Sums over rows are another program, in which the compiler may fuse other
-    multiplications with additions.
+    It is another program, in which a GPU's compiler may fuse other multiplications with additions. The interpreter
+    fuses none, so there the bits show that the formula and its order are the same.
     """
     leaves = _leaves((9, 40), (9, 40), (40,))
     y = _first(CALLS[name](*leaves, backend="triton"))
@@ -205,7 +205,7 @@ def test_gradients_are_computed_only_where_wanted(name: str) -> None:
         y = _first(CALLS[name](*alone, backend="triton"))
         found = torch.autograd.grad(y, alone[i], dy)[0]
         torch.testing.assert_close(found, expected)
-        assert torch.equal(found, expected) or found.dim() == 1
+        assert torch.equal(found, expected) or DEVICE == "cuda"
     assert torch.equal(dy, before)
 
 
