@@ -48,9 +48,10 @@ template <class S> struct Deviations {
 
   // Of all lanes.
   __device__ Moments<S> moments() const {
-    const A all_squares = sum_lanes<S::kLanes>(squares);
-    if constexpr (S::kRms) return {0, all_squares};
-    const A all = sum_lanes<S::kLanes>(rest), shift = all * P::template per_col_of<A>(warp);
+    if constexpr (S::kRms) return {0, sum_lanes<S::kLanes>(squares)};
+    A all = rest, all_squares = squares;
+    sum_lanes<S::kLanes>(all, all_squares);
+    const A shift = all * P::template per_col_of<A>(warp);
     const bool finite = all_squares - all_squares == A(0);  // else what is subtracted may be infinite, too
     return {center + shift, finite ? all_squares - all * shift : all_squares};
   }

@@ -234,8 +234,10 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
       }
       if constexpr (kRowGrads) {
-        sum_g[w] = S::kRms ? A(0) : sum_lanes<S::kLanes>(g_sum);
-        sum_gx[w] = sum_lanes<S::kLanes>(gx_sum);
+        if constexpr (S::kRms) gx_sum = sum_lanes<S::kLanes>(gx_sum);
+        else sum_lanes<S::kLanes>(g_sum, gx_sum);
+        sum_g[w] = S::kRms ? A(0) : g_sum;
+        sum_gx[w] = gx_sum;
       }
     }
     if constexpr (kRowGrads) {
@@ -245,8 +247,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
 #pragma unroll
         for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, sum_g[w], sum_gx[w]);
         exchange.barrier();
-        if constexpr (!S::kRms) total_g = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][0]; });
-        total_gx = exchange.sum(at.lane, [&](int w) { return slots[buffer][w][1]; });
+        exchange.sum_pairs(at.lane, slots[buffer], total_g, total_gx);
       }
       const Derivative<S> derivative(normalize, total_g, total_gx);
       const Outgoing<S> outgoing(args, before.dropout, row);

@@ -123,16 +123,17 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }
-    state.first = S::kRms ? A(0) : sum_lanes<32>(state.first);
-    state.second = sum_lanes<32>(state.second);
+    if constexpr (S::kRms) {
+      state.first = 0;
+      state.second = sum_lanes<32>(state.second);
+    } else {
+      sum_lanes<32>(state.first, state.second);
+    }
     return state;
   };
   const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums row_sums) {
     A sum_g = state.first, sum_gx = state.second;
-    if constexpr (S::kWarps > 1) {
-      if constexpr (!S::kRms) sum_g = Exchange<S>::sum(at.lane, [&](int w) { return row_sums[w][0]; });
-      sum_gx = Exchange<S>::sum(at.lane, [&](int w) { return row_sums[w][1]; });
-    }
+    if constexpr (S::kWarps > 1) Exchange<S>::sum_pairs(at.lane, row_sums, sum_g, sum_gx);
     if constexpr (S::kDX || S::kDResidual) {
       const Derivative<S> derivative(state.normalize, sum_g, sum_gx);
       const Outgoing<S> outgoing(args, before.dropout, row);

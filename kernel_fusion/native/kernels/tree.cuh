@@ -120,6 +120,26 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
   return v;
 }
 
+// Of the first, which even lanes have, and the second, which odd ones have, both in every lane.
+template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
+  const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
+  first = odd ? other : mine;
+  second = odd ? mine : other;
+}
+
+// The same of two sums at once, in little more than half as many shuffles: after the first of them even lanes go on with one sum
+// and odd lanes with the other. The bits are those of two butterflies.
+template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
+  if constexpr (kLanes > 1) {
+    const bool odd = threadIdx.x % 2;
+    A mine = odd ? second : first;
+    mine += __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+#pragma unroll
+    for (int offset = 2; offset < kLanes; offset *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+    split(mine, odd, first, second);
+  }
+}
+
 // Step 3: two sums per virtual warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
@@ -150,17 +170,35 @@ template <class S> struct Exchange {
     }
   }
 
-  // Sum of f(virtual warp) over all of them, pairwise, in every lane.
-  template <class F> __device__ static A sum(int lane, F&& f) {
-    const int first = lane * kSlots % kPadded;
-    A v[kSlots];
+  // Sum of f(virtual warp) over all of them, pairwise, in every lane, of which each takes kEach.
+  template <int kEach = kSlots, class F> __device__ static A sum(int lane, F&& f) {
+    const int first = lane * kEach % kPadded;
+    A v[kEach];
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) v[i] = kPadded == S::kWarps || first + i < S::kWarps ? f(first + i) : A(0);
+    for (int i = 0; i < kEach; ++i) v[i] = kPadded == S::kWarps || first + i < S::kWarps ? f(first + i) : A(0);
 #pragma unroll
-    for (int step = 1; step < kSlots; step *= 2)
+    for (int step = 1; step < kEach; step *= 2)
 #pragma unroll
-      for (int i = 0; i < kSlots; i += 2 * step) v[i] += v[i + step];
-    return sum_lanes<(kPadded < 32 ? kPadded : 32)>(v[0]);
+      for (int i = 0; i < kEach; i += 2 * step) v[i] += v[i + step];
+    return sum_lanes<kPadded / kEach>(v[0]);
+  }
+
+  // Of all pairs in shared memory the sums of the first and of the second; of RMSNorm of the second alone. Of a few warps every
+  // lane adds up all, which takes no shuffles; of 16 even lanes have the first of each pair and odd lanes the second.
+  __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
+    if constexpr (kPadded <= 8) {
+      if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });
+      second = sum<kPadded>(lane, [&](int w) { return pairs[w][1]; });
+    } else if constexpr (kPadded == 16 && !S::kRms) {
+      const bool odd = lane % 2;
+      A mine = kPadded == S::kWarps || lane / 2 < S::kWarps ? pairs[lane / 2][odd] : A(0);
+#pragma unroll
+      for (int offset = 2; offset < 32; offset *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+      split(mine, odd, first, second);
+    } else {
+      if constexpr (!S::kRms) first = sum(lane, [&](int w) { return pairs[w][0]; });
+      second = sum(lane, [&](int w) { return pairs[w][1]; });
+    }
   }
 };
 
