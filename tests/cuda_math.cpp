@@ -1,10 +1,11 @@
-// Measures RoughMath of native/kernels/math.cuh on the host: for every elementary function, and for value and slope of every
-// activation, the largest error over the given arguments, with instructions that err upwards or downwards as far as they may.
+// Measures RoughMath and RoughestMath of native/kernels/math.cuh on the host: for every elementary function, and for value and
+// slope of every activation, the largest error over the given arguments, with instructions that err upwards or downwards as far
+// as they may.
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of normal_cdf absolute), "name.value error" and "name.slope error" (halves of an ulp
-// of fp16).
+// prints lines "name error" (relative; of normal_cdf absolute), "TYPE.name.value error" and "TYPE.name.slope error" (halves of
+// an ulp of TYPE, fp16 or bf16).
 #include <math.h>
 
 #include <cstdio>
@@ -89,14 +90,17 @@ template <class M> void elementary(const std::vector<float>& xs) {
   KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)
 }
 
-template <class M> void activations(const std::vector<float>& xs) {
+// `half` an ulp of 1.
+template <class M> void activations(const char* type, double half, const std::vector<float>& xs) {
   using Single = kf::Math<float>;
   using Exact = kf::Math<double>;
-  // Half an ulp of fp16, of the result or, where a formula cancels, of 1/64 of its argument.
-  const auto scale = [](float x, double want) { return 0x1p-12 * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
+  // Half an ulp of the result or, where a formula cancels, of 1/64 of its argument.
+  const auto scale = [half](float x, double want) { return half * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
   using namespace kf;
 #define KF_PRINT_BOTH(name)                                                                                             \
+  std::printf("%s.", type);                                                                                             \
   KF_PRINT(#name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale)           \
+  std::printf("%s.", type);                                                                                             \
   KF_PRINT(#name ".slope", xs, act::name::slope<M>, act::name::slope<Single>, act::name::slope<Exact>, scale)
   KF_ACTIVATIONS(KF_PRINT_BOTH)
 #undef KF_PRINT_BOTH
@@ -108,6 +112,8 @@ int main(int, char** argv) {
   const auto xs = read(argv[1]);
   elementary<kf::RoughMathOn<Worst<1>>>(xs);
   elementary<kf::RoughMathOn<Worst<-1>>>(xs);
-  activations<kf::RoughMathOn<Worst<1>>>(xs);
-  activations<kf::RoughMathOn<Worst<-1>>>(xs);
+  activations<kf::RoughMathOn<Worst<1>>>("fp16", 0x1p-12, xs);
+  activations<kf::RoughMathOn<Worst<-1>>>("fp16", 0x1p-12, xs);
+  activations<kf::RoughestMathOn<Worst<1>>>("bf16", 0x1p-9, xs);
+  activations<kf::RoughestMathOn<Worst<-1>>>("bf16", 0x1p-9, xs);
 }

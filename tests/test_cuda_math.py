@@ -19,7 +19,7 @@ from kernel_fusion.core.activations import CODES
 _SOURCE = Path(__file__).with_name("cuda_math.cpp")
 # The contract of native/kernels/math.cuh.
 _ELEMENTARY = {"exp": 2**-18, "tanh": 2**-17, "expm1": 2**-17, "log1p": 2**-17, "normal_cdf": 2**-20}
-# Of half an ulp of fp16, for values and slopes of activations.
+# Of half an ulp of the result's type, for values and slopes of activations.
 _SHARE = 0.15
 
 
@@ -51,7 +51,8 @@ def test_elementary_functions_keep_their_contract(name: str, measured: dict[str,
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_activations_err_less_than_their_rounding(name: str, measured: dict[str, float]) -> None:
-    """Value and slope of every activation err by a fraction of half an ulp of fp16; NaN and infinities are right."""
-    assert measured[f"{name}.value"] < _SHARE
-    assert measured[f"{name}.slope"] < _SHARE
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_activations_err_less_than_their_rounding(dtype: str, name: str, measured: dict[str, float]) -> None:
+    """Value and slope of every activation err by a fraction of half an ulp; NaN and infinities are right."""
+    assert measured[f"{dtype}.{name}.value"] < _SHARE
+    assert measured[f"{dtype}.{name}.slope"] < _SHARE

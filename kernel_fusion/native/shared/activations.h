@@ -7,7 +7,7 @@
 //   exp, expm1, log1p, tanh, reciprocal
 //   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
-//   erf(x)                                   if there is a better or faster one without the power
+//   erf(x) or normal_cdf(x)                  if there is a better or faster one without the power
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
 //   where_ge, where_eq                       the same of >= and ==
 //
@@ -87,7 +87,9 @@ struct gelu {
   static constexpr double kRootHalf = 0.70710678118654752440;
   template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
     typename M::V power;
-    if constexpr (requires { M::erf(x); })
+    if constexpr (requires { M::normal_cdf(x); })
+      return M::normal_cdf(x);
+    else if constexpr (requires { M::erf(x); })
       return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf));
     else
       return phi<M>(x, power);
