@@ -127,7 +127,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
     where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
     early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions: rows
-    of 8 KB, none of which is masked, do better without, and with 4 warps (16 bits) or 8.
+    of 8 KB, none of which is masked, do better without, and with 4 warps (16 bits) or 8. So does LayerNorm of 4096
+    elements of 32 bits, by 16 warps that ask late; RMSNorm, which keeps less of a row, has 16 warps from 3072 on.
 
     Args:
         cols: N.
@@ -140,17 +141,18 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
     unsliced = not rms and width == 1 and cols * itemsize == 8192
+    tall = itemsize == 4 and (cols >= 3072 if rms else cols == 4096)
     if cols * itemsize <= 2048:
         warps = 2 if narrow and rows > 2 else 1
     elif unsliced:
         warps = 4 if narrow else 8
     else:
         warps = _at_most(8, -(-rows * cols * width // 512))
-    if cols * width > (16384 if narrow else 8191):
+    if tall or cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
     each = cols / (32 * warps)  # elements of a thread, of the row
     if not narrow:
-        early = warps <= 4 or each <= 20
+        early = (warps <= 4 or each <= 20) and (rms or not tall)
     elif rms:
         early = each <= 32
     else:
@@ -158,7 +160,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     early = early and rows == 1
     sliced = early and not rms and warps > 1 and cols <= 4096 and not unsliced
     most = 512 * warps // itemsize if sliced else _NORM_BLOCK
-    block, pieces = _pieces(cols, 8 * 32 * max(1, warps // rows) // itemsize, most)
+    least = (16 if tall else 8) * 32 * max(1, warps // rows)  # bytes
+    block, pieces = _pieces(cols, least // itemsize, most)
     return Plan(rows, block, _narrow(warps, warp_size), pieces, slices=warps if sliced else 1, early=early)
 
 
@@ -197,7 +200,8 @@ def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched
     block, narrow = _block(cols), itemsize <= 2
     warps = max(1, block * itemsize // 512)
     rows = max(4, 512 // block) if narrow else min(8, 4096 // block)
-    together = 16 if narrow or warps > 4 or block <= 64 else 8  # warps of a multiprocessor
+    # Warps of a multiprocessor; short rows of float64 have no registers for more.
+    together = 16 if narrow or warps > 4 or (itemsize == 4 and block <= 64) else 8
     # Copies of less than 16 bytes, and of 16-bit rows that begin within a sector, are slow. 16-bit rows that fill a
     # block of 256 or more have loads enough on their way.
     if narrow:
