@@ -78,7 +78,8 @@ def _flash_attn() -> dict[str, Any]:
         assert bias is None
         return _rms_norm(x, weight, eps)
 
-    return {"flash_attn.ops.triton.layer_norm": {"layer_norm_fn": _layer_norm, "rms_norm_fn": rms_norm}}
+    kernels = {name: SimpleNamespace() for name in ("_layer_norm_fwd_1pass_kernel", "_layer_norm_bwd_kernel")}
+    return {"flash_attn.ops.triton.layer_norm": kernels | {"layer_norm_fn": _layer_norm, "rms_norm_fn": rms_norm}}
 
 
 _STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -119,6 +120,36 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = RowNormCase(verb, (6, 4, 32), FP32, weight=FP32, bias=bias)
     _assert_right(provider, RowNorm("a", case))
     assert not provider.measures(Chain("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
+
+
+@pytest.mark.parametrize(
+    ("cols", "warps"), [(4096, [1, 2, 4, 8, 16, 32]), (8192, [2, 4, 8, 16, 32]), (32768, [8, 16, 32])]
+)
+def test_flash_attn_compiles_nothing_that_spills_a_row(
+    cols: int, warps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kernels' autotuners leave out the configurations whose threads have more elements than registers."""
+    _install(monkeypatch, _flash_attn())
+    peers.find(["flash-attn"], torch.device("cuda"))
+    configs = [SimpleNamespace(num_warps=1 << i) for i in range(6)]
+    module = sys.modules["flash_attn.ops.triton.layer_norm"]
+    for kernel in (module._layer_norm_fwd_1pass_kernel, module._layer_norm_bwd_kernel):
+        found = kernel.early_config_prune(configs, {"N": cols - 1, "BLOCK_N": cols}, HAS_X1=False)
+        assert [config.num_warps for config in found] == warps
+
+
+@pytest.mark.parametrize(
+    ("cols", "dtype", "wanted"), [(16384, FP32, True), (16385, FP32, False), (32768, torch.half, True)]
+)
+def test_flash_attn_has_rows_up_to_64_kb(
+    cols: int, dtype: torch.dtype, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones are not measured, since it refuses them."""
+    _install(monkeypatch, _flash_attn())
+    ((provider,), _) = peers.find(["flash-attn"], torch.device("cuda"))
+    assert (
+        provider.measures(RowNorm("a", RowNormCase("layer_norm", (2, cols), dtype, weight=dtype, bias=dtype))) is wanted
+    )
 
 
 def test_quack_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

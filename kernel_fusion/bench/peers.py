@@ -7,6 +7,7 @@ ours: the portable build of the CPU kernels, the baseline that the vectorised on
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -167,13 +168,34 @@ def _apex() -> Provider:
     return _of_norms("apex", _version("apex"), norm)
 
 
+# flash-attn's norms refuse longer rows.
+_FLASH_ROW_BYTES = 65536
+
+
 def _flash_attn() -> Provider:
     module = importlib.import_module("flash_attn.ops.triton.layer_norm")
+    for autotuned in (module._layer_norm_fwd_1pass_kernel, module._layer_norm_bwd_kernel):
+        autotuned.early_config_prune = holding_a_row
 
     def norm(case: RowNormCase) -> Function:
         return partial(module.layer_norm_fn if case.verb == "layer_norm" else module.rms_norm_fn, eps=default_eps(case))
 
-    return _of_norms("flash-attn", _version("flash-attn"), norm)
+    def measures(workload: Workload) -> bool:
+        if not isinstance(workload, RowNorm):
+            return False
+        return math.prod(workload.case.normalized_shape) * workload.dtype.itemsize <= _FLASH_ROW_BYTES
+
+    return replace(_of_norms("flash-attn", _version("flash-attn"), norm), measures=measures)
+
+
+def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
+    """Those of Triton's configurations whose threads have registers for the elements of a row alone.
+
+    flash-attn's autotuner tries 1 to 32 warps on any row. With too few of them all is spilled to memory, and to compile
+    one such configuration takes up to seven minutes (rows of 64 KB, backward).
+    """
+    columns = (named_args | kwargs)["BLOCK_N"]
+    return [config for config in configs if columns <= 255 * 32 * config.num_warps]
 
 
 def _of_norms(
