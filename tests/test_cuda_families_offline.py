@@ -74,6 +74,12 @@ def _pointwise_kernels() -> Iterator[_Kernel]:
         yield PointwiseSpec("mul", "gelu", True, t, t, y=t), access
         yield PointwiseSpec("add", "leaky_relu", False, t, t, y=t, bits=True), access
         yield PointwiseSpec("mul", "gelu", True, t, t, dy=t, da=t, db=t), access
+    rows = (Operand("vector", 16), Operand("vector", 2), Operand("broadcast", 2), Operand("gather", 2))
+    for t, row, aligned in product(("bf16", "f16"), rows, (True, False)):
+        beside = PointwiseAccess(2, 8, (Operand(),) * 4 + (row,), aligned_positions=aligned)
+        yield PointwiseSpec("add", "gelu", True, t, t, y=t), beside
+        alone = PointwiseAccess(2, 8, (Operand(),) * 3 + (row, Operand()), aligned_positions=aligned)
+        yield PointwiseSpec("first", "gelu", True, t, None, y=t), alone
     for vec in (1, 2, 4):
         yield PointwiseSpec("add", "gelu", True, "bf16", None, y="bf16"), PointwiseAccess(1, vec)
         yield (
@@ -119,6 +125,16 @@ def _softmax_kernels() -> Iterator[_Kernel]:
 
 
 _FAMILIES = {"pointwise": _pointwise_kernels, "reduce": _reduce_kernels, "softmax": _softmax_kernels}
+
+
+@pytest.mark.parametrize("dtypes", [("bf16", "f16"), ("f16", "bf16")])
+def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, str]) -> None:
+    """Of gradients in bf16 and in fp16 both take the formulas of fp16, whose results have more digits."""
+    da, db = dtypes
+    spec = PointwiseSpec("gate", "gelu", False, da, db, dy="f32", da=da, db=db)
+    access = PointwiseAccess(1, 4)
+    text = planner.source_of(spec, access, planner.plan_for(spec, access, _SM90)).text()
+    assert "using Result = kf::f16;" in text
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kernel_fusion.core.spec import DTYPES
-
 # The positions of these names are their codes in C++.
 COMBINES = ("first", "add", "mul", "gate")  # act(a), act(a + b), act(a * b), act(a) * b
 DROPOUTS = ("none", "aligned", "anywhere")  # kernels/pointwise_chain.cuh
 MODES = ("linear", "vector", "broadcast", "strided", "gather")  # kernels/operands.cuh
 MAPS = ("square", "abs", "none")
+
+# Types by the digits that a result keeps.
+_BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
 # The element type of bits, eight to a byte; its code in C++ follows those of `DTYPES`.
 BITS = "b1"
@@ -51,8 +52,8 @@ class PointwiseSpec:
 
     @property
     def result(self) -> str:
-        """The widest dtype that something is rounded to."""
-        return max(filter(None, (self.y, self.da, self.db)), key=DTYPES.index)
+        """The most exact dtype that something is rounded to."""
+        return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
 
 
 @dataclass(frozen=True)

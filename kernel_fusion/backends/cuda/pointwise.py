@@ -14,14 +14,16 @@ from kernel_fusion.core.spec import ITEMSIZE
 # 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
 # smaller blocks come and go too fast, 1.24. In bf16 the sums of columns of bias+gelu take 1.16 in blocks of 256, 1.08.
 _THREADS = 128
-# Twice as many bytes on their way where dropout has to be drawn for them: gelu+dropout in fp32 takes 1.06 of the floor
-# with 2 vectors, 1.04 with 4. Without it bias+gelu in bf16 takes 1.00 with 2 and 1.03 with 4.
+# Twice as many bytes on their way where more has to be done with them: gelu+dropout in fp32 takes 1.06 of the floor
+# with 2 vectors, 1.04 with 4. Not beside one row that meets all: bias+gelu in bf16 takes 1.00 with 2, 1.03 with 4.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
 # What 128 registers a thread allow, which leave room for all that is on its way; but for both factors' gradients with
-# the bits of dropout beside them, which take up to 168. Dropout of 16-bit results waits for arithmetic, not for memory:
-# with 64 registers, and so twice the warps, bias+gelu+dropout takes 1.14 of the floor in bf16, not 1.35.
-_MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS, _MIN_BLOCKS_OF_NARROW_DROPOUT = 4, 3, 8
+# the bits of dropout beside them, which take up to 168.
+_MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 3
+# Dropout of 16-bit results waits for arithmetic, not for memory. With 64 registers, which suffice where addresses are
+# simple, and so twice the warps, bias+gelu+dropout in bf16 takes 1.14 of the floor instead of 1.35 (trial).
+_MIN_BLOCKS_OF_NARROW_DROPOUT = 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PointwisePlan(Launch):
 
 def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> PointwisePlan:
     """Enough vectors per thread to keep memory busy; fewer where the operands are several."""
-    min_blocks = _min_blocks(spec)
+    min_blocks = _min_blocks(spec, access)
     if access.lanes:
         per_block = access.lanes * access.vec
         return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=_MAX_UNROLL, min_blocks=min_blocks)
@@ -41,21 +43,33 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     read = [(t, operand) for t, operand in zip(dtypes, access.operands[2:], strict=True) if t]
     # Beside operands that lie in the order of the iteration the others are mostly repeated, and in the cache.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
-    wanted = _BYTES_IN_FLIGHT * (2 if spec.dropout else 1)
+    wanted = _BYTES_IN_FLIGHT * (
+        2 if spec.dropout or (access.dims > 1 and not _has_simple_addresses(spec, access)) else 1
+    )
     unroll = wanted // (sum(ITEMSIZE[t] for t in linear) * access.vec)
     unroll = min(_MAX_UNROLL, max(_MIN_UNROLL, unroll))
     per_block = _THREADS * access.vec * unroll
     return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=min_blocks)
 
 
-def _min_blocks(spec: PointwiseSpec) -> int:
+def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
+    """Whether forward reads a in the order of the iteration, and beside it no more than whole vectors of a row."""
+    if spec.dy is not None or not access.aligned_positions:
+        return False
+    y, _, _, a, b = access.operands
+    row = spec.b is None or (b.mode in ("linear", "vector") and b.align == 16)
+    return y.mode == "linear" and a.mode == "linear" and row
+
+
+def _min_blocks(spec: PointwiseSpec, access: PointwiseAccess) -> int:
     if spec.acc == "f64":
         return 1  # it takes what it needs
     if not spec.dropout:
         return _MIN_BLOCKS
     if spec.dy is not None:
         return _MIN_BLOCKS_OF_PRODUCTS if spec.combine in ("mul", "gate") else _MIN_BLOCKS
-    return _MIN_BLOCKS_OF_NARROW_DROPOUT if ITEMSIZE[spec.result] == 2 else _MIN_BLOCKS
+    narrow = ITEMSIZE[spec.result] == 2 and _has_simple_addresses(spec, access)
+    return _MIN_BLOCKS_OF_NARROW_DROPOUT if narrow else _MIN_BLOCKS
 
 
 def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) -> Source:
