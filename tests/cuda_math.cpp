@@ -10,11 +10,16 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/math.cuh"
 
 namespace {
+
+using namespace kf;
+using Single = Math<float>;
+using Exact = Math<double>;
 
 // The PTX ISA's bounds. A power of two has an exact reciprocal, of which infinities make use.
 template <int kSign> struct Worst {
@@ -69,12 +74,10 @@ double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&&
 
 template <class M> typename M::V phi_of(typename M::V x) {
   typename M::V power;
-  return kf::act::gelu::phi<M>(x, power);
+  return act::gelu::phi<M>(x, power);
 }
 
 template <class M> void elementary(const std::vector<float>& xs) {
-  using Single = kf::Math<float>;
-  using Exact = kf::Math<double>;
   // Results below the smallest normal number may be zero.
   const auto relative = [](float, double want) { return fmax(fabs(want), 0x1p-109); };
   const auto absolute = [](float, double) { return 1.0; };
@@ -90,30 +93,44 @@ template <class M> void elementary(const std::vector<float>& xs) {
   KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)
 }
 
-// `half` an ulp of 1.
-template <class M> void activations(const char* type, double half, const std::vector<float>& xs) {
-  using Single = kf::Math<float>;
-  using Exact = kf::Math<double>;
-  // Half an ulp of the result or, where a formula cancels, of 1/64 of its argument.
-  const auto scale = [half](float x, double want) { return half * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
-  using namespace kf;
-#define KF_PRINT_BOTH(name)                                                                                             \
-  std::printf("%s.", type);                                                                                             \
-  KF_PRINT(#name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale)           \
-  std::printf("%s.", type);                                                                                             \
-  KF_PRINT(#name ".slope", xs, act::name::slope<M>, act::name::slope<Single>, act::name::slope<Exact>, scale)
-  KF_ACTIVATIONS(KF_PRINT_BOTH)
-#undef KF_PRINT_BOTH
+// `half` an ulp of what is just below 1. What is compared with: half an ulp of the result or, where a formula cancels, of 1/64 of
+// its argument.
+auto halves_of_an_ulp(double half) {
+  return [half](float x, double want) { return half * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
 }
+
+#define KF_PRINT_BOTH(type, name, scale)                                                                                      \
+  KF_PRINT(type "." #name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale)        \
+  KF_PRINT(type "." #name ".slope", xs, act::name::slope<M>, act::name::slope<Single>, act::name::slope<Exact>, scale)
+
+template <class M> void activations(const std::vector<float>& xs) {
+  const auto scale = halves_of_an_ulp(0x1p-12);
+#define KF_PRINT_FP16(name) KF_PRINT_BOTH("fp16", name, scale)
+  KF_ACTIVATIONS(KF_PRINT_FP16)
+#undef KF_PRINT_FP16
+}
+
+// The one that has another formula there.
+template <class M> void activations_of_bf16(const std::vector<float>& xs) {
+  const auto scale = halves_of_an_ulp(0x1p-9);
+  KF_PRINT_BOTH("bf16", gelu, scale)
+}
+
+struct HalfPrecision {
+  unsigned short bits;
+};
+static_assert(std::is_same_v<MathFor<float, bf16>::type, RoughestMath>);
+static_assert(std::is_same_v<MathFor<float, HalfPrecision>::type, RoughMath>);
+static_assert(std::is_same_v<MathFor<float, float>::type, Math<float>>);
 
 }  // namespace
 
 int main(int, char** argv) {
   const auto xs = read(argv[1]);
-  elementary<kf::RoughMathOn<Worst<1>>>(xs);
-  elementary<kf::RoughMathOn<Worst<-1>>>(xs);
-  activations<kf::RoughMathOn<Worst<1>>>("fp16", 0x1p-12, xs);
-  activations<kf::RoughMathOn<Worst<-1>>>("fp16", 0x1p-12, xs);
-  activations<kf::RoughestMathOn<Worst<1>>>("bf16", 0x1p-9, xs);
-  activations<kf::RoughestMathOn<Worst<-1>>>("bf16", 0x1p-9, xs);
+  elementary<RoughMathOn<Worst<1>>>(xs);
+  elementary<RoughMathOn<Worst<-1>>>(xs);
+  activations<RoughMathOn<Worst<1>>>(xs);
+  activations<RoughMathOn<Worst<-1>>>(xs);
+  activations_of_bf16<RoughestMathOn<Worst<1>>>(xs);
+  activations_of_bf16<RoughestMathOn<Worst<-1>>>(xs);
 }

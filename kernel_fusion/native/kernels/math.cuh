@@ -7,7 +7,8 @@
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
-// RoughestMath differs in the normal_cdf of a value, which errs so that gelu does by far less than half an ulp of bf16.
+// RoughestMath differs in the normal_cdf of a value: gelu then errs by far less than half an ulp of bf16, of the result or, in the
+// tail, of 1/64 of its argument.
 //
 // NaN and infinities go through as they do through the exact functions. tests/test_cuda_math.py measures it, over all fp16 and
 // bf16 arguments, on instructions that err as far as their documentation allows.
@@ -107,8 +108,8 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
 
 template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> {
   using RoughMathOn<Instructions>::normal_cdf;
-  // As a sigmoid of its logit, which is odd. Of all polynomials with five terms, times log2(e), this is the one under which
-  // x Phi(x) errs least against max(|x Phi(x)|, min(|x|, 1) / 64): by 2^-13.5. That it grows beyond all bounds saves a clamp.
+  // As a sigmoid of its logit, which is odd. Of the polynomials with five terms (times log2(e)) this is the one under which
+  // x Phi(x) errs least against max(|x Phi(x)|, min(|x|, 1) / 64): by 2^-13.5. It grows beyond all bounds, which saves a clamp.
   static KF_INLINE float normal_cdf(float x) {
     const float s = x * x;
     const float logit = x * (2.30164892f + s * (0.105772619f + s * (-5.58366848e-4f + s * (-6.29507079e-5f + s * 2.21579879e-6f))));

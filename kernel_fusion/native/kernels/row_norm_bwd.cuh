@@ -146,7 +146,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   wait_for_previous_kernel();
   extern __shared__ __align__(16) char shared[];
   Accumulators<S, kVectors> sums(shared);
-  __shared__ A slots[2][S::kWarps][2];
+  alignas(16) __shared__ A slots[2][S::kWarps][2];  // pairs are read two at a time
   if constexpr (S::kCluster > 1) {  // every block of the cluster runs before anyone writes to its shared memory
     cluster_arrive();
     cluster_wait();

@@ -53,7 +53,7 @@ template <class S> struct RowStream {
 
   struct Shared {
     Mbarrier full[kStages], empty[kStages], exchanged[kBuffers];
-    alignas(16) A sums[kBuffers][S::kWarps][2];
+    alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
   };
   using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
 

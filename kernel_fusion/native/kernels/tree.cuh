@@ -144,7 +144,7 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
 template <class S> struct Exchange {
   using A = typename S::Acc;
   static constexpr int kPadded = power_of_two(S::kWarps);             // the tree has zeros where there is no warp
-  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // virtual warps that one lane reads
+  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // virtual warps to a lane, if all lanes share them
 
   A (*slot)[2];  // shared, [kWarps][2]
 
@@ -184,7 +184,8 @@ template <class S> struct Exchange {
   }
 
   // Of all pairs in shared memory the sums of the first and of the second; of RMSNorm of the second alone. Of a few warps every
-  // lane adds up all, which takes no shuffles; of 16 even lanes have the first of each pair and odd lanes the second.
+  // lane adds up all, which takes no shuffles; of 16 even lanes have the first of each pair and odd lanes the second; of more
+  // the lanes share them, one sum after the other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
     if constexpr (kPadded <= 8) {
       if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });
