@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -183,19 +184,18 @@ def main(backend: str, arch: str) -> None:
     def recorded(calls: Callable[[], None]) -> list[Launch]:
         return record(calls, device)
 
-    launches = recorded(lambda: verbs(48, 1024, torch.bfloat16))
-    if arch in ("90", "gfx942"):
-        launches += recorded(lambda: verbs(3, 40000, torch.bfloat16))
-        launches += recorded(lambda: norms(3, 2048, torch.float32))
+    launches = recorded(activations)
+    for rows, cols, dtype in ((48, 1024, torch.bfloat16), (3, 40000, torch.bfloat16), (7, 320, torch.float16)):
+        launches += recorded(partial(verbs, rows, cols, dtype))
+    launches += recorded(lambda: verbs(5, 255, torch.float64))
+    launches += recorded(lambda: norms(3, 2048, torch.float32))
     if arch == "90":
-        launches += recorded(activations)
-        # Rows in slices; in pieces, fetched ahead; the longest that are; and those that are read again.
+        # Rows in slices; in pieces, fetched ahead; with 16 warps; the longest that are; and those that are read again.
         launches += recorded(lambda: norms(3, 3000, torch.bfloat16))
-        launches += recorded(lambda: norms(3, 5120, torch.float32))
-        launches += recorded(lambda: norms(3, 16384, torch.float32))
+        for cols in (4096, 5120, 16384):
+            launches += recorded(partial(norms, 3, cols, torch.float32))
         launches += recorded(lambda: norms(3, 24576, torch.bfloat16))
     if arch == "80":
-        launches += recorded(lambda: verbs(5, 255, torch.float64))
         launches += recorded(lambda: norms(3, 12288, torch.float32))
     for launch in distinct(launches):
         size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
