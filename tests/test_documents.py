@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import re
 from inspect import ismodule
 
@@ -18,6 +19,11 @@ from kernel_fusion.cli import app
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 README = PAGES["README.md"]
+_TABLES = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+assert _TABLES is not None
+assert _TABLES.loader is not None
+tables = importlib.util.module_from_spec(_TABLES)
+_TABLES.loader.exec_module(tables)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -49,6 +55,15 @@ def test_sessions_print_what_they_say(page: str) -> None:
     """The sessions of a page are one, and its results are those shown."""
     session = doctest.DocTestParser().get_doctest("\n".join(blocks(page, "pycon")), {}, page, page, 0)
     assert doctest.DocTestRunner().run(session).failed == 0
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in tables.TABLES}))
+def test_tables_are_those_of_their_files(page: str) -> None:
+    """`python docs/tables.py` would change nothing; and a digit that is not the file's would be found."""
+    text = PAGES[f"docs/{page}"]
+    assert tables.written_anew(page, text) == text
+    wrong = re.sub(r"(<!-- table: .*?\| \d+\.\d*)\d \|", r"\g<1>x |", text, count=1, flags=re.DOTALL)
+    assert tables.written_anew(page, wrong) == text != wrong
 
 
 @pytest.mark.parametrize("page", PAGES)

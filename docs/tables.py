@@ -1,0 +1,164 @@
+"""Tables of the documentation that are made of result files. `python docs/tables.py` writes them anew.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. tests/test_documents.py finds those that differ from
+their files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_DOCS = Path(__file__).parent
+_RESULTS = _DOCS.parent / "benchmarks" / "results" / "nvidia-h200"
+_DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+_VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+
+Cell = dict[str, dict[str, Any]]  # what was measured, by provider
+
+
+def _cells(file: str, *keys: str) -> dict[tuple[Any, ...], Cell]:
+    """The measurements of a file, by these of their facts."""
+    cells: dict[tuple[Any, ...], Cell] = {}
+    for measured in json.loads((_RESULTS / file).read_text())["measurements"]:
+        cells.setdefault(tuple(measured[key] for key in keys), {})[measured["provider"]] = measured
+    return cells
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    first = "---" if head[0].startswith("model") else "---:"
+    yield "| " + " | ".join(head) + " |"
+    yield f"| {first} |" + " ---: |" * (len(head) - 1)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
+
+
+def _over_floor(cell: Cell, provider: str) -> str:
+    return f"{cell[provider]['median_ms'] / cell['floor']['median_ms']:.2f}" if provider in cell else "–"
+
+
+def _norms(file: str, dtypes: Sequence[str], providers: dict[str, str], first: str) -> Iterator[str]:
+    """A table for each norm and direction: the floor in µs, and each provider's time divided by it."""
+    cells = _cells(file, "verb", "direction", "dtype", "rows", "cols")
+    shapes = sorted({key[3:] for key in cells}, key=lambda shape: shape[1])
+    for verb, title in _VERBS.items():
+        for direction in ("forward", "backward"):
+            rows = []
+            for shape in shapes:
+                row = [f"{shape[1]}" if first == "N" else f"{shape[0]}×{shape[1]}"]
+                for dtype in dtypes:
+                    key = (verb, direction, _DTYPES[dtype], *shape)
+                    cell = cells[key]
+                    row.append(f"{cell['floor']['median_ms'] * 1e3:.1f}")
+                    row += [_over_floor(cell, provider) for provider in providers]
+                rows.append(row)
+            head = [name for dtype in dtypes for name in (f"{dtype}: floor, µs", *providers.values())]
+            yield f"{title}, {direction}:"
+            yield ""
+            yield from _table([first, *head], rows)
+
+
+_OURS = {"kf-triton": "Triton, ours", "kf-cuda": "CUDA, ours"}
+_PEERS = {"liger": "Liger", "flash-attn": "flash-attn"}
+
+
+def triton_sweep() -> Iterator[str]:
+    """Every length, beside PyTorch and its peers."""
+    providers = {"pytorch": "PyTorch", "torch.compile": "torch.compile", **_PEERS, **_OURS}
+    return _norms("sweep.json", ["bf16", "fp32"], providers, "N")
+
+
+def triton_large() -> Iterator[str]:
+    """More rows, beside the other Triton libraries."""
+    return _norms("triton/large.json", list(_DTYPES), {**_PEERS, "kf-triton": "ours"}, "rows × N")
+
+
+# System A's own: PyTorch's and its time in ms, the speedup, and the memory saved.
+_PUBLISHED_A = {
+    "BERT-Base": ("0.124", "0.142", "0.87", "22 %"),
+    "BERT-Large": ("0.156", "0.169", "0.92", "23 %"),
+    "GPT-2 Medium": ("0.089", "0.098", "0.91", "23 %"),
+    "GPT-2 Large": ("0.072", "0.076", "0.95", "24 %"),
+    "GPT-2 XL": ("0.058", "0.059", "0.98", "24 %"),
+    "GPT-3 Small": ("0.092", "0.071", "1.30", "25 %"),
+    "GPT-3 Medium": ("0.247", "0.172", "1.434", "25 %"),
+    "GPT-3 XL": ("0.287", "0.196", "1.461", "25 %"),
+    "GPT-3 Large": ("0.359", "0.267", "1.343", "25 %"),
+    "GPT-3 XXL": ("0.542", "0.392", "1.383", "26 %"),
+    "GPT-3 175B": ("0.623", "0.465", "1.339", "26 %"),
+}
+
+
+def published_a() -> Iterator[str]:
+    """Each model in fp32 beside what is published, and in bf16 with the memory of a training step."""
+    cells = _cells("models.json", "verb", "dtype", "direction", "configuration")
+    single: list[list[str]] = []
+    half: list[list[str]] = []
+    for model, theirs in _PUBLISHED_A.items():
+        for dtype, rows in (("f32", single), ("bf16", half)):
+            forward, both = (cells["layer_norm", dtype, d, model] for d in ("forward", "forward+backward"))
+            pytorch, ours = (forward[name] for name in ("pytorch", "kf-cuda"))
+            speedups = [f"{c['pytorch']['median_ms'] / c['kf-cuda']['median_ms']:.2f}" for c in (forward, both)]
+            name = f"{model}, {ours['rows']}×{ours['cols']}"
+            times = [f"{measured['median_ms']:.4f}" for measured in (pytorch, ours)]
+            memory = [f"{measured['training_memory_bytes'] / 1e6:.1f}" for measured in (pytorch, ours)]
+            rows.append(
+                [name, *(theirs if dtype == "f32" else ()), *times, *speedups, *(memory if dtype == "bf16" else ())]
+            )
+    there = ["theirs: PyTorch", "fused", "speedup", "memory saved"]
+    yield from _table(["model, rows × hidden", *there, "here: PyTorch", "ours", "speedup", "F+B"], single)
+    yield "The same in bf16, with the peak memory of a training step:"
+    yield ""
+    head = ["model, rows × hidden", "PyTorch", "ours", "speedup", "F+B", "MB: PyTorch", "MB: ours"]
+    yield from _table(head, half)
+    yield "[`models.json`](../benchmarks/results/nvidia-h200/models.json), by `kernel-fusion bench models`."
+    yield ""
+
+
+def published_b() -> Iterator[str]:
+    """GB/s of forward over the lengths of system B's plot."""
+    cells = _cells("sweep.json", "verb", "direction", "dtype", "cols")
+    providers = {"floor": "copy", "pytorch": "PyTorch", "torch.compile": "torch.compile", **_OURS}
+    rows = []
+    for power in range(8, 16):
+        row = [str(1 << power)]
+        for dtype in ("f32", "bf16"):
+            cell = cells["layer_norm", "forward", dtype, 1 << power]
+            row += [f"{cell[provider]['gigabytes_per_second']:.0f}" for provider in providers]
+        rows.append(row)
+    first, *others = providers.values()
+    yield from _table(["N", f"fp32: {first}", *others, f"bf16: {first}", *others], rows)
+    yield (
+        "[`sweep.json`](../benchmarks/results/nvidia-h200/sweep.json), by `kernel-fusion bench sweep --device cuda"
+        " --peers torch.compile,liger,flash-attn`;"
+        " [RMSNorm, backward, all lengths and what is behind](triton.md#measured)."
+    )
+    yield ""
+
+
+TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {
+    ("triton.md", "Triton, sweep"): triton_sweep,
+    ("triton.md", "Triton, large"): triton_large,
+    ("published.md", "published A"): published_a,
+    ("published.md", "published B"): published_b,
+}
+
+
+def written_anew(document: str, text: str) -> str:
+    """A document with its tables as their files have them."""
+    for (place, name), table in TABLES.items():
+        if place == document:
+            before, _, rest = text.partition(f"<!-- table: {name} -->\n")
+            _, _, after = rest.partition("<!-- end -->")
+            assert rest, f"{document} has no table {name}"
+            text = "\n".join([f"{before}<!-- table: {name} -->", "", *table(), f"<!-- end -->{after}"])
+    return text
+
+
+if __name__ == "__main__":
+    for name in {document for document, _ in TABLES}:
+        path = _DOCS / name
+        path.write_text(written_anew(name, path.read_text()))
