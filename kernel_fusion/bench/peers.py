@@ -180,12 +180,7 @@ def _flash_attn() -> Provider:
     def norm(case: RowNormCase) -> Function:
         return partial(module.layer_norm_fn if case.verb == "layer_norm" else module.rms_norm_fn, eps=default_eps(case))
 
-    def measures(workload: Workload) -> bool:
-        if not isinstance(workload, RowNorm):
-            return False
-        return math.prod(workload.case.normalized_shape) * workload.dtype.itemsize <= _FLASH_ROW_BYTES
-
-    return replace(_of_norms("flash-attn", _version("flash-attn"), norm), measures=measures)
+    return _of_norms("flash-attn", _version("flash-attn"), norm, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -199,15 +194,24 @@ def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any)
 
 
 def _of_norms(
-    name: str, version: str, norm: Callable[[RowNormCase], Function], f32_weights: tuple[str, ...] = ()
+    name: str,
+    version: str,
+    norm: Callable[[RowNormCase], Function],
+    f32_weights: tuple[str, ...] = (),
+    longest: float = math.inf,
 ) -> Provider:
-    """A library that has the bare norms."""
+    """A library that has the bare norms, of rows up to `longest` bytes."""
+
+    def measures(workload: Workload) -> bool:
+        if not isinstance(workload, RowNorm):
+            return False
+        return math.prod(workload.case.normalized_shape) * workload.dtype.itemsize <= longest
 
     def function(workload: Workload) -> Function:
         assert isinstance(workload, RowNorm)
         return norm(workload.case)
 
-    return Provider(name, version, function, None, f32_weights, lambda workload: isinstance(workload, RowNorm))
+    return Provider(name, version, function, None, f32_weights, measures)
 
 
 def _version(distribution: str) -> str:
