@@ -95,19 +95,22 @@ _PUBLISHED_A = {
 def published_a() -> Iterator[str]:
     """Each model in fp32 beside what is published, and in bf16 with the memory of a training step."""
     cells = _cells("models.json", "verb", "dtype", "direction", "configuration")
-    single: list[list[str]] = []
-    half: list[list[str]] = []
+
+    def row(model: str, dtype: str) -> tuple[str, list[str], list[str]]:
+        """The shape; times in ms, with the speedups of forward and of both directions; and MB, of PyTorch and ours."""
+        forward, both = (cells["layer_norm", dtype, d, model] for d in ("forward", "forward+backward"))
+        pair = [forward[provider] for provider in ("pytorch", "kf-cuda")]
+        times = [f"{measured['median_ms']:.4f}" for measured in pair]
+        times += [f"{cell['pytorch']['median_ms'] / cell['kf-cuda']['median_ms']:.2f}" for cell in (forward, both)]
+        memory = [f"{measured['training_memory_bytes'] / 1e6:.1f}" for measured in pair]
+        return f"{model}, {pair[0]['rows']}×{pair[0]['cols']}", times, memory
+
+    single, half = [], []
     for model, theirs in _PUBLISHED_A.items():
-        for dtype, rows in (("f32", single), ("bf16", half)):
-            forward, both = (cells["layer_norm", dtype, d, model] for d in ("forward", "forward+backward"))
-            pytorch, ours = (forward[name] for name in ("pytorch", "kf-cuda"))
-            speedups = [f"{c['pytorch']['median_ms'] / c['kf-cuda']['median_ms']:.2f}" for c in (forward, both)]
-            name = f"{model}, {ours['rows']}×{ours['cols']}"
-            times = [f"{measured['median_ms']:.4f}" for measured in (pytorch, ours)]
-            memory = [f"{measured['training_memory_bytes'] / 1e6:.1f}" for measured in (pytorch, ours)]
-            rows.append(
-                [name, *(theirs if dtype == "f32" else ()), *times, *speedups, *(memory if dtype == "bf16" else ())]
-            )
+        shape, times, _ = row(model, "f32")
+        single.append([shape, *theirs, *times])
+        shape, times, memory = row(model, "bf16")
+        half.append([shape, *times, *memory])
     there = ["theirs: PyTorch", "fused", "speedup", "memory saved"]
     yield from _table(["model, rows × hidden", *there, "here: PyTorch", "ours", "speedup", "F+B"], single)
     yield "The same in bf16, with the peak memory of a training step:"

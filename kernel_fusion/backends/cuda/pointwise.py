@@ -43,9 +43,8 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
     read = [(t, operand) for t, operand in zip(dtypes, access.operands[2:], strict=True) if t]
     # Beside operands that lie in the order of the iteration the others are mostly repeated, and in the cache.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
-    wanted = _BYTES_IN_FLIGHT * (
-        2 if spec.dropout or (access.dims > 1 and not _has_simple_addresses(spec, access)) else 1
-    )
+    has_more_to_do = spec.dropout or (access.dims > 1 and not _has_simple_addresses(spec, access))
+    wanted = 2 * _BYTES_IN_FLIGHT if has_more_to_do else _BYTES_IN_FLIGHT
     unroll = wanted // (sum(ITEMSIZE[t] for t in linear) * access.vec)
     unroll = min(_MAX_UNROLL, max(_MIN_UNROLL, unroll))
     per_block = _THREADS * access.vec * unroll
