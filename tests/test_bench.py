@@ -135,10 +135,19 @@ def test_sweep_draws_bandwidth_beside_what_is_absent(tmp_path: Path, monkeypatch
 
 
 def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
-    """What the command line calls: the results, the paths of all files, and reports from the first to the last."""
+    """What the command line calls: the results, the paths of all files, and reports from the first to the last.
+
+    The file that is there before the run is complete says so.
+    """
     suite = replace(SUITES["models"], plots=()).with_shapes([(8, 16), (4, 32)])
     setup = Setup([providers.pytorch(), providers.ours("eager")], torch.device("cpu"), ("forward",), QUICK)
     reports: list[tuple[int, int, str]] = []
+    on_the_way = []
+
+    def report(*what: Any) -> None:
+        reports.append(what)
+        on_the_way.extend(results.read(path).interrupted for path in (tmp_path / "new").glob("*.json"))
+
     found, paths = run_suite(
         suite,
         [setup],
@@ -147,8 +156,10 @@ def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
         dtypes=[torch.float32],
         command="what it was",
         peers={"other": "absent: nowhere"},
-        report=lambda *report: reports.append(report),
+        report=report,
     )
+    assert set(on_the_way) == {True}
+    assert not results.read(paths[0]).interrupted
     assert [path.name for path in paths] == ["models.json", "models.csv", "models.md"]
     assert {*paths} == {*(tmp_path / "new").iterdir()}
     assert [m.cell for m in results.read(paths[0]).measurements] == [m.cell for m in found.measurements]

@@ -119,6 +119,7 @@ class Results:
         suite, title: as in `Suite`.
         quick: whether it was a quick run.
         about: where, when and how: command, date, machine, versions, peers, method.
+        interrupted: whether it has not come to its end.
     """
 
     suite: str
@@ -281,7 +282,7 @@ def start(
     peers: dict[str, str],
 ) -> Results:
     """Empty results of a run that begins now; `peers` says of each its version, or why it is absent."""
-    return Results(suite.name, suite.title, quick, describe(devices, command, method, peers))
+    return Results(suite.name, suite.title, quick, describe(devices, command, method, peers), interrupted=True)
 
 
 def describe(

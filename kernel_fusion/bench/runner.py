@@ -6,6 +6,7 @@ included, becomes a failure of that workload, and the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,8 @@ def run_suite(
 ) -> tuple[Results, list[Path]]:
     """Measure a suite in every setup and write its files: JSON, CSV, Markdown, and plots where Matplotlib is installed.
 
-    The JSON file is written again after every workload, and an interrupt (Ctrl-C) ends the measuring alone, so that
-    what was measured is kept.
+    The JSON file is written again after every workload, and says that the run was interrupted until it is complete;
+    an interrupt (Ctrl-C) ends the measuring alone. So what was measured is kept, whatever ends the run.
 
     Args:
         suite: one of `kernel_fusion.bench.suites.SUITES`, or one's own.
@@ -65,15 +66,14 @@ def run_suite(
     devices = list(dict.fromkeys(setup.device for setup in setups))
     method = describe_method(suite.kind, setups)
     found = results.start(suite, devices, command, quick, method, dict(peers or {}))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         for finished, (setup, workload) in enumerate(jobs):
             about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
             for done in run(found, suite.kind, workload, setup):
                 report(finished, len(jobs), f"{about} {done}")
             report(finished + 1, len(jobs), about)
             found.write_json(folder)
-    except KeyboardInterrupt:
-        found.interrupted = True
+        found.interrupted = False
     paths = [*found.write(folder), tables.write_markdown(found, folder)]
     return found, paths if plot.missing() else [*paths, *plot.plot(found, folder, suite.plots)]
 
