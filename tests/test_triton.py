@@ -433,6 +433,29 @@ def test_first_use_may_fall_inside_a_capture() -> None:
     python(_FIRST_USE)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="Inductor compiles Triton kernels for a GPU")
+@pytorch_warns_of_itself
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about products in fp32
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "bias_act", "gated_act", "sum_squared", "softmax"])
+def test_inductor_runs_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for any number of rows, forward and backward, with the results of calls that are not compiled."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+
+    def call(*leaves: Tensor) -> Tensor:
+        return _first(CALLS[name](*leaves, backend="triton"))
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for rows in (300, 7, 4096):
+        leaves = _leaves((rows, 40), (rows, 40), (40,))
+        dy = torch.randn_like(call(*leaves))
+        found, expected = (
+            [y := function(*leaves), *torch.autograd.grad(y, leaves, dy, allow_unused=True)]
+            for function in (compiled, call)
+        )
+        torch.testing.assert_close(found, expected)
+
+
 _TAKE_OVER = """
     import torch, kernel_fusion as kf
     from kernel_fusion.backends import select

@@ -93,12 +93,16 @@ def test_no_constant_depends_on_the_number_of_rows() -> None:
 _TRACE = """
     import warnings
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    warnings.filterwarnings("ignore", message="`torch.jit.script")  # PyTorch, of itself
     import torch, triton
     import kernel_fusion as kf
     from kernel_fusion.backends import select
     from kernel_fusion.backends.triton import plan
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.exc import InductorError
+    from torch._inductor.scheduler import Scheduler
     from triton.backends.compiler import GPUTarget
 
     class Driver:
@@ -112,13 +116,24 @@ _TRACE = """
     class Reached(Exception):
         pass
 
-    graphs, chained = [], []
+    graphs, chained, ends = [], [], []
+    schedule = Scheduler.__init__
 
-    def compiler(graph, _):
+    def no_further(scheduler, operations):  # since there is no GPU to generate code for
+        schedule(scheduler, operations)
+        raise Reached
+
+    Scheduler.__init__ = no_further
+
+    def compiler(graph, inputs):
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
         graphs.append([str(node.target) for node in nodes])
         arguments = [node.kwargs.get("kwargs", {}) for node in nodes]
         chained.extend(of_kernel["CHAINED"] for of_kernel in arguments if "CHAINED" in of_kernel)
+        try:
+            compile_fx_inner(graph, inputs)
+        except InductorError as error:
+            ends.append(str(error).split(":")[0])
         def run(*_):
             raise Reached
         return run
@@ -139,6 +154,7 @@ _TRACE = """
         except Reached:
             pass
     forward, backward = graphs  # of one compilation
+    assert ends == ["Reached", "Reached"], ends
     kernels = [sum("triton_kernel_wrapper" in target for target in graph) for graph in graphs]
     assert kernels[0] == 6 and kernels[1] >= 6, kernels
     assert not any("kernel_fusion" in target for graph in graphs for target in graph), graphs
@@ -147,5 +163,5 @@ _TRACE = """
 
 
 def test_torch_compile_sees_the_kernels() -> None:
-    """One graph for any number of rows, without a break, in which Inductor finds the kernels themselves."""
+    """One graph for any number of rows, without a break, in which Inductor finds the kernels and orders them."""
     python(_TRACE, env={"TRITON_INTERPRET": None})

@@ -23,7 +23,7 @@ class _Walk:
     """How the kernels pass through the memory of y.
 
     Attributes:
-        strides: of y and of the gradients of its shape.
+        strides: of y and of the gradients of its shape; is_contiguous: whether these are those of a contiguous tensor.
         a, b: the operands, copied where their dimensions cannot be described.
         rows: the outer dimensions; None where y is one row and the operands lie like it.
         cols: the innermost dimension.
@@ -31,6 +31,7 @@ class _Walk:
     """
 
     strides: list[int]
+    is_contiguous: bool
     a: Tensor
     b: Tensor
     rows: Rows | None
@@ -53,10 +54,14 @@ def _walk(a: Tensor, b: Tensor | None) -> _Walk:
     cols = sizes[-1] if sizes else 1
     last = (steps[0][-1], steps[1][-1]) if sizes else (1, 1)
     flat = len(sizes) <= 1 and last == (1, 1)
-    return _Walk(strides, operands[0], operands[1], None if flat else rows, cols, last)
+    contiguous = order == sorted(order)
+    return _Walk(strides, contiguous, operands[0], operands[1], None if flat else rows, cols, last)
 
 
 def _like(walk: _Walk, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # torch.compile takes equal calls of `empty_strided` for one tensor, and keeps what forward writes to for backward.
+    if walk.is_contiguous:
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_strided(shape, walk.strides, dtype=dtype, device=device)
 
 
@@ -132,8 +137,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """da and db of the shape of y; db of the shape of b where that is one row; unwanted, without elements."""
     dtype, walk = _result_dtype(a, b), _walk(a, b)
-    cotangent = _like(walk, dy.shape, dy.dtype, dy.device)
-    cotangent = dy if cotangent.stride() == dy.stride() else cotangent.copy_(dy)
+    cotangent = dy if list(dy.stride()) == walk.strides else _like(walk, dy.shape, dy.dtype, dy.device).copy_(dy)
     constants = _constants(combine, activation, scale, dropout_p, seed, dtype)
     nothing = a.new_empty(0)
     if b is not None and wants[1] and _is_row(walk):
@@ -169,10 +173,8 @@ def _backward_columns(
     tiles = -(-walk.cols // layout.block)
     programs = device.programs(layout, walk.rows.count, tiles)
     wide = torch.float64 if constants["WIDE"] else torch.float32
-    partials = torch.empty((1, programs, walk.cols), dtype=wide, device=dy.device)
-    shape = dy.shape if wants_da else (0,)
-    strides = walk.strides if wants_da else [1]
-    da = torch.empty_strided(shape, strides, dtype=walk.a.dtype, device=dy.device)
+    partials = torch.empty(programs * walk.cols, dtype=wide, device=dy.device)
+    da = _like(walk, dy.shape, walk.a.dtype, dy.device) if wants_da else dy.new_empty(0, dtype=walk.a.dtype)
     db = torch.empty(walk.cols, dtype=walk.b.dtype, device=dy.device)
     size = unit(walk.cols)
     launch(
@@ -180,7 +182,7 @@ def _backward_columns(
         dy, walk.a, walk.b, seed, da, partials, walk.rows.count, walk.cols // size,
         DA=wants_da, UNIT=size, **tile(layout), warps=layout.warps, **constants,
     )  # fmt: skip
-    sum_partials(partials, [db])
+    sum_partials(partials, programs, [db])
     return da, db
 
 

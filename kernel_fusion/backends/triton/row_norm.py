@@ -138,7 +138,7 @@ def backward(
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
     beside = 1 if whole else -(-cols // columns.block)
     programs = device.programs(layout if whole else columns, rows.count, beside)
-    partials = torch.empty((wants[2] + wants[3], programs if sums else 0, cols), dtype=stats.dtype, device=h.device)
+    partials = torch.empty((wants[2] + wants[3]) * programs * cols, dtype=stats.dtype, device=h.device)
     if wants[0] or wants[1] or whole:
         launch(
             bwd.row_norm_bwd, (programs if whole else -(-rows.count // layout.rows),),
@@ -155,19 +155,23 @@ def backward(
             warps=columns.warps, **constants,
         )  # fmt: skip
     if sums:
-        sum_partials(partials, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
+        sum_partials(partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
     return dx, dresidual, dweight, dbias
 
 
-def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Add partial rows, of shape (one or two sums, programs, columns), into one or two outputs."""
-    _, programs, cols = partials.shape
+def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> None:
+    """Add partial rows, those of the first sum before those of the second, into one or two outputs of a row each.
+
+    They lie in a flat tensor: of one with a dimension of programs, whose number depends on that of the rows, Inductor
+    would make a copy, as it cannot know the strides.
+    """
+    cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)
     layout = plan.partial_sums(device.warp_size)
     launch(
         bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
-        partials, outputs[0], outputs[-1], programs, cols,
-        **tile(layout), WIDE=partials.dtype == torch.float64, CHAINED=device.chained, warps=layout.warps,
+        partials, outputs[0], outputs[1] if pair else None, programs, cols,
+        **tile(layout), PAIR=pair, WIDE=partials.dtype == torch.float64, CHAINED=device.chained, warps=layout.warps,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
@@ -114,7 +114,7 @@ def pointwise_fwd(
     BLOCK: tl.constexpr,
 ):
     """y. Lengths and outer strides count units of UNIT elements. SIMPLE: a single outer dimension."""
-    num_cols = col_units.to(tl.int64) * UNIT
+    num_cols = scalar(col_units, tl.int64) * UNIT
     tiles = tl.cdiv(num_cols, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     start = (program % tiles) * BLOCK
@@ -243,7 +243,7 @@ def pointwise_bwd(
     BLOCK: tl.constexpr,
 ):
     """da and db, of the shape of y and laid out like it, as dy is."""
-    num_cols = col_units.to(tl.int64) * UNIT
+    num_cols = scalar(col_units, tl.int64) * UNIT
     tiles = tl.cdiv(num_cols, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     start = (program % tiles) * BLOCK

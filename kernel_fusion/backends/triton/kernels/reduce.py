@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.elementary import divide
-from kernel_fusion.backends.triton.kernels.rows import load, store
+from kernel_fusion.backends.triton.kernels.rows import load, scalar, store
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _map(x, MAP: tl.constexpr):
 def _finish(total, count, MEAN: tl.constexpr):
     """`total`, divided by `count` if MEAN."""
     if MEAN:
-        return divide(total, count.to(total.dtype))
+        return divide(total, scalar(count, total.dtype))
     else:
         return total
 

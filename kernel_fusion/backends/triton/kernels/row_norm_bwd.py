@@ -22,7 +22,7 @@ from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, w
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "x0", "x1", "x2"]
@@ -210,7 +210,7 @@ def row_norm_bwd(
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
     # Divided before anything is waited for.
-    count = num_cols.to(ACC)
+    count = scalar(num_cols, ACC)
     each = divide(tl.full([1, 1], 1.0, ACC), count)
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
@@ -388,10 +388,15 @@ def sum_partials(
     num_cols,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAIR: tl.constexpr,
     WIDE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Adds the partial rows of a block of columns, in order, and rounds once. Axis 1 of the grid: which of the sums."""
+    """Adds the partial rows of a block of columns, in order, and rounds once.
+
+    PAIR: of two sums, axis 1 of the grid says of which. Known to the compiler, and to Inductor, which must be told of
+    every tensor that a kernel writes, and of none twice.
+    """
     wait_for_previous_kernel(CHAINED)
     let_next_kernel_start(CHAINED)
     which = tl.program_id(1)
@@ -402,7 +407,10 @@ def sum_partials(
         mask = (partial < num_partials) & (col < num_cols)[None, :]
         total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, WIDE)
     sums = tl.sum(total, axis=0)
-    if which == 0:
-        store(first_ptr, col, sums, col < num_cols)
+    if PAIR:
+        if which == 0:
+            store(first_ptr, col, sums, col < num_cols)
+        else:
+            store(second_ptr, col, sums, col < num_cols)
     else:
-        store(second_ptr, col, sums, col < num_cols)
+        store(first_ptr, col, sums, col < num_cols)

@@ -19,7 +19,7 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "r0", "r1", "r2"]
@@ -199,7 +199,7 @@ def row_norm_fwd(
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
     # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
-    count = num_cols.to(ACC)
+    count = scalar(num_cols, ACC)
     each = divide(tl.full([1, 1], 1.0, ACC), count)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows

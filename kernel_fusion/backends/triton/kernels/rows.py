@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def scalar(argument, DTYPE: tl.constexpr):
+    """A length that a kernel was given, as a scalar. One that is 1 may be a plain number: so PyTorch 2.11 traces it."""
+    return tl.full([], argument, DTYPE)
+
+
+@triton.jit
 def row_offset(row, middle, inner, stride0, stride1, stride2, FLAT: tl.constexpr):
     """The offset of row number `row` (int64) of a tensor whose rows are indexed (outer, middle, inner).
 
