@@ -32,7 +32,7 @@ Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec 
 # For each kind of spec: (spec, access, device) -> plan, and (spec, access, plan) -> what its kernel is compiled from.
 _FAMILIES: dict[type, tuple[Callable[[Any, Any, Device], Any], Callable[[Any, Any, Any], Source]]] = {
     RowNormSpec: (plan_row_norm, row_norm_source),
-    SumPartialsSpec: (lambda spec, access, device: sum_partials.plan(), lambda spec, *_: sum_partials.source(spec)),
+    SumPartialsSpec: (lambda spec, *_: sum_partials.plan(spec), lambda spec, _, plan: sum_partials.source(spec, plan)),
     PointwiseSpec: (pointwise.plan, pointwise.source),
     ReduceSpec: (reduce.plan, reduce.source),
     SoftmaxSpec: (softmax.plan, softmax.source),

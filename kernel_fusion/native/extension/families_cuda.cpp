@@ -229,16 +229,18 @@ constexpr int64_t kColumnBlocks = 4;
 void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32, the
   // same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few columns.
-  constexpr int64_t kThreads = 256, kFewRows = 16, kRowsPerThread = 4;
+  // Few rows leave nothing to add up between lines: a block is one line then, whose threads have all their rows on their way at
+  // once. A small one, so that the next kernel's blocks find room beside it.
+  constexpr int64_t kThreads = 256, kRowsPerThread = 4, kFewRows = 16, kFewThreads = 64;
   const auto& call = r.call;
-  const int64_t size = size_of(call.in_type), vec = dividing_power(call.inner, kVectorBytes / size), vectors = call.inner / vec;
-  const int64_t widest = whole ? 8 : 16;
-  // Few rows leave nothing to add up between the lines of a block.
-  const int64_t lanes = call.reduced <= kFewRows && vectors >= kThreads ? kThreads : std::min<int64_t>(widest, tile_lanes(vectors));
+  const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;
+  const int64_t vec = dividing_power(call.inner, most), vectors = call.inner / vec;
+  const bool few = call.reduced <= kFewRows && vectors >= kFewThreads;
+  const int64_t lanes = few ? kFewThreads : std::min<int64_t>(whole ? 8 : 16, tile_lanes(vectors));
   const int64_t tiles = ceil_div(vectors, lanes) * call.outer;
   const int64_t wanted = std::min(multiprocessors(call.device) * kColumnBlocks / tiles,
                                   call.reduced / (kThreads / lanes * kRowsPerThread));
-  const int64_t chunks = whole ? 1 : std::max<int64_t>(1, wanted);
+  const int64_t chunks = whole || few ? 1 : std::max<int64_t>(1, wanted);
   const Tensor sums = chunks > 1 ? r.partials(call.outer * chunks * call.inner) : out;
   auto fields = r.fields(sums.scalar_type());
   fields.vec = static_cast<int32_t>(vec);

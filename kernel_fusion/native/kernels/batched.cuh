@@ -3,7 +3,8 @@
 
 namespace kf {
 
-// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch of them loaded at a time; the first i that is not.
+// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch of them loaded at a time, and of the rest half as many, and so
+// on, as few and slow loads are best waited for together; the first i that is not below.
 template <int kBatch, class I, class Load, class Use>
 __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
   I i = first;
@@ -16,9 +17,8 @@ __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) use(i + u * step, loaded[u]);
   }
-#pragma unroll 1
-  for (; i < end; i += step) use(i, load(i));
-  return i;
+  if constexpr (kBatch > 1) return batched<kBatch / 2>(i, end, step, load, use);
+  else return i;
 }
 
 }  // namespace kf

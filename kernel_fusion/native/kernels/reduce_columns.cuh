@@ -14,17 +14,16 @@ template <class S> __device__ void reduce_columns(const ReduceArgs& args) {
   using A = typename S::Acc;
   using Out = typename S::Out;
   constexpr int kSpan = S::kLanes * S::kVec, kLines = Tile<S>::kLines;
-  wait_for_previous_kernel();
   const Tile<S> tile;
   const auto tiles = static_cast<unsigned>((args.inner + kSpan - 1) / kSpan), outer = blockIdx.x / tiles;
-  const i64 col = tile.col(blockIdx.x - outer * tiles);
+  const i64 col = tile.col(blockIdx.x - outer * tiles), line = static_cast<i64>(blockIdx.y) * kLines + tile.line;
+  const auto* column = static_cast<const typename S::In*>(args.in) + settled(outer * args.outer_stride + col);
+  wait_for_previous_kernel(column + line * args.reduced_stride);
   A sums[S::kVec] = {};
-  if (col < args.inner) {
-    const auto* column = static_cast<const typename S::In*>(args.in) + settled(outer * args.outer_stride + col);
-    batched<S::kUnroll>(static_cast<i64>(blockIdx.y) * kLines + tile.line, static_cast<i64>(args.reduced), args.chunks * kLines,
+  if (col < args.inner)
+    batched<S::kUnroll>(line, static_cast<i64>(args.reduced), static_cast<i64>(args.chunks) * kLines,
                         [&](i64 row) { return load_once<S::kAlign, S::kVec>(column + row * args.reduced_stride); },
                         [&](i64, const Pack<typename S::In, S::kVec>& pack) { add_mapped<S::kMap>(sums, pack); });
-  }
   tile.add_lines(sums);
   if (tile.line > 0 || col >= args.inner) return;
 #pragma unroll

@@ -29,8 +29,6 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   const P at(member);
   Stream stream{shared[group], at, member};
   stream.init();
-  wait_for_previous_kernel();
-
   const int first_col = Stream::first_col(), cols = Stream::cols();
   const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
   const auto dy_slot = [&](int s) { return x_slot(s) + X::kBytes; };
@@ -62,6 +60,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
+  wait_for_previous_kernel(x_of(first).source);
   stream.start(args.rows, first, step, fill);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
@@ -123,12 +122,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }
-    if constexpr (S::kRms) {
-      state.first = 0;
-      state.second = sum_lanes<32>(state.second);
-    } else {
-      sum_lanes<32>(state.first, state.second);
-    }
+    sum_lanes_of_norm<S, 32>(state.first, state.second);
     return state;
   };
   const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums row_sums) {

@@ -114,7 +114,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const P at;
   const ForwardRow<S> row(args, at);
   if constexpr (S::kCluster > 1) cluster_arrive();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel(row.x + at.first);
   const Before<S, typename S::Y> before(args);
 
   Pack<typename S::Row, kVec> resident[kVectors];

@@ -27,8 +27,6 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   const P at(member);
   Stream stream{shared[group], at, member};
   stream.init();
-  wait_for_previous_kernel();
-
   const int first_col = Stream::first_col(), cols = Stream::cols();
   const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
   const auto residual_slot = [&](int s) { return x_slot(s) + X::kBytes; };
@@ -49,6 +47,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
+  wait_for_previous_kernel(x_of(first).source);
   stream.start(args.rows, first, step, fill);
 
   const Before<S, typename S::Y> before(args);

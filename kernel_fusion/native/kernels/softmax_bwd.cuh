@@ -55,11 +55,11 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kRows = S::kThreads / kLanes;
   __shared__ A slots[kLanes > 32 ? kLanes / 32 : 1];
-  wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes, cols = static_cast<int>(args.cols);
   const i64 own = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
   const bool inside = own < args.rows;  // else the last row is computed once more, since all lanes of a warp take part
   const SoftmaxBwdRow<S> row(args, inside ? own : args.rows - 1);
+  wait_for_previous_kernel(row.dy + lane * kVec);
   A sums[kVec] = {};
   if constexpr (S::kVectors > 0) {
     const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };

@@ -5,6 +5,7 @@
 // blockIdx.y chooses between the two sums of a call (dweight, dbias).
 #pragma once
 
+#include "batched.cuh"
 #include "chain.cuh"
 #include "shared/row_norm_args.h"
 #include "vectors.cuh"
@@ -13,18 +14,19 @@ namespace kf {
 
 template <class S, class T> __device__ void sum_partials_to(const SumPartialsArgs& args, int which) {
   using A = typename S::Acc;
-  constexpr int kWarps = S::kThreads / 32, kDepth = 4 * kWarps;
+  constexpr int kWarps = S::kThreads / 32, kDepth = 4 * kWarps, kLoads = 32 / static_cast<int>(sizeof(A));
   __shared__ A table[kWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * 32 + lane % 8 * 4;
   A sums[4] = {};
   // The pitch is a multiple of 32 columns: every vector is there.
   const A* partials = static_cast<const A*>(args.partials[which]) + first;
-#pragma unroll 4
-  for (i64 p = threadIdx.x / 8; p < args.num_partials; p += kDepth) {
-    const auto pack = load<16, 4>(partials + p * args.pitch);
+  wait_for_previous_kernel(partials + threadIdx.x / 8 * args.pitch);
+  batched<kLoads>(
+      static_cast<int>(threadIdx.x / 8), static_cast<int>(args.num_partials), kDepth, [&](int p) { return load<16, 4>(partials + p * args.pitch); },
+      [&](int, const Pack<A, 4>& pack) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums[e] += pack.v[e];
-  }
+        for (int e = 0; e < 4; ++e) sums[e] += pack.v[e];
+      });
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     sums[e] += __shfl_xor_sync(0xffffffffu, sums[e], 8);
@@ -41,7 +43,6 @@ template <class S, class T> __device__ void sum_partials_to(const SumPartialsArg
 }
 
 template <class S> __device__ void sum_partials(const SumPartialsArgs& args) {
-  wait_for_previous_kernel();
   if (blockIdx.y == 0) {
     if constexpr (kPresent<typename S::First>) sum_partials_to<S, typename S::First>(args, 0);
   } else {
