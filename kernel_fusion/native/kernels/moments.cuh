@@ -85,9 +85,9 @@ template <class S, int kBatch, int kFirst, class Load, class Use> __device__ voi
   constexpr int kSure = P::kCovers ? P::kChunks : P::kFull;
   constexpr int kRest = kSure > kFirst ? kSure - (kSure - kFirst) % kBatch : kFirst;
   using Loaded = decltype(load(0, true));
-  batched<kBatch>(
+  batched<kBatch, false>(
       kFirst, kRest, 1, [&](int k) { return load(k, true); }, [&](int k, const Loaded& each) { use(k, each, true); });
-  batched<kBatch>(
+  batched<kBatch, false>(
       kRest, P::kChunks, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
