@@ -14,8 +14,8 @@ _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up:
 _WARP_THREADS = 128
 _COLUMN_THREADS = 256
 _LOADS = 4  # that a thread has in flight
-# Of a block that adds up few rows, as the extension decides (kFewThreads): one line, and all rows at once.
-_FEW_THREADS, _FEW_ROWS = 64, 8
+# Of a block that adds up few rows, as the extension decides (kFewThreads): one line, and the loads of a thread.
+_FEW_THREADS, _FEW_LOADS = 64, 8
 # Blocks of columns per multiprocessor, of which the extension launches as many (kColumnBlocks): 64 KB in flight.
 _COLUMN_BLOCKS = 4
 
@@ -45,7 +45,7 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
             threads=_FEW_THREADS if few else _COLUMN_THREADS,
             per_block=access.lanes * access.vec,
             lanes=access.lanes,
-            unroll=_FEW_ROWS if few else unroll,
+            unroll=_FEW_LOADS if few else unroll,
             min_blocks=_COLUMN_BLOCKS,
         )
     if access.capacity <= _WARP_CAPACITY:

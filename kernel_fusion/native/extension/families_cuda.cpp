@@ -229,8 +229,8 @@ constexpr int64_t kColumnBlocks = 4;
 void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32, the
   // same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few columns.
-  // Few rows leave nothing to add up between lines: a block is one line then, whose threads have all their rows on their way at
-  // once. A small one, so that the next kernel's blocks find room beside it.
+  // Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a column to a thread,
+  // so that many multiprocessors share the wait, and the next kernel's blocks find room beside it.
   constexpr int64_t kThreads = 256, kRowsPerThread = 4, kFewRows = 16, kFewThreads = 64;
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;

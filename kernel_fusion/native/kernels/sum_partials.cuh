@@ -22,7 +22,8 @@ template <class S, class T> __device__ void sum_partials_to(const SumPartialsArg
   const A* partials = static_cast<const A*>(args.partials[which]) + first;
   wait_for_previous_kernel(partials + threadIdx.x / 8 * args.pitch);
   batched<kLoads>(
-      static_cast<int>(threadIdx.x / 8), static_cast<int>(args.num_partials), kDepth, [&](int p) { return load<16, 4>(partials + p * args.pitch); },
+      static_cast<int>(threadIdx.x / 8), static_cast<int>(args.num_partials), kDepth,
+      [&](int p) { return load<16, 4>(partials + p * args.pitch); },
       [&](int, const Pack<A, 4>& pack) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sums[e] += pack.v[e];
