@@ -71,6 +71,7 @@ template <class S, class A> __device__ A sum_threads(A v) {
 template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kGroups = S::kThreads / kLanes;
+  wait_for_previous_kernel();
   const i64 first = static_cast<i64>(blockIdx.x) * (kGroups * S::kEach) + (kGroups == 1 ? 0 : threadIdx.x / kLanes);
   const auto inside = [&](int k) {  // a block that takes one row, or a chunk, has it
     return kGroups * S::kEach == 1 || first + k * kGroups < args.outer * args.inner;
@@ -81,7 +82,6 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
 #pragma unroll
   for (int k = 0; k < S::kEach; ++k)  // outside, the first row is summed once more, for nobody
     stretch[k] = Stretch<S>::of(args, inside(k) ? row + k * kGroups : 0, chunk);
-  wait_for_previous_kernel(stretch[0].p + threadIdx.x % kLanes * kVec);
 
   const i64 rest = args.reduced - chunk * args.chunk;
   const int length = static_cast<int>(rest < args.chunk ? rest : args.chunk), vectors = length / kVec;
@@ -99,7 +99,7 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
 #pragma unroll
     for (int k = 0; k < S::kEach; ++k) add_mapped<S::kMap>(sums[k], loaded.of[k]);
   };
-  const int v = batched<S::kUnroll>(static_cast<int>(threadIdx.x % kLanes), vectors, kLanes, load_vectors, add_vectors);
+  const int v = batched<S::kUnroll, false>(static_cast<int>(threadIdx.x % kLanes), vectors, kLanes, load_vectors, add_vectors);
   const int tail = length % kVec;
 #pragma unroll
   for (int k = 0; k < S::kEach; ++k) {

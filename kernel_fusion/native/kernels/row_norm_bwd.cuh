@@ -234,8 +234,9 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
       }
       if constexpr (kRowGrads) {
-        sum_lanes_of_norm<S, S::kLanes>(g_sum, gx_sum);
-        sum_g[w] = g_sum;
+        if constexpr (S::kRms) gx_sum = sum_lanes<S::kLanes>(gx_sum);
+        else sum_lanes<S::kLanes>(g_sum, gx_sum);
+        sum_g[w] = S::kRms ? A(0) : g_sum;
         sum_gx[w] = gx_sum;
       }
     }

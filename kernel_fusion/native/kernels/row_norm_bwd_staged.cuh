@@ -122,7 +122,12 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }
-    sum_lanes_of_norm<S, 32>(state.first, state.second);
+    if constexpr (S::kRms) {
+      state.first = 0;
+      state.second = sum_lanes<32>(state.second);
+    } else {
+      sum_lanes<32>(state.first, state.second);
+    }
     return state;
   };
   const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums row_sums) {

@@ -89,13 +89,13 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
   using X = typename S::X;
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kRows = S::kThreads / kLanes;
   __shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];
+  wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes;
   i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
   const bool inside = row < args.rows;  // else the last row is computed once more, since all lanes of a warp take part
   row = inside ? row : args.rows - 1;
   const Logits<S> logits(args, row);
   const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };
-  wait_for_previous_kernel(logits.x + col_of(0));
 
   typename Logits<S>::Loaded loaded[S::kVectors];
 #pragma unroll

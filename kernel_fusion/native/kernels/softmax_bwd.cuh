@@ -55,11 +55,11 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kRows = S::kThreads / kLanes;
   __shared__ A slots[kLanes > 32 ? kLanes / 32 : 1];
+  wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes, cols = static_cast<int>(args.cols);
   const i64 own = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
   const bool inside = own < args.rows;  // else the last row is computed once more, since all lanes of a warp take part
   const SoftmaxBwdRow<S> row(args, inside ? own : args.rows - 1);
-  wait_for_previous_kernel(row.dy + lane * kVec);
   A sums[kVec] = {};
   if constexpr (S::kVectors > 0) {
     const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };
@@ -77,9 +77,9 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   } else {
     using Loaded = typename SoftmaxBwdRow<S>::Loaded;
     const auto load_at = [&](int col) { return row.load(col); };
-    batched<S::kUnroll>(lane * kVec, cols, kLanes * kVec, load_at, [&](int, const Loaded& l) { row.add(l, sums); });
+    batched<S::kUnroll, false>(lane * kVec, cols, kLanes * kVec, load_at, [&](int, const Loaded& l) { row.add(l, sums); });
     const A sum = sum_of_threads<kLanes>(sum_elements(sums), slots);
-    batched<S::kUnroll>(lane * kVec, cols, kLanes * kVec, load_at, [&](int col, const Loaded& l) { row.finish(col, l, sum); });
+    batched<S::kUnroll, false>(lane * kVec, cols, kLanes * kVec, load_at, [&](int col, const Loaded& l) { row.finish(col, l, sum); });
   }
 }
 

@@ -31,7 +31,7 @@ template <class S> struct Running {
 // Calls `use(col, logits)` for each vector of the thread that begins among the columns kept.
 template <class S, class Use> __device__ void over_logits(const Logits<S>& logits, Use&& use) {
   using A = typename S::Acc;
-  batched<S::kUnroll>(static_cast<int>(threadIdx.x) * S::kVec, logits.kept, S::kThreads * S::kVec,
+  batched<S::kUnroll, false>(static_cast<int>(threadIdx.x) * S::kVec, logits.kept, S::kThreads * S::kVec,
                       [&](int col) { return logits.load(col); },
                       [&](int col, const typename Logits<S>::Loaded& loaded) {
                         A l[S::kVec];

@@ -120,6 +120,13 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
   return v;
 }
 
+// Of the first, which even lanes have, and the second, which odd ones have, both in every lane.
+template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
+  const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
+  first = odd ? other : mine;
+  second = odd ? mine : other;
+}
+
 // The same of two sums at once, in little more than half as many shuffles: after the first of them even lanes go on with one sum
 // and odd lanes with the other. The bits are those of two butterflies.
 template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
@@ -129,19 +136,7 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
     mine += __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
 #pragma unroll
     for (int offset = 2; offset < kLanes; offset *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
-    const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
-    first = odd ? other : mine;
-    second = odd ? mine : other;
-  }
-}
-
-// Both sums of a norm; RMSNorm has the second alone, and zero in place of the first.
-template <class S, int kLanes, class A> __device__ void sum_lanes_of_norm(A& first, A& second) {
-  if constexpr (S::kRms) {
-    first = 0;
-    second = sum_lanes<kLanes>(second);
-  } else {
-    sum_lanes<kLanes>(first, second);
+    split(mine, odd, first, second);
   }
 }
 
@@ -175,8 +170,8 @@ template <class S> struct Exchange {
     }
   }
 
-  // Of f(virtual warp) over all of them, added pairwise, the part of kEach neighbours, which a lane takes.
-  template <int kEach, class F> __device__ static A part(int lane, F&& f) {
+  // Sum of f(virtual warp) over all of them, pairwise, in every lane, of which each takes kEach.
+  template <int kEach = kSlots, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
 #pragma unroll
@@ -185,19 +180,26 @@ template <class S> struct Exchange {
     for (int step = 1; step < kEach; step *= 2)
 #pragma unroll
       for (int i = 0; i < kEach; i += 2 * step) v[i] += v[i + step];
-    return v[0];
+    return sum_lanes<kPadded / kEach>(v[0]);
   }
 
-  // Sum of f(virtual warp) over all of them, in every lane.
-  template <class F> __device__ static A sum(int lane, F&& f) { return sum_lanes<kPadded / kSlots>(part<kSlots>(lane, f)); }
-
   // Of all pairs in shared memory the sums of the first and of the second; of RMSNorm of the second alone. Of a few warps every
-  // lane adds up all, which takes no shuffles; of more the lanes share them.
+  // lane adds up all, which takes no shuffles; of 16 even lanes have the first of each pair and odd lanes the second; of more
+  // the lanes share them, one sum after the other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
-    constexpr int kEach = kPadded <= 8 ? kPadded : kSlots;
-    if constexpr (!S::kRms) first = part<kEach>(lane, [&](int w) { return pairs[w][0]; });
-    second = part<kEach>(lane, [&](int w) { return pairs[w][1]; });
-    sum_lanes_of_norm<S, kPadded / kEach>(first, second);
+    if constexpr (kPadded <= 8) {
+      if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });
+      second = sum<kPadded>(lane, [&](int w) { return pairs[w][1]; });
+    } else if constexpr (kPadded == 16 && !S::kRms) {
+      const bool odd = lane % 2;
+      A mine = kPadded == S::kWarps || lane / 2 < S::kWarps ? pairs[lane / 2][odd] : A(0);
+#pragma unroll
+      for (int offset = 2; offset < 32; offset *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+      split(mine, odd, first, second);
+    } else {
+      if constexpr (!S::kRms) first = sum(lane, [&](int w) { return pairs[w][0]; });
+      second = sum(lane, [&](int w) { return pairs[w][1]; });
+    }
   }
 };
 
