@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 _DOCS = Path(__file__).parent
@@ -142,11 +144,77 @@ def published_b() -> Iterator[str]:
     yield ""
 
 
+_PLACES = {"large": "rows × N", "models": "model, rows × N", "odd": "N", "few-rows": "rows × N"}
+
+
+def norms(suite: str, direction: str) -> Iterator[str]:
+    """Ours over the floor in every shape of a suite, and who comes next in bf16."""
+    cells = _cells(f"{suite}.json", "verb", "dtype", "direction", "configuration")
+    peers = _cells(f"peers/{suite}.json", "verb", "dtype", "direction", "configuration") if suite == "large" else {}
+    columns = [
+        [cell for key, cell in cells.items() if key[:3] == (verb, dtype, direction)]
+        for verb in _VERBS
+        for dtype in _DTYPES.values()
+    ]
+    rows = []
+    for shape in zip(*columns, strict=True):
+        floor = shape[0]["floor"]
+        row = [_shape(suite, floor), _digits(floor["median_ms"] * 1e3)]
+        row += [_over_floor(cell, "kf-cuda") for cell in shape]
+        for verb in _VERBS:
+            key = verb, "bf16", direction, floor["configuration"]
+            row.append(_best_peer(peers.get(key, {})) if peers else _over_floor(cells[key], "pytorch"))
+        rows.append(row)
+    means = (geometric_mean(cell["kf-cuda"]["median_ms"] / cell["floor"]["median_ms"] for cell in c) for c in columns)
+    rows.append(["geometric mean", "", *(f"{mean:.2f}" for mean in means), "", ""])
+    titles = [f"{_VERBS[verb]} {named}" for verb in _VERBS for named in _DTYPES]
+    others = [f"{title} bf16, {'best peer' if peers else 'PyTorch'}" for title in _VERBS.values()]
+    yield from _table([_PLACES[suite], "floor µs, bf16", *titles, *others], rows)
+    yield _sources(f"{suite}.json", *([f"peers/{suite}.json"] if peers else []))
+    yield ""
+
+
+def _shape(suite: str, measured: dict[str, Any]) -> str:
+    """What a row of the table is called."""
+    name, shape = measured["configuration"], f"{measured['rows']}×{measured['cols']}"
+    if suite == "odd":  # by the length, and the stride where there is one
+        return str(name).partition("x")[2]
+    return f"{name}, {shape}" if suite == "models" else shape
+
+
+def _digits(value: float) -> str:
+    """Three of them."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _best_peer(cell: Cell) -> str:
+    """The fastest of those that are neither ours nor PyTorch, over the floor of its own run."""
+    peers = [name for name in cell if name not in ("floor", "pytorch", "kf-cuda")]
+    if not peers:
+        return "–"
+    best = min(peers, key=lambda name: float(cell[name]["median_ms"]))
+    return f"{_over_floor(cell, best)} {best}"
+
+
+def _sources(*files: str) -> str:
+    """Links to files, the machine, and the versions of the peers in them."""
+    links = " and ".join(f"[`{file}`](../benchmarks/results/nvidia-h200/{file})" for file in files)
+    found = [json.loads((_RESULTS / file).read_text()) for file in files]
+    peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
+    named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""
+    return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("triton.md", "Triton, sweep"): triton_sweep,
     ("triton.md", "Triton, large"): triton_large,
     ("published.md", "published A"): published_a,
     ("published.md", "published B"): published_b,
+    **{
+        (f"layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
+        for suite in _PLACES
+        for direction in ("forward", "backward")
+    },
 }
 
 

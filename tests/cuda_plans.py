@@ -131,6 +131,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         played=1,
         ahead=False,
         weight="memory",
+        unkept=0,
         bias="memory",
         storage="registers" if backward else "none",
         prefetch=False,

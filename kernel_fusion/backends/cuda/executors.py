@@ -26,6 +26,7 @@ class Plan(Launch):
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
+        unkept: of how many of a thread's vectors, its last ones, the weight is not kept.
         bias: the same of the bias, where backward needs it.
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
@@ -40,6 +41,7 @@ class Plan(Launch):
     resident: bool = True
     ahead: bool = False
     weight: str = "memory"
+    unkept: int = 0
     bias: str = "memory"
     storage: str = "none"
     prefetch: bool = False
@@ -83,6 +85,7 @@ def staged_plan(
     max_stages: int,
     shared_bytes: int = 0,
     weight: str = "memory",
+    unkept: int = 0,
     bias: str = "memory",
 ) -> Plan | None:
     """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
@@ -105,6 +108,7 @@ def staged_plan(
         storage="registers" if spec.direction == "backward" else "none",
         shared_bytes=stages * groups * slot_bytes + shared_bytes,
         weight=weight,
+        unkept=unkept,
         bias=bias,
         stages=stages,
     )

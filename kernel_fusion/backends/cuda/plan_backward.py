@@ -47,8 +47,7 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         device,
         bytes_per_thread,
         bytes_per_thread + 16,
-        # Groups of rows then fill the block, where rows are staged.
-        prefer=lambda warps: device.arch == 90 and MAX_BLOCK_WARPS % warps == 0,
+        prefer=lambda warps, elements: device.arch == 90 and _fills_block(warps, elements),
         max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else MAX_CLUSTER,
     )
     staged = _plan_staged_backward(spec, tree, access, device)
@@ -113,6 +112,16 @@ def _narrow_tree(spec: RowNormSpec, device: Device) -> Tree | None:
     return Tree(1, 32, warps, cluster, ceil_div(slots, warps)) if cluster <= _MAX_CLUSTER_SM90 else None
 
 
+def _fills_block(warps: int, elements: int) -> bool:
+    """Whether groups of so many warps fill a block, where rows are staged, with registers for a thread's elements.
+
+    24 of them are too many: on an H200, bf16, 8192x12288 as a block 1.15 of the floor, as a cluster of two with 16 per
+    thread 1.10; 16384x6144 1.15 and, in twelve warps, 1.08. But a single warp has no sums to exchange: 131072x768 1.16,
+    in three warps 1.24.
+    """
+    return MAX_BLOCK_WARPS % warps == 0 and (elements <= 20 or warps == 1)
+
+
 def _held_bytes(spec: RowNormSpec, tree: Tree) -> int:
     """What a thread of the direct backward holds of a resident row."""
     itemsizes = ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y]
@@ -173,9 +182,13 @@ def _staged_groups(
         return staged(max_stages=4, weight="wide", bias="wide" if keeps_bias else "memory")
     if tree.vec == 1 and tree.cluster == 1:
         return staged(max_stages=4)  # a short weight, which L1 holds beside the rows
-    shared = staged(max_stages=4, weight="shared", shared_bytes=elements * threads * ITEMSIZE[spec.weight])
-    if (shared is not None and shared.stages > 2) or spec.weight == "f32":
-        return shared  # fp32 read from memory for every row takes registers that are not there
+    # All of it, or so much, half at least, that a third slot has room: 1024x131072 bf16 on an H200 1.33 of the floor
+    # with a weight from memory, 1.20 with three quarters of it from shared memory.
+    for unkept in range(tree.vectors // 2 + 1):
+        kept_bytes = (elements - unkept * tree.vec) * threads * ITEMSIZE[spec.weight]
+        shared = staged(max_stages=4, weight="shared", shared_bytes=kept_bytes, unkept=unkept)
+        if (shared is not None and shared.stages > 2) or spec.weight == "f32":
+            return shared  # fp32 read from memory for every row takes registers that are not there
     return staged(max_stages=4)
 
 

@@ -82,6 +82,7 @@ def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[s
         "kPrefetch": plan.prefetch,
         "kStorage": ("none", "registers", "shared").index(plan.storage),
         "kKeeping": _KEEPING.index(plan.weight),
+        "kUnkept": plan.unkept,
         "kKeepingBias": _KEEPING.index(plan.bias),
         "kStridedDY": access.strided_y,
         "kAlignDY": access.y,

@@ -36,12 +36,12 @@ def spread_row(
     device: Device,
     bytes_per_thread: int,
     most_bytes: int,
-    prefer: Callable[[int], bool] = bool,
+    prefer: Callable[[int, int], bool] = lambda warps, elements: False,
     max_cluster: int = MAX_CLUSTER,
 ) -> Tree:
     """Spread a row over lanes, warps and blocks: `bytes_per_thread`, or up to `most_bytes` if that comes out even.
 
-    Of several numbers of warps that come out even, `prefer` says which are better.
+    Of several numbers of warps that come out even, `prefer` says which, with so many elements per thread, are better.
     """
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
@@ -59,7 +59,7 @@ def spread_row(
     # bits, which take a register each, are no more than planned.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
-    near.sort(key=lambda n: prefer(slots // n), reverse=True)
+    near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)
     each = near[0] if near else per_thread
     blocks = ceil_div(ceil_div(slots, each), MAX_BLOCK_WARPS)
     cluster = min(max_cluster, power_of_two(blocks)) if device.has_clusters else 1

@@ -22,17 +22,17 @@ namespace kf {
 
 enum Keeping { kWide, kShared, kMemory };  // in registers in the compute type, in shared memory, nowhere
 
-// A parameter of a thread's columns, of type T, kept for all rows as kKeeping says.
-template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct ColumnParameter {
+// A parameter of a thread's columns, of type T, whose first kKept vectors are kept for all rows as kKeeping says.
+template <class S, class T, int kKept, int kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
   static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
   using Piece = Pack<T, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
 
   const RowNormBwdArgs& args;
   const Place<S>& at;
-  Piece* shared;  // [kVectors][kPieces][threads]
+  Piece* shared;  // [kKept][kPieces][threads]
   int threads, member;
-  A wide[kKeeping == kWide ? kVectors : 1][kVec];
+  A wide[kKeeping == kWide ? kKept : 1][kVec];
 
   // By every thread. If shared memory keeps it, some `threads` of the block write it to `shared_bytes`, and all must meet
   // before get().
@@ -41,7 +41,7 @@ template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct Col
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
     if constexpr (kKeeping == kMemory) return;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    for (int i = 0; i < kKept; ++i) {
       const auto loaded = load(i);
       if constexpr (kKeeping == kWide) {
         widen(loaded, wide[i]);
@@ -59,16 +59,16 @@ template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct Col
 
   // Of this thread's i-th vector.
   __device__ void get(int i, A (&v)[kVec]) {
-    if constexpr (kKeeping == kWide) {
+    if (kKeeping == kMemory || i >= kKept) {
+      widen(load(i), v);
+    } else if constexpr (kKeeping == kWide) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = wide[i][e];
-    } else if constexpr (kKeeping == kShared) {
+    } else {
       Pack<T, kVec> pack;
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) reinterpret_cast<Piece*>(&pack)[j] = shared[(i * kPieces + j) * threads + member];
       widen(pack, v);
-    } else {
-      widen(load(i), v);
     }
   }
 
@@ -79,7 +79,8 @@ template <class S, class T, int kVectors, int kKeeping, bool kFactor> struct Col
   }
 };
 
-template <class S, int kVectors> using ColumnWeight = ColumnParameter<S, typename S::Weight, kVectors, S::kKeeping, true>;
+template <class S, int kVectors>
+using ColumnWeight = ColumnParameter<S, typename S::Weight, kVectors - S::kUnkept, S::kKeeping, true>;
 template <class S, int kVectors> using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors, S::kKeepingBias, false>;
 
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.

@@ -65,7 +65,8 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
   char* const kept = slots + kGroups * S::kStages * kSlotBytes;
-  constexpr int kWeightBytes = S::kKeeping == kShared ? kVectors * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
+  constexpr int kKept = kVectors - S::kUnkept;
+  constexpr int kWeightBytes = S::kKeeping == kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member, group == 0);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member, group == 0);
   if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
