@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
 # one dtype throughout, and bf16 with float32 parameters.
 _LENGTHS = (64, 255, 768, 1023, 1024, 1280, 1600, 3000, 4096, 4099, 5120, 6144, 8192, 12288, 24576, 32768, 32769, 50257)
 _LENGTHS += (65536, 131072)
-_MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"))
+_MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"), ("f64", "f64"))
 
 
 def planned(spec: RowNormSpec, device: Device) -> Plan:

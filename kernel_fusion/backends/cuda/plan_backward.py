@@ -47,7 +47,7 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         device,
         bytes_per_thread,
         bytes_per_thread + 16,
-        prefer=lambda warps, elements: device.arch == 90 and _fills_block(warps, elements),
+        prefer=lambda warps, elements: device.arch == 90 and _fills_block(spec, warps, elements),
         max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else MAX_CLUSTER,
     )
     staged = _plan_staged_backward(spec, tree, access, device)
@@ -77,6 +77,7 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         # elements of 16 bits take a register each.
         longest = 16 if singles else bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
         prefetch = not short and thread_bytes <= longest and not spec.has_stages
+        prefetch = prefetch and not (spec.acc == "f64" and tree.cluster > 2)  # 16384 columns would spill
         weight = "wide" if per_thread <= 8 and spec.acc == "f32" else "memory"
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
@@ -112,14 +113,16 @@ def _narrow_tree(spec: RowNormSpec, device: Device) -> Tree | None:
     return Tree(1, 32, warps, cluster, ceil_div(slots, warps)) if cluster <= _MAX_CLUSTER_SM90 else None
 
 
-def _fills_block(warps: int, elements: int) -> bool:
+def _fills_block(spec: RowNormSpec, warps: int, elements: int) -> bool:
     """Whether groups of so many warps fill a block, where rows are staged, with registers for a thread's elements.
 
     24 of them are too many: on an H200, bf16, 8192x12288 as a block 1.15 of the floor, as a cluster of two with 16 per
     thread 1.10; 16384x6144 1.15 and, in twelve warps, 1.08. But a single warp has no sums to exchange: 131072x768 1.16,
-    in three warps 1.24.
+    in three warps 1.24. And where a row ends among a thread's vectors, three rows of six warps spill.
     """
-    return MAX_BLOCK_WARPS % warps == 0 and (elements <= 20 or warps == 1)
+    if MAX_BLOCK_WARPS % warps:
+        return False
+    return elements <= 20 or warps == 1 or spec.cols % (warps * 32 * elements) > 0
 
 
 def _held_bytes(spec: RowNormSpec, tree: Tree) -> int:
