@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-_DOCS = Path(__file__).parent
-_RESULTS = _DOCS.parent / "benchmarks" / "results" / "nvidia-h200"
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "nvidia-h200"
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
@@ -144,7 +144,30 @@ def published_b() -> Iterator[str]:
     yield ""
 
 
-_PLACES = {"large": "rows × N", "models": "model, rows × N", "odd": "N", "few-rows": "rows × N"}
+def headline() -> Iterator[str]:
+    """Of LayerNorm in bf16 some of everything, in µs."""
+    rows = []
+    for file, name in (
+        *(("models.json", model) for model in ("BERT-Base", "GPT-3 Medium", "GPT-3 175B")),
+        *(("peers/large.json", shape) for shape in ("65536x1024", "32768x4096", "4096x32768")),
+    ):
+        cells = _cells(file, "verb", "dtype", "configuration", "direction")
+        row = []
+        for direction in ("forward", "backward"):
+            cell = cells["layer_norm", "bf16", name, direction]
+            times = {provider: _digits(measured["median_ms"] * 1e3) for provider, measured in cell.items()}
+            best = _best_peer(cell)
+            row += [times["pytorch"], f"{times[best]} {best}" if best else "–"]
+            row += [f"**{times['kf-cuda']}**", times["floor"]]
+        shape = f"{cell['floor']['rows']}×{cell['floor']['cols']}"
+        rows.append([f"{shape} ({name})" if file == "models.json" else shape, *row])
+    head = ["PyTorch", "best peer", "ours", "floor"]
+    yield from _table(["rows × N", f"forward: {head[0]}", *head[1:], f"backward: {head[0]}", *head[1:]], rows)
+    yield _sources("models.json", "peers/large.json", root="")
+    yield ""
+
+
+_SHAPE_TITLES = {"large": "rows × N", "models": "model, rows × N", "odd": "N", "few-rows": "rows × N"}
 
 
 def norms(suite: str, direction: str) -> Iterator[str]:
@@ -163,13 +186,17 @@ def norms(suite: str, direction: str) -> Iterator[str]:
         row += [_over_floor(cell, "kf-cuda") for cell in shape]
         for verb in _VERBS:
             key = verb, "bf16", direction, floor["configuration"]
-            row.append(_best_peer(peers.get(key, {})) if peers else _over_floor(cells[key], "pytorch"))
+            if peers:
+                best = _best_peer(peers.get(key, {}))
+                row.append(f"{_over_floor(peers[key], best)} {best}" if best else "–")
+            else:
+                row.append(_over_floor(cells[key], "pytorch"))
         rows.append(row)
     means = (geometric_mean(cell["kf-cuda"]["median_ms"] / cell["floor"]["median_ms"] for cell in c) for c in columns)
     rows.append(["geometric mean", "", *(f"{mean:.2f}" for mean in means), "", ""])
     titles = [f"{_VERBS[verb]} {named}" for verb in _VERBS for named in _DTYPES]
     others = [f"{title} bf16, {'best peer' if peers else 'PyTorch'}" for title in _VERBS.values()]
-    yield from _table([_PLACES[suite], "floor µs, bf16", *titles, *others], rows)
+    yield from _table([_SHAPE_TITLES[suite], "floor µs, bf16", *titles, *others], rows)
     yield _sources(f"{suite}.json", *([f"peers/{suite}.json"] if peers else []))
     yield ""
 
@@ -187,32 +214,30 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def _best_peer(cell: Cell) -> str:
-    """The fastest of those that are neither ours nor PyTorch, over the floor of its own run."""
+def _best_peer(cell: Cell) -> str | None:
+    """The fastest of those that are neither ours nor PyTorch."""
     peers = [name for name in cell if name not in ("floor", "pytorch", "kf-cuda")]
-    if not peers:
-        return "–"
-    best = min(peers, key=lambda name: float(cell[name]["median_ms"]))
-    return f"{_over_floor(cell, best)} {best}"
+    return min(peers, key=lambda name: float(cell[name]["median_ms"]), default=None)
 
 
-def _sources(*files: str) -> str:
-    """Links to files, the machine, and the versions of the peers in them."""
-    links = " and ".join(f"[`{file}`](../benchmarks/results/nvidia-h200/{file})" for file in files)
+def _sources(*files: str, root: str = "../") -> str:
+    """Links to files, from a page below `root`, the machine, and the versions of the peers in them."""
+    links = " and ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
     found = [json.loads((_RESULTS / file).read_text()) for file in files]
     peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
     named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""
     return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
 
 
-TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {
-    ("triton.md", "Triton, sweep"): triton_sweep,
-    ("triton.md", "Triton, large"): triton_large,
-    ("published.md", "published A"): published_a,
-    ("published.md", "published B"): published_b,
+TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
+    ("README.md", "headline"): headline,
+    ("docs/triton.md", "Triton, sweep"): triton_sweep,
+    ("docs/triton.md", "Triton, large"): triton_large,
+    ("docs/published.md", "published A"): published_a,
+    ("docs/published.md", "published B"): published_b,
     **{
-        (f"layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
-        for suite in _PLACES
+        (f"docs/layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
+        for suite in _SHAPE_TITLES
         for direction in ("forward", "backward")
     },
 }
@@ -231,5 +256,5 @@ def written_anew(document: str, text: str) -> str:
 
 if __name__ == "__main__":
     for name in {document for document, _ in TABLES}:
-        path = _DOCS / name
+        path = _ROOT / name
         path.write_text(written_anew(name, path.read_text()))
