@@ -172,8 +172,14 @@ _SHAPE_TITLES = {"large": "rows × N", "models": "model, rows × N", "odd": "N",
 
 def norms(suite: str, direction: str) -> Iterator[str]:
     """Ours over the floor in every shape of a suite, and who comes next in bf16."""
-    cells = _cells(f"{suite}.json", "verb", "dtype", "direction", "configuration")
-    peers = _cells(f"peers/{suite}.json", "verb", "dtype", "direction", "configuration") if suite == "large" else {}
+    keys = "verb", "dtype", "direction", "configuration"
+    cells = _cells(f"{suite}.json", *keys)
+    files, peers = [f"{suite}.json"], dict[tuple[Any, ...], Cell]()
+    if suite == "large":
+        # A later run, which ended when LayerNorm was complete.
+        files += ["layer_norm/large.json", "peers/large.json"]
+        cells |= {key: cell for key, cell in _cells(files[1], *keys).items() if key[0] == "layer_norm"}
+        peers = _cells(files[2], *keys)
     columns = [
         [cell for key, cell in cells.items() if key[:3] == (verb, dtype, direction)]
         for verb in _VERBS
@@ -197,7 +203,7 @@ def norms(suite: str, direction: str) -> Iterator[str]:
     titles = [f"{_VERBS[verb]} {named}" for verb in _VERBS for named in _DTYPES]
     others = [f"{title} bf16, {'best peer' if peers else 'PyTorch'}" for title in _VERBS.values()]
     yield from _table([_SHAPE_TITLES[suite], "floor µs, bf16", *titles, *others], rows)
-    yield _sources(f"{suite}.json", *([f"peers/{suite}.json"] if peers else []))
+    yield _sources(*files)
     yield ""
 
 
@@ -222,7 +228,7 @@ def _best_peer(cell: Cell) -> str | None:
 
 def _sources(*files: str, root: str = "../") -> str:
     """Links to files, from a page below `root`, the machine, and the versions of the peers in them."""
-    links = " and ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
+    links = ", ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
     found = [json.loads((_RESULTS / file).read_text()) for file in files]
     peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
     named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""

@@ -88,11 +88,13 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
-        kept = [(spec.weight, plan.weight), (spec.bias, plan.bias)]
-        weight = sum(per_thread * members * ITEMSIZE[t] for t, where in kept if where == "shared" and t)
+        kept = [(spec.weight, plan.weight, plan.unkept * plan.vec), (spec.bias, plan.bias, 0)]
+        parameters = sum(
+            (per_thread - unkept) * members * ITEMSIZE[t] for t, where, unkept in kept if where == "shared" and t
+        )
         ring = plan.stages * plan.per_block * slot
         barriers = (2 * plan.stages + 4) * 8
-        return max(ring, table) + weight, plan.per_block * (barriers + 4 * plan.warps * 2 * acc)
+        return max(ring, table) + parameters, plan.per_block * (barriers + 4 * plan.warps * 2 * acc)
     assert plan.weight in ("wide", "memory")
     if plan.storage == "shared":
         assert plan.warps > 1  # the rows of a block are added up where the sums would be

@@ -105,16 +105,14 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
 
     On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
     and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
-    4096x24576 fp32 1.13 and 1.09, and 4096x32768 bf16 with both in fp32 1.28 and 1.15. Single elements do not pay:
-    6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
+    4096x24576 fp32 1.13 and 1.09. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76,
+    as a staged cluster 1.46.
     """
     itemsize = ITEMSIZE[spec.x]
     row_bytes = spec.cols * itemsize
     if device.arch != 90 or itemsize == 8 or spec.has_stages:
         return None
     if tree.vec * itemsize < 16 or tree.cluster == 1 or row_bytes > _TWICE_BYTES * (2 if spec.rms else 1):
-        return None
-    if not spec.rms and spec.weight is not None and ITEMSIZE[spec.weight] > itemsize:
         return None
     slots = ceil_div(spec.cols, 32 * tree.vec)
     warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
