@@ -30,7 +30,7 @@ def _cells(file: str, *keys: str) -> dict[tuple[Any, ...], Cell]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    first = "---" if head[0].startswith("model") else "---:"
+    first = "---" if head[0].startswith("model") or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
     yield f"| {first} |" + " ---: |" * (len(head) - 1)
     for row in rows:
@@ -144,6 +144,42 @@ def published_b() -> Iterator[str]:
     yield ""
 
 
+_CPU_RUNS = {  # by file: how many threads, and what is to be said of it
+    "amd-epyc-avx512-2-cores/cpu.json": (
+        (1, 2),
+        "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers none`: AMD EPYC (family 25,"
+        " model 17), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
+    ),
+    "intel-xeon-14-threads/cpu-quick.json": (
+        (14,),
+        "by `kernel-fusion bench cpu --quick --device cpu --threads 14 --dtypes fp32,bf16,fp16 --verbs"
+        " layer_norm,rms_norm --directions forward,backward --peers none` with the nine shapes: a Xeon, 32 cores, torch"
+        " 2.11.0, while a GPU was measured from other cores. The figures below 1 led to another sharing among threads,"
+        " which has not been measured there.",
+    ),
+}
+
+
+def cpu_norms() -> Iterator[str]:
+    """PyTorch's time over ours, in every shape."""
+    for file, (thread_counts, words) in _CPU_RUNS.items():
+        cells = _cells(f"../{file}", "threads", "verb", "dtype", "direction", "configuration")
+        shapes = list(dict.fromkeys(key[4] for key in cells))
+        for threads in thread_counts:
+            rows = []
+            for verb, title in _VERBS.items():
+                for name, dtype in (("fp32", "f32"), ("bf16", "bf16"), ("fp16", "f16")):
+                    for direction in ("forward", "backward"):
+                        row = [cells[threads, verb, dtype, direction, shape] for shape in shapes]
+                        speedups = [cell["pytorch"]["median_ms"] / cell["kf-cpu"]["median_ms"] for cell in row]
+                        figures = [f"{speedup:.2f}" for speedup in speedups]
+                        rows.append([f"{title} {name}, {direction}", *figures, f"**{geometric_mean(speedups):.2f}**"])
+            head = f"{threads} thread{'s' if threads > 1 else ''}"
+            yield from _table([head, *(shape.replace("x", "×") for shape in shapes), "geometric mean"], rows)
+        yield f"[`{file}`](../benchmarks/results/{file}), {words}"
+        yield ""
+
+
 def headline() -> Iterator[str]:
     """Of LayerNorm in bf16 some of everything, in µs."""
     rows = []
@@ -237,6 +273,7 @@ def _sources(*files: str, root: str = "../") -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
+    ("docs/cpu.md", "cpu norms"): cpu_norms,
     ("docs/triton.md", "Triton, sweep"): triton_sweep,
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
