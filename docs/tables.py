@@ -14,17 +14,18 @@ from statistics import geometric_mean
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
-_RESULTS = _ROOT / "benchmarks" / "results" / "nvidia-h200"
+_RESULTS = _ROOT / "benchmarks" / "results"
+_H200 = _RESULTS / "nvidia-h200"
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 Cell = dict[str, dict[str, Any]]  # what was measured, by provider
 
 
-def _cells(file: str, *keys: str) -> dict[tuple[Any, ...], Cell]:
+def _cells(file: str, *keys: str, folder: Path = _H200) -> dict[tuple[Any, ...], Cell]:
     """The measurements of a file, by these of their facts."""
     cells: dict[tuple[Any, ...], Cell] = {}
-    for measured in json.loads((_RESULTS / file).read_text())["measurements"]:
+    for measured in json.loads((folder / file).read_text())["measurements"]:
         cells.setdefault(tuple(measured[key] for key in keys), {})[measured["provider"]] = measured
     return cells
 
@@ -163,7 +164,7 @@ _CPU_RUNS = {  # by file: how many threads, and what is to be said of it
 def cpu_norms() -> Iterator[str]:
     """PyTorch's time over ours, in every shape."""
     for file, (thread_counts, words) in _CPU_RUNS.items():
-        cells = _cells(f"../{file}", "threads", "verb", "dtype", "direction", "configuration")
+        cells = _cells(file, "threads", "verb", "dtype", "direction", "configuration", folder=_RESULTS)
         shapes = list(dict.fromkeys(key[4] for key in cells))
         for threads in thread_counts:
             rows = []
@@ -265,7 +266,7 @@ def _best_peer(cell: Cell) -> str | None:
 def _sources(*files: str, root: str = "../") -> str:
     """Links to files, from a page below `root`, the machine, and the versions of the peers in them."""
     links = ", ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
-    found = [json.loads((_RESULTS / file).read_text()) for file in files]
+    found = [json.loads((_H200 / file).read_text()) for file in files]
     peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
     named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""
     return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
