@@ -94,7 +94,10 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         )
         ring = plan.stages * plan.per_block * slot
         barriers = (2 * plan.stages + 4) * 8
-        return max(ring, table) + parameters, plan.per_block * (barriers + 4 * plan.warps * 2 * acc)
+        each = barriers + 4 * plan.warps * 2 * acc
+        if spec.direction == "backward":
+            each += plan.stages * 2 * acc + 16  # statistics, and at most what keeps blocks together
+        return max(ring, table) + parameters, plan.per_block * each
     assert plan.weight in ("wide", "memory")
     if plan.storage == "shared":
         assert plan.warps > 1  # the rows of a block are added up where the sums would be

@@ -165,6 +165,28 @@ def test_two_streams(verb: str) -> None:
 
 
 # Grid rationale. Rows read directly, staged by blocks, and staged by clusters, which also wait for each other.
+@pytest.mark.parametrize(("rows", "cols"), [(20000, 1024), (6000, 4096), (2000, 16384)])
+def test_grids_that_keep_together(verb: str, rows: int, cols: int) -> None:
+    """Blocks of a long backward wait for each other, but not for those that cannot run; no bit depends on it."""
+    tensors = inputs(rows, cols)
+    y, *gradients_alone = run(verb, tensors)
+    few = [tensors[0][:8].detach().requires_grad_(), *tensors[1:3], tensors[3][:8]]
+    assert_equal(run(verb, few)[:2], [y[:8], gradients_alone[0][:8]])
+    x, weight, bias, dy = tensors
+    frozen = call(verb, x, weight.detach(), bias.detach(), backend="cuda")
+    assert torch.equal(torch.autograd.grad(frozen, x, dy)[0], gradients_alone[0])
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found: list[list[Tensor]] = []
+    torch.cuda.synchronize()
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(run(verb, tensors))
+    torch.cuda.synchronize()
+    for one in found:
+        assert_equal(one, [y, *gradients_alone])
+
+
 @pytest.mark.parametrize("cols", [1024, 4096, 32768])
 def test_dependent_calls_without_synchronisation(verb: str, cols: int) -> None:
     """Calls that wait for each other on the device alone, on two streams, have the bits of calls that the host awaits.

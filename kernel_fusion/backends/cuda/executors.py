@@ -93,7 +93,7 @@ def staged_plan(
     columns = tree.vectors * threads * tree.vec
     tensors = _streamed(spec, access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
-    sums_bytes = groups * (32 * tree.warps + 256)  # at most: `Shared` of kernels/row_stream.cuh
+    sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
     stages = min(max_stages, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if stages < 2:
         return None

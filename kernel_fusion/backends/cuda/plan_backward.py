@@ -31,6 +31,7 @@ _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their i
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
 _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
+_MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
@@ -205,7 +206,7 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     if spec.has_stages or device.arch != 90:
         return elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
     registers = 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
-    return elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
+    return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
 
 
 def _groups(tree: Tree, roomy: bool, device: Device) -> int:

@@ -10,6 +10,14 @@ using Mbarrier = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+// A place in shared memory whose address the compiler keeps in a register. Left alone it finds it again for every use, which
+// takes the number of the block within its cluster.
+template <class T> __device__ T* settled_shared(T* p) {
+  unsigned address = shared_address(p);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 __device__ inline void mbarrier_init(Mbarrier* b, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
@@ -37,6 +45,15 @@ __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
 __device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+
+// Starts copying a word that is aligned to nothing more; copy_arrive() arrives on `b` when the words copied by this thread are
+// there.
+__device__ inline void copy_word(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+__device__ inline void copy_arrive(Mbarrier* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
 // By all threads that wrote to shared memory what is to be stored in bulk, before they meet.

@@ -7,20 +7,38 @@
 
 namespace kf {
 
-// xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+// Of an element its distance from the mean, and xhat. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
-  __device__ A operator()(A x) const { return (x - mean) * rstd; }
+  __device__ A centred(A x) const { return x - mean; }
+  __device__ A operator()(A x) const { return centred(x) * rstd; }
 };
 
-// dx of an element from its dy, weight and x, and the row's sums of g and of g * xhat. In this form it takes two fma, a
-// subtraction and a product. In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
+// The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times rstd,
+// in one fma, it is what an element adds to dweight. Before sm_90 one fma of the three is split, as with an activation 12288
+// columns would spill.
+template <class A> struct RowSums {
+  A g, gx;
+  __device__ A add(A dy, A centred, A weight) {
+    const A dyx = product(dy, centred);
+#if __CUDA_ARCH__ >= 900
+    g = fused(dy, weight, g);
+#else
+    g += product(dy, weight);
+#endif
+    gx = fused(dyx, weight, gx);
+    return dyx;
+  }
+};
+
+// dx of an element from its dy, weight and x, and the row's sums. In this form it takes two fma, a subtraction and a product.
+// In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
 template <class S> struct Derivative {
   using A = typename S::Acc;
   A mean, rstd, mean_g, slope;
   __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
-      : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(sum_gx)) {}
+      : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(row.rstd * sum_gx)) {}
   // Of a sum over the row. Before sm_90 a division, around which the compiler holds fewer registers: 12288 columns would spill.
   __device__ static A mean_of(A sum) {
 #if __CUDA_ARCH__ >= 900

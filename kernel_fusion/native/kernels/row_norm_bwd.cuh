@@ -113,16 +113,17 @@ template <class S, int kVectors> struct Accumulators {
     }
   }
 
-  __device__ void add(int which, int i, const A (&v)[S::kVec]) {
+  // Adds v times `factor`.
+  __device__ void add(int which, int i, const A (&v)[S::kVec], A factor) {
     if constexpr (S::kStorage == 1) {
 #pragma unroll
-      for (int e = 0; e < S::kVec; ++e) sums[which][i][e] += v[e];
+      for (int e = 0; e < S::kVec; ++e) sums[which][i][e] = fused(v[e], factor, sums[which][i][e]);
     } else if constexpr (S::kStorage == 2) {
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         Slot s = slot(which, i, j);
 #pragma unroll
-        for (int e = 0; e < kPerSlot; ++e) s.v[e] += v[j * kPerSlot + e];
+        for (int e = 0; e < kPerSlot; ++e) s.v[e] = fused(v[j * kPerSlot + e], factor, s.v[e]);
         slot(which, i, j) = s;
       }
     }
@@ -202,7 +203,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
-    const Normalize<S> normalize{now.mean, now.rstd};
+    const Normalize<S> normalize{now.mean, S::kRows == 1 || now.live ? now.rstd : A(0)};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
     auto dh_at = [&](int i) { if constexpr (S::kResident) return now.dh[i]; else return fetch_dh(row, i); };
@@ -210,7 +211,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     A sum_g[S::kPlayed], sum_gx[S::kPlayed];
 #pragma unroll
     for (int w = 0; w < S::kPlayed; ++w) {
-      A g_sum = 0, gx_sum = 0;
+      RowSums<A> row_sums{};
 #pragma unroll kUnroll
       for (int k = 0; k < P::kChunks; ++k) {
         const int i = w * P::kChunks + k;
@@ -221,24 +222,21 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         biases.get(i, bias);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-          // Past the row's end dy reads as zero, so nothing there counts, as long as xhat is finite there.
+          // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
           const bool inside = kCovers || at.col(i) < kCols;
-          const A xhat = inside && (S::kRows == 1 || now.live) ? normalize(x[e]) : A(0);
+          const A centred = inside && (S::kRows == 1 || now.live) ? normalize.centred(x[e]) : A(0);
           if (S::kRows > 1 && !now.live) dys[e] = 0;
-          dys[e] = incoming<S>(dys[e], xhat, weight[e], bias[e]);
-          dyx[e] = dys[e] * xhat;
-          const A g = product(dys[e], weight[e]);
-          g_sum += g;
-          gx_sum = fused(g, xhat, gx_sum);
+          dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
+          dyx[e] = row_sums.add(dys[e], centred, weight[e]);
         }
-        if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx);
-        if constexpr (kSums && S::kDBias) sums.add(1, i, dys);
+        if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.rstd);
+        if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
       }
       if constexpr (kRowGrads) {
-        if constexpr (S::kRms) gx_sum = sum_lanes<S::kLanes>(gx_sum);
-        else sum_lanes<S::kLanes>(g_sum, gx_sum);
-        sum_g[w] = S::kRms ? A(0) : g_sum;
-        sum_gx[w] = gx_sum;
+        if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
+        else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
+        sum_g[w] = row_sums.g;
+        sum_gx[w] = row_sums.gx;
       }
     }
     if constexpr (kRowGrads) {

@@ -7,6 +7,7 @@
 // Memory: as in row_norm_bwd.cuh.
 #pragma once
 
+#include "pace.cuh"
 #include "row_norm_bwd.cuh"
 #include "row_stream.cuh"
 
@@ -15,7 +16,7 @@ namespace kf {
 template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& args) {
   using A = float;
   using P = Place<S>;
-  using Stream = RowStream<S>;
+  using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
   using X = Piece<typename S::Row, S::kAlignX, Stream::kCols>;
   using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols>;
   using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols>;
@@ -24,13 +25,18 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + PreX::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes], then weight and bias
   __shared__ typename Stream::Shared shared[kGroups];
+  __shared__ Normalize<S> stats[kGroups][S::kStages];
+  __shared__ typename Pace<kGroups>::Shared pace_shared;
 
   const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
   const P at(member);
-  Stream stream{shared[group], at, member};
+  if (threadIdx.x == 0) pace_shared.progress = 0;
+  Stream stream{*settled_shared(&shared[group]), at, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
+  char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);
+  Normalize<S>* const stats_slot = settled_shared(stats[group]);
+  const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
   const auto dy_slot = [&](int s) { return x_slot(s) + X::kBytes; };
   const auto dh_slot = [&](int s) { return dy_slot(s) + DY::kBytes; };
   const auto pre_x_slot = [&](int s) { return dh_slot(s) + DH::kBytes; };
@@ -50,13 +56,16 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     const DY dy = dy_of(row);
     const DH dh = dh_of(row);
     const PreX pre_x = pre_x_of(row);
-    Mbarrier* full = &shared[group].full[slot];
+    Mbarrier* full = &stream.shared.full[slot];
     mbarrier_arrive_expect(full, x.copied_bytes(cols) + dy.copied_bytes(cols) + dh.copied_bytes(cols) +
                                      pre_x.copied_bytes(cols));
     x.copy(x_slot(slot), cols, full);
     dy.copy(dy_slot(slot), cols, full);
     dh.copy(dh_slot(slot), cols, full);
     pre_x.copy(pre_x_slot(slot), cols, full);
+    if constexpr (!S::kRms) copy_word(&stats_slot[slot].mean, static_cast<const A*>(args.mean) + row);
+    copy_word(&stats_slot[slot].rstd, static_cast<const A*>(args.rstd) + row);
+    copy_arrive(full);
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
@@ -71,18 +80,12 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member, group == 0);
   if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
   const Before<S, typename S::DY> before(args);
-  const auto stats_of = [&](i64 row) {
-    Normalize<S> stats{0, 0};
-    if (row >= args.rows) return stats;
-    if constexpr (!S::kRms) stats.mean = static_cast<const A*>(args.mean)[row];
-    stats.rstd = static_cast<const A*>(args.rstd)[row];
-    return stats;
+  const auto stats_of = [&](int slot) {
+    Normalize<S> normalize = stats_slot[slot];
+    if constexpr (S::kRms) normalize.mean = 0;
+    return normalize;
   };
-  Normalize<S> ahead = stats_of(first);  // one row ahead, as they do not come through the ring
-  struct State {
-    Normalize<S> normalize;
-    A first, second;  // the warp's sums of g and of g * xhat
-  };
+  struct State { A first, second; };  // the warp's sums
   const auto read = [&](i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) {
     const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
     const auto* dy_row = dy_of(row).row_in(dy_slot(slot), first_col);
@@ -106,27 +109,26 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       return Pack<absent, kVec>{};
   };
   const auto first_pass = [&](i64 row, int slot) {
-    State state{ahead, 0, 0};
-    ahead = stats_of(row + step);
+    State state{};
+    RowSums<A> row_sums{};
+    const Normalize<S> normalize = stats_of(slot);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dy[kVec], weight[kVec], bias[kVec];
       read(row, slot, i, x, dy, weight, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const A xhat = state.normalize(x[e]);
-        dy[e] = incoming<S>(dy[e], xhat, weight[e], bias[e]);
-        const A g = product(dy[e], weight[e]);
-        state.first += g;
-        state.second = fused(g, xhat, state.second);
-        if constexpr (S::kDWeight) sums[0][i][e] += dy[e] * xhat;
+        dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
+        const A dyx = row_sums.add(dy[e], normalize.centred(x[e]), weight[e]);
+        if constexpr (S::kDWeight) sums[0][i][e] = fused(dyx, normalize.rstd, sums[0][i][e]);
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }
     if constexpr (S::kRms) {
-      state.first = 0;
-      state.second = sum_lanes<32>(state.second);
+      state.second = sum_lanes<32>(row_sums.gx);
     } else {
+      state.first = row_sums.g;
+      state.second = row_sums.gx;
       sum_lanes<32>(state.first, state.second);
     }
     return state;
@@ -135,20 +137,27 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     A sum_g = state.first, sum_gx = state.second;
     if constexpr (S::kWarps > 1) Exchange<S>::sum_pairs(at.lane, row_sums, sum_g, sum_gx);
     if constexpr (S::kDX || S::kDResidual) {
-      const Derivative<S> derivative(state.normalize, sum_g, sum_gx);
+      const Normalize<S> normalize = stats_of(slot);
+      const Derivative<S> derivative(normalize, sum_g, sum_gx);
       const Outgoing<S> outgoing(args, before.dropout, row);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
         read(row, slot, i, x, dy, weight, bias);
-        replace_dy<S>(state.normalize, x, weight, bias, dy);
+        replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
         outgoing(at.col(i), g, dh_at(row, slot, i), pre_x_at(row, slot, i));
       }
     }
   };
-  stream.run(args.rows, first, step, fill, first_pass, second_pass);
+  Pace<kGroups> pace{pace_shared, static_cast<unsigned*>(args.pace)};
+  if (member == 0) pace.init(group, args.rows / step);
+  const auto paced_fill = [&](i64 row, int slot) {
+    pace.step(group);
+    fill(row, slot);
+  };
+  stream.run(args.rows, first, step, paced_fill, first_pass, second_pass);
 
   // One partial row per block. Several groups add up theirs, in order, in shared memory that the rows have left.
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;

@@ -30,13 +30,11 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
     A x[kVec], dy[kVec];
     widen_row<S>(before, load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), row, col, x);
     widen_pack(load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col), dy);
-    const A mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
-    const A rstd = static_cast<const A*>(args.rstd)[row];
+    const Normalize<S> normalize{S::kRms ? A(0) : static_cast<const A*>(args.mean)[row], static_cast<const A*>(args.rstd)[row]};
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      const A xhat = (x[e] - mean) * rstd;
-      dy[e] = incoming<S>(dy[e], xhat, weight[e], bias[e]);
-      dweight[e] += dy[e] * xhat;
+      dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
+      dweight[e] = fused(product(dy[e], normalize.centred(x[e])), normalize.rstd, dweight[e]);
       dbias[e] += dy[e];
     }
   }

@@ -25,10 +25,11 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
 
   const int group = threadIdx.x / Stream::kThreads, member = threadIdx.x % Stream::kThreads;
   const P at(member);
-  Stream stream{shared[group], at, member};
+  Stream stream{*settled_shared(&shared[group]), at, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  const auto x_slot = [&](int s) { return slots + (group * S::kStages + s) * kSlotBytes; };
+  char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);
+  const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
   const auto residual_slot = [&](int s) { return x_slot(s) + X::kBytes; };
   const auto x_of = [&](i64 row) {
     return X{static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
@@ -40,7 +41,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   const auto fill = [&](i64 row, int slot) {
     const X x = x_of(row);
     const Residual residual = residual_of(row);
-    Mbarrier* full = &shared[group].full[slot];
+    Mbarrier* full = &stream.shared.full[slot];
     mbarrier_arrive_expect(full, x.copied_bytes(cols) + residual.copied_bytes(cols));
     x.copy(x_slot(slot), cols, full);
     residual.copy(residual_slot(slot), cols, full);

@@ -41,7 +41,8 @@ template <int kAlign, int kCols> struct Piece<absent, kAlign, kCols> {
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
 
-template <class S> struct RowStream {
+// kFills: how often fill() arrives at a slot's barrier.
+template <class S, int kFills = 1> struct RowStream {
   using A = float;
   using P = Place<S>;
   static constexpr int kStages = S::kStages;
@@ -65,7 +66,7 @@ template <class S> struct RowStream {
   __device__ void init() const {
     if (member == 0) {
       for (int s = 0; s < kStages; ++s) {
-        mbarrier_init(&shared.full[s], 1);
+        mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32);
       }
       // In a block each warp announces its sums; in a cluster their bytes are counted as they arrive.

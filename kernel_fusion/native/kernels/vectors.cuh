@@ -176,8 +176,11 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
 // is written. The comparison disappears where the caller's threads cover the row exactly.
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
 __device__ Pack<T, kVec> load_cols(const T* row, int col) {
-  if (kCovers || col < kCols) return load<kAlign, kVec, kLast>(row + col);
-  return {};
+  if constexpr (kCovers) return load<kAlign, kVec, kLast>(row + col);
+  Pack<T, kVec> pack{};
+  if (col < kCols) pack = load<kAlign, kVec, kLast>(row + col);
+  keep_packed(pack);  // or the compiler chooses between nothing and something for each half of a pair
+  return pack;
 }
 
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
