@@ -83,6 +83,8 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
     # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
     most = 8 if spec.x == "f64" else 16 if tree.vec == 1 else device.max_elements
+    if spec.activation != IDENTITY and device.arch < 90:
+        most = min(most, 16)  # 24, of 12288 columns, spill beside a slope
     resident = thread_bytes <= 2 * bytes_per_thread and per_thread <= most and tree.cluster <= MAX_CLUSTER
     resident = resident and (held <= _MAX_HELD or not spec.has_stages)
     shared = direct_plan(tree).threads * per_thread * 2 * ITEMSIZE[spec.acc]

@@ -7,7 +7,7 @@
 
 namespace kf {
 
-// Of an element its distance from the mean, and xhat. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+// Of an element x - mean, and xhat. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
@@ -15,18 +15,13 @@ template <class S> struct Normalize {
   __device__ A operator()(A x) const { return centred(x) * rstd; }
 };
 
-// The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times rstd,
-// in one fma, it is what an element adds to dweight. Before sm_90 one fma of the three is split, as with an activation 12288
-// columns would spill.
+// The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times
+// rstd, in one fma, it is what an element adds to dweight.
 template <class A> struct RowSums {
   A g, gx;
   __device__ A add(A dy, A centred, A weight) {
     const A dyx = product(dy, centred);
-#if __CUDA_ARCH__ >= 900
     g = fused(dy, weight, g);
-#else
-    g += product(dy, weight);
-#endif
     gx = fused(dyx, weight, gx);
     return dyx;
   }
