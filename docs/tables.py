@@ -7,7 +7,7 @@ their files.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -161,9 +161,18 @@ _CPU_RUNS = {  # by file: how many threads, and what is to be said of it
 }
 
 
-def cpu_norms() -> Iterator[str]:
-    """PyTorch's time over ours, in every shape."""
-    for file, (thread_counts, words) in _CPU_RUNS.items():
+_CPU_COMPILED_RUNS = {
+    "amd-epyc-avx512-2-cores/torch-compile/cpu.json": (
+        (1, 2),
+        "by `kernel-fusion bench cpu --threads 1,2 --dtypes f32,bf16 --directions forward,backward --peers"
+        " torch.compile` with these shapes: the AMD EPYC above.",
+    ),
+}
+
+
+def cpu_norms(runs: Mapping[str, tuple[tuple[int, ...], str]], other: str) -> Iterator[str]:
+    """The time of another over ours, in every shape and dtype that was measured."""
+    for file, (thread_counts, words) in runs.items():
         cells = _cells(file, "threads", "verb", "dtype", "direction", "configuration", folder=_RESULTS)
         shapes = list(dict.fromkeys(key[4] for key in cells))
         for threads in thread_counts:
@@ -171,8 +180,10 @@ def cpu_norms() -> Iterator[str]:
             for verb, title in _VERBS.items():
                 for name, dtype in (("fp32", "f32"), ("bf16", "bf16"), ("fp16", "f16")):
                     for direction in ("forward", "backward"):
+                        if (threads, verb, dtype, direction, shapes[0]) not in cells:
+                            continue
                         row = [cells[threads, verb, dtype, direction, shape] for shape in shapes]
-                        speedups = [cell["pytorch"]["median_ms"] / cell["kf-cpu"]["median_ms"] for cell in row]
+                        speedups = [cell[other]["median_ms"] / cell["kf-cpu"]["median_ms"] for cell in row]
                         figures = [f"{speedup:.2f}" for speedup in speedups]
                         rows.append([f"{title} {name}, {direction}", *figures, f"**{geometric_mean(speedups):.2f}**"])
             head = f"{threads} thread{'s' if threads > 1 else ''}"
@@ -274,7 +285,8 @@ def _sources(*files: str, root: str = "../") -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
-    ("docs/cpu.md", "cpu norms"): cpu_norms,
+    ("docs/cpu.md", "cpu norms"): partial(cpu_norms, _CPU_RUNS, "pytorch"),
+    ("docs/cpu.md", "cpu norms, torch.compile"): partial(cpu_norms, _CPU_COMPILED_RUNS, "torch.compile"),
     ("docs/triton.md", "Triton, sweep"): triton_sweep,
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
