@@ -156,7 +156,7 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   if (wants_dresidual) args.dresidual = dresidual.data_ptr();
   const int64_t grid = kernel.grid(rows);
   if (!wants_dweight && !wants_dbias) {
-    // The word of long work (kernels/pace.cuh), which otherwise lies behind the partial rows.
+    // The word of long work (Pace::kLeast in kernels/pace.cuh), which otherwise lies behind the partial rows.
     const Tensor word = rows > 16 * grid ? at::empty({1}, call.input.options().dtype(at::kInt)) : Tensor();
     if (word.defined()) args.pace = word.data_ptr();
     return launch(kernel, grid, 1, on.stream, &args);

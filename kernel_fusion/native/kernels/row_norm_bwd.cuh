@@ -203,6 +203,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       fetch(now, row);
     }
+    // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
     const Normalize<S> normalize{now.mean, S::kRows == 1 || now.live ? now.rstd : A(0)};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
