@@ -82,7 +82,8 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
     # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if staged.
     sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
-    table = plan.per_block * spec.cols * acc * (2 if plan.stages else 1) if sums else 0
+    table_cols = per_thread * plan.threads // plan.per_block if plan.stages else spec.cols
+    table = plan.per_block * table_cols * acc * (2 if plan.stages else 1) if sums else 0
     if plan.stages:
         members = plan.threads // plan.per_block
         tensors = _streamed(spec, access)
@@ -94,9 +95,9 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         )
         ring = plan.stages * plan.per_block * slot
         barriers = (2 * plan.stages + 4) * 8
-        each = barriers + 4 * plan.warps * 2 * acc
+        each = barriers + 4 * plan.warps * 2 * acc + 16  # at most, for what keeps blocks together
         if spec.direction == "backward":
-            each += plan.stages * 2 * acc + 16  # statistics, and at most what keeps blocks together
+            each += plan.stages * 2 * acc  # statistics
         return max(ring, table) + parameters, plan.per_block * each
     assert plan.weight in ("wide", "memory")
     if plan.storage == "shared":
@@ -159,7 +160,9 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
 
 
 def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
-    """Fewer slots, fewer rows at a time, larger clusters: all fit where `plan` does."""
+    """Fewer slots, blocks together or apart, fewer rows at a time, larger clusters: all fit where `plan` does."""
+    if plan.stages:
+        yield replace(plan, paced=not plan.paced)
     for stages in range(2, plan.stages):
         yield replace(plan, stages=stages)
     if plan.stages and plan.per_block > 1:

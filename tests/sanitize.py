@@ -42,7 +42,9 @@ def _rows(cols: int) -> tuple[int, int]:
 
 def row_norms() -> Iterator[Case]:
     """Family x dtype x row length, the layouts that change how a row is loaded, and full tiles and rings of slots."""
-    for verb, cols in product(("layer_norm", "rms_norm"), (64, 255, 1023, 4096, 4099, 12288, 32768, 50257, 131072)):
+    for verb, cols in product(
+        ("layer_norm", "rms_norm"), (64, 255, 1023, 4096, 4099, 10240, 12288, 32768, 50257, 131072)
+    ):
         for dtype, weight in ((F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32), (BF16, None)):
             yield RowNormCase(verb, _rows(cols), dtype, weight=weight, bias=weight)
         for layout in ("padded", "unaligned"):

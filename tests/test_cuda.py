@@ -165,9 +165,9 @@ def test_two_streams(verb: str) -> None:
 
 
 # Grid rationale. Rows read directly, staged by blocks, and staged by clusters, which also wait for each other.
-@pytest.mark.parametrize(("rows", "cols"), [(20000, 1024), (6000, 4096), (2000, 16384)])
+@pytest.mark.parametrize(("rows", "cols"), [(20000, 1024), (6000, 4096), (5000, 10240), (3000, 32768)])
 def test_grids_that_keep_together(verb: str, rows: int, cols: int) -> None:
-    """Blocks of a long backward wait for each other, but not for those that cannot run; no bit depends on it."""
+    """Blocks of long grids wait for each other, but not for those that cannot run; no bit depends on it."""
     tensors = inputs(rows, cols)
     y, *gradients_alone = run(verb, tensors)
     few = [tensors[0][:8].detach().requires_grad_(), *tensors[1:3], tensors[3][:8]]

@@ -59,13 +59,14 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
 
 
 # Grid rationale. Many rows at a time (17, 255, 1023). Rows of one virtual warp (1000) and of several, of vectors and of
-# single elements (4099, 50257), in a block (3072, three rows at a time in backward; 4096), read twice (32768 and 4099
-# in bf16), in a cluster (65536; 12288 in backward; 32768 in fp32) and in the largest one (131072). From sm_90 on every
-# backward of 256 columns or more is staged, and the forward of a cluster. dx alone is a kernel of its own.
+# single elements (4099, 50257), in a block (3072, three rows at a time in backward; 4096), read twice (24576 and 4099
+# in bf16, RMSNorm of 32768), in a cluster (32768, 65536; 12288 and, two rows at a time, 10240 in backward) and in the
+# largest one (131072). From sm_90 on every backward of 256 columns or more is staged, and the forward of a cluster. dx
+# alone is a kernel of its own.
 @pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
 @pytest.mark.parametrize(
     ("cols", "dtype"),
-    [(n, BF16) for n in (17, 255, 1000, 1023, 3072, 4096, 4099, 12288, 32768, 50257, 65536, 131072)]
+    [(n, BF16) for n in (17, 255, 1000, 1023, 3072, 4096, 4099, 10240, 12288, 24576, 32768, 50257, 65536, 131072)]
     + [(n, F32) for n in (17, 4096, 32768, 131072)],
     ids=str,
 )

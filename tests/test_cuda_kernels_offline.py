@@ -42,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
 # Grid rationale. The lengths stand for a row in part of a warp (64), of odd length, whose vectors are single elements
 # (255, 1023, 4099, 32769, 50257), in one or a few warps (768, 1024, 1280, 1600, 3000, which divide in ways of their
 # own), in a block that takes several rows at a time (4096; 5120, at 96 registers a thread) or one (6144, 8192), read
-# twice or in a cluster (12288, 24576, 32768, 65536), and in the largest one (131072). The mixes are those of training:
-# one dtype throughout, and bf16 with float32 parameters.
-_LENGTHS = (64, 255, 768, 1023, 1024, 1280, 1600, 3000, 4096, 4099, 5120, 6144, 8192, 12288, 24576, 32768, 32769, 50257)
-_LENGTHS += (65536, 131072)
+# twice or in a cluster (12288, 24576, 32768, 65536) that may take two rows at a time (9216, 10240, 20480), and in the
+# largest one (131072). The mixes are those of training: one dtype throughout, and bf16 with float32 parameters.
+_LENGTHS = (64, 255, 768, 1023, 1024, 1280, 1600, 3000, 4096, 4099, 5120, 6144, 8192, 9216, 10240, 12288, 20480, 24576)
+_LENGTHS += (32768, 32769, 50257, 65536, 131072)
 _MIXES = (("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32"), ("f64", "f64"))
 
 
@@ -96,7 +96,7 @@ def _kernels(arch: int) -> dict[str, str]:
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
 # dropout's random bits. Of the lengths those where a plan changes; of the architectures one of each kind: direct alone,
 # staged with much shared memory and with little.
-_STAGED_LENGTHS = (64, 255, 1024, 4096, 4099, 5120, 12288, 32768, 131072)
+_STAGED_LENGTHS = (64, 255, 1024, 4096, 4099, 5120, 10240, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "relu": {"activation": "relu"},

@@ -31,6 +31,7 @@ class Plan(Launch):
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
+        paced: the blocks that stream rows keep together (kernels/pace.cuh).
         tiled: all rows of a block pass through shared memory together.
     """
 
@@ -46,6 +47,7 @@ class Plan(Launch):
     storage: str = "none"
     prefetch: bool = False
     stages: int = 0
+    paced: bool = False
     tiled: bool = False
     batches: tuple[int, int] = (0, 0)
 
@@ -84,6 +86,7 @@ def staged_plan(
     groups: int,
     max_stages: int,
     shared_bytes: int = 0,
+    paced: bool = True,
     weight: str = "memory",
     unkept: int = 0,
     bias: str = "memory",
@@ -111,6 +114,7 @@ def staged_plan(
         unkept=unkept,
         bias=bias,
         stages=stages,
+        paced=paced,
     )
 
 

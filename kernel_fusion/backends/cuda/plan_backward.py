@@ -151,7 +151,10 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     activated = device.arch == 90 and tree.vec > 1 and spec.residual is None and not spec.changes_x
     roomy = min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
     roomy = roomy and (not spec.has_stages or activated)
-    plan = _staged_groups(spec, tree, access, device, _groups(tree, roomy and not spec.has_stages, device), roomy)
+    groups = _groups(tree, roomy and not spec.has_stages, device)
+    plan = _staged_groups(spec, tree, access, device, groups, roomy)
+    if tree.cluster > 1 and groups > 1 and (plan is None or plan.stages < 3):
+        plan = _staged_groups(spec, tree, access, device, 1, roomy)
     if plan is None and spec.has_stages:
         # They may need larger slots: fewer rows at a time, then a share of the row for each of more blocks.
         plan = _staged_groups(spec, tree, access, device, 1, roomy)
@@ -180,7 +183,8 @@ def _staged_groups(
     spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
-    staged = partial(staged_plan, spec, access, device, tree, groups)
+    paced = _keeps_pace(spec, tree, groups * threads)
+    staged = partial(staged_plan, spec, access, device, tree, groups, paced=paced)
     if spec.weight is None:
         return staged(max_stages=4)
     if elements <= 8 or (roomy and _keeps_weight(spec, tree, groups * threads, device)):
@@ -211,15 +215,27 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
 
 
+def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
+    """Whether blocks of so many threads keep together (kernels/pace.cuh): where memory is what they wait for.
+
+    32768x2048 bf16 on an H200 takes 1.06 of the floor together, 1.18 apart. Where they wait for arithmetic, or the
+    blocks of a cluster for each other, a wait more costs time. LayerNorm with fewer than 16 warps to a multiprocessor:
+    8192x12288 bf16 1.14 together, 1.07 apart. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32
+    1.03 and 1.07; of sixteen: RMSNorm of 1024x131072 fp32 1.19 and 1.11.
+    """
+    return tree.cluster <= 2 * ITEMSIZE[spec.x] and (spec.rms or threads >= MAX_BLOCK_WARPS * 32)
+
+
 def _groups(tree: Tree, roomy: bool, device: Device) -> int:
-    """How many rows a persistent block takes at a time: 16 warps' worth, at 128 registers a thread.
+    """How many rows a persistent block or cluster takes at a time: 16 warps' worth a block, at 128 registers a thread.
 
     Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
-    16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15. Elsewhere 96 registers spill.
+    16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15; 13107x10240 in clusters of two such
+    blocks 1.22 and 1.05. Elsewhere 96 registers spill.
     """
-    if tree.cluster > 1:
-        return 1
+    warps = tree.warps // tree.cluster
     few = not roomy or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16
-    if few or MAX_BLOCK_WARPS % tree.warps == 0:
-        return max(1, MAX_BLOCK_WARPS // tree.warps)
-    return max(1, 20 // tree.warps)
+    if few and tree.cluster > 1:
+        return 1
+    most = MAX_BLOCK_WARPS if few or MAX_BLOCK_WARPS % warps == 0 else 20
+    return max(1, most // warps)

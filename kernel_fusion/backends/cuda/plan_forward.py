@@ -6,6 +6,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Plan, direct_plan, staged_plan
 from kernel_fusion.backends.cuda.tree import (
     MAX_BLOCK_WARPS,
+    MAX_CLUSTER,
     Tree,
     ceil_div,
     power_of_two,
@@ -34,8 +35,12 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return tiled
     itemsize = ITEMSIZE[spec.x]
     bytes_per_thread = _FORWARD_BYTES
-    if spec.cols * itemsize > MAX_BLOCK_WARPS * 32 * bytes_per_thread:  # more than a block has
-        bytes_per_thread *= 2 if itemsize == 4 else 1
+    # Twice as many of fp32, if one block then has the row. Clusters do better with twice the threads: 2048x65536 fp32
+    # on an H200 in eight blocks 1.03, in four 1.08.
+    blocks = spec.cols * itemsize / (MAX_BLOCK_WARPS * 32 * bytes_per_thread)
+    spread = device.has_clusters and vector_of(spec) * itemsize == 16 and 2 < blocks <= MAX_CLUSTER
+    if itemsize == 4 and blocks > 1 and not spread:
+        bytes_per_thread *= 2
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
     tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
     twice = _twice(spec, device, tree)
@@ -47,7 +52,11 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     per_thread = tree.vectors * tree.vec
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
-        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4)
+        # Single elements, and LayerNorm of 16 bits in clusters of eight, wait for arithmetic and for each other rather
+        # than for memory: 1024x131072 bf16 takes 1.08, and together 1.18; RMSNorm 1.09 and, together, 1.04. On sm_120 the
+        # pace takes a register more than there are beside weight and bias in fp32.
+        paced = device.arch == 90 and tree.vec > 1 and (spec.rms or tree.cluster <= 2 * itemsize)
+        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
         if staged is not None:
             return staged
     # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
@@ -104,15 +113,18 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     """The tree of a row that a single block reads twice, where that beats `tree`; else None.
 
     On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
-    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB: 4096x32768 bf16 1.08 and 1.17, but
-    4096x24576 fp32 1.13 and 1.09. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76,
-    as a staged cluster 1.46.
+    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB, and where a cluster's blocks would
+    not be full: 5461x24576 bf16 1.05 and 1.14, but 4096x32768 1.08 and 1.06. Single elements do not pay: 6400x10007
+    bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
     """
     itemsize = ITEMSIZE[spec.x]
     row_bytes = spec.cols * itemsize
     if device.arch != 90 or itemsize == 8 or spec.has_stages:
         return None
     if tree.vec * itemsize < 16 or tree.cluster == 1 or row_bytes > _TWICE_BYTES * (2 if spec.rms else 1):
+        return None
+    full = tree.cluster * MAX_BLOCK_WARPS * 32 * tree.vec * tree.vectors == spec.cols
+    if full and not spec.rms:
         return None
     slots = ceil_div(spec.cols, 32 * tree.vec)
     warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS

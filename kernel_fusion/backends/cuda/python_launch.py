@@ -63,7 +63,6 @@ class RowNormBwdArgs(ctypes.Structure):
         ("pre_x_rows", RowLayout),
         ("dropout_threshold", _i64),
         ("dropout_scale", _f64),
-        ("pace", _pointer),
     ]
 
 
@@ -274,11 +273,9 @@ def _launch_backward(  # pragma: gpu
     num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid // plan.cluster
     pitch = -(-spec.cols // 32) * 32
     acc = torch.float64 if spec.acc == "f64" else torch.float32
-    memory = torch.empty(2 * num_partials * pitch + 1, dtype=acc, device=device)
-    partials = memory[:-1].view(2, num_partials, pitch)
+    partials = torch.empty(2, num_partials, pitch, dtype=acc, device=device)
     args.dweight_partials, args.dbias_partials = partials[0].data_ptr(), partials[1].data_ptr()
     args.partial_pitch = pitch
-    args.pace = memory[-1:].data_ptr()
     if spec.grads[0] or split is None:
         kernel.launch(grid, 1, device, args)
     if split:

@@ -35,7 +35,7 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
     if plan.stages:
         header += "_staged"
-        constants["kStages"] = plan.stages
+        constants |= {"kStages": plan.stages, "kPaced": plan.paced}
     elif plan.tiled:
         header += "_tile"
     elif not (backward or plan.resident):

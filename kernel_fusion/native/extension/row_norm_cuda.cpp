@@ -155,12 +155,7 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   if (wants_dx) args.dx = dx.data_ptr();
   if (wants_dresidual) args.dresidual = dresidual.data_ptr();
   const int64_t grid = kernel.grid(rows);
-  if (!wants_dweight && !wants_dbias) {
-    // The word of long work (Pace::kLeast in kernels/pace.cuh), which otherwise lies behind the partial rows.
-    const Tensor word = rows > 16 * grid ? at::empty({1}, call.input.options().dtype(at::kInt)) : Tensor();
-    if (word.defined()) args.pace = word.data_ptr();
-    return launch(kernel, grid, 1, on.stream, &args);
-  }
+  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, on.stream, &args);
 
   const auto* split = kernel.splits_weight ? &find_kernel({device, Kernel::kRowNormBwdWeight, fields}, on.stream) : nullptr;
   const int64_t column_tiles = split ? split->grid(cols) : 1;
@@ -172,7 +167,6 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
   args.partial_pitch = partials.pitch;
-  args.pace = partials.pace();
   if (wants_dx || wants_dresidual || !split) launch(kernel, grid, 1, on.stream, &args);
   if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
   sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream);

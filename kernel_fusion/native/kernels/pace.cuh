@@ -2,13 +2,16 @@
 // blocks that it favours are done early, and those it does not are then too few to use its bandwidth. So a block that is ahead
 // of the average waits a little before it asks for more.
 //
-// Nothing but time depends on it. The word of global memory in which all blocks count may hold anything to begin with, and a
-// block that waits in vain, because others do not run, stops waiting.
+// Nothing but time depends on it. The word in which all blocks count may hold anything to begin with; grids of the same kernel
+// that run at once count in the same word, each seems further on to the other, and nobody waits. A block that waits in vain,
+// because others do not run, stops waiting.
 #pragma once
 
 #include "async_copy.cuh"
 
 namespace kf {
+
+__device__ unsigned pace_word;  // of this kernel, as every kernel is compiled by itself
 
 template <int kGroups> struct Pace {
   static constexpr int kAhead = 2;      // steps that a block may be ahead of the average
@@ -18,17 +21,16 @@ template <int kGroups> struct Pace {
   // In shared memory, since one thread of each group wants it once a step, and registers are scarce.
   struct Shared {
     unsigned progress;  // steps of all blocks since this one began, as it last knew; 0 before init()
-    unsigned begun;     // what the word held then
+    unsigned begun;     // what pace_word held then
     struct { unsigned due, on; } groups[kGroups];  // due: the progress for the next step
   };
 
   Shared& shared;
-  unsigned* word;  // null: no pace
-  unsigned coming;  // what the word holds, read a step early
+  unsigned coming;  // what pace_word holds, read a step early
 
   // By one thread of each group of the block, before about `steps` steps. The first group makes as many as any.
   __device__ void init(int group, i64 steps) {
-    const bool on = word != nullptr && steps >= kLeast;
+    const bool on = steps >= kLeast;
     shared.groups[group].on = on;
     shared.groups[group].due = -kAhead * gridDim.x;
     if (on && group == 0) shared.begun = coming = read();
@@ -51,14 +53,14 @@ template <int kGroups> struct Pace {
       else asm volatile("nanosleep.u32 500;");
     }
     if (!counts) return;
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(&pace_word) : "memory");
     coming = read();
   }
 
  private:
   __device__ unsigned read() const {
     unsigned v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&pace_word) : "memory");
     return v;
   }
   __device__ void publish(unsigned v) const {

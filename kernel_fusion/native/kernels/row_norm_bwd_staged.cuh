@@ -7,7 +7,6 @@
 // Memory: as in row_norm_bwd.cuh.
 #pragma once
 
-#include "pace.cuh"
 #include "row_norm_bwd.cuh"
 #include "row_stream.cuh"
 
@@ -26,12 +25,11 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes], then weight and bias
   __shared__ typename Stream::Shared shared[kGroups];
   __shared__ Normalize<S> stats[kGroups][S::kStages];
-  __shared__ typename Pace<kGroups>::Shared pace_shared;
+  __shared__ typename Stream::Pacing pacing;
 
   const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
   const P at(member);
-  if (threadIdx.x == 0) pace_shared.progress = 0;
-  Stream stream{*settled_shared(&shared[group]), at, member};
+  Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
   char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);
@@ -151,18 +149,13 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       }
     }
   };
-  Pace<kGroups> pace{pace_shared, static_cast<unsigned*>(args.pace)};
-  if (member == 0) pace.init(group, args.rows / step);
-  const auto paced_fill = [&](i64 row, int slot) {
-    pace.step(group);
-    fill(row, slot);
-  };
-  stream.run(args.rows, first, step, paced_fill, first_pass, second_pass);
+  stream.run(args.rows, first, step, fill, first_pass, second_pass);
 
   // One partial row per block. Several groups add up theirs, in order, in shared memory that the rows have left.
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;
   A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
-  auto* table = reinterpret_cast<A*>(slots);  // [2][kGroups][kCols]
+  constexpr int kOwn = Stream::kCols;  // of the block
+  auto* table = reinterpret_cast<A*>(slots);  // [2][kGroups][kOwn]
   if constexpr (kGroups > 1) __syncthreads();
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
@@ -177,7 +170,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
         store<16>(out[which] + at.col(i), pack);
       } else {
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) table[(which * kGroups + group) * kCols + at.col(i) + e] = sums[which][i][e];
+        for (int e = 0; e < kVec; ++e) table[(which * kGroups + group) * kOwn + at.col(i) - first_col + e] = sums[which][i][e];
       }
     }
   }
@@ -187,11 +180,11 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     for (int which = 0; which < 2; ++which) {
       if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
 #pragma unroll 1
-      for (int c = threadIdx.x; c < kCols; c += kGroups * kThreads) {
-        A sum = table[which * kGroups * kCols + c];
+      for (int c = threadIdx.x; c < cols; c += kGroups * kThreads) {
+        A sum = table[which * kGroups * kOwn + c];
 #pragma unroll
-        for (int g = 1; g < kGroups; ++g) sum += table[(which * kGroups + g) * kCols + c];
-        out[which][c] = sum;
+        for (int g = 1; g < kGroups; ++g) sum += table[(which * kGroups + g) * kOwn + c];
+        out[which][first_col + c] = sum;
       }
     }
   }

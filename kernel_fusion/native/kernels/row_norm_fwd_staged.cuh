@@ -22,10 +22,11 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes]
   __shared__ typename Stream::Shared shared[kGroups];
+  __shared__ typename Stream::Pacing pacing;
 
   const int group = threadIdx.x / Stream::kThreads, member = threadIdx.x % Stream::kThreads;
   const P at(member);
-  Stream stream{*settled_shared(&shared[group]), at, member};
+  Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
   char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);

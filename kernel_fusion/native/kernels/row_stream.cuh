@@ -6,6 +6,7 @@
 #pragma once
 
 #include "async_copy.cuh"
+#include "pace.cuh"
 #include "rows.cuh"
 #include "tree.cuh"
 
@@ -57,14 +58,17 @@ template <class S, int kFills = 1> struct RowStream {
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
   };
   using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
+  using Pacing = typename Pace<S::kRows>::Shared;
 
-  Shared& shared;
+  Shared& shared;  // of the group
+  Pacing& pacing;  // of the block
   const P& at;
-  int member;  // this thread, within the group
+  int group, member;  // this thread, within the group
 
   // By all threads of the block, before anything else.
   __device__ void init() const {
     if (member == 0) {
+      if (group == 0) pacing.progress = 0;
       for (int s = 0; s < kStages; ++s) {
         mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32);
@@ -109,11 +113,14 @@ template <class S, int kFills = 1> struct RowStream {
     int slot = 0, last = 0, before_last = 0;  // of this row and of the two before it
     unsigned parity = 0, n = 0;
     decltype(first_pass(first, 0)) state{}, next{};
+    Pace<S::kRows> pace{pacing};
+    if (S::kPaced && member == 0) pace.init(group, rows / step);
     for (i64 row = first;; row += step, ++n) {
       const int free = kLag ? before_last : last;
       const i64 refill = row + (kStages - 1 - kLag) * step;
       if (member == 0 && n > kLag && refill < rows) {
         mbarrier_wait(&shared.empty[free], free >= slot ? parity ^ 1 : parity);
+        if constexpr (S::kPaced) pace.step(group);
         fill(refill, free);
       }
       if (row < rows) {

@@ -58,8 +58,6 @@ struct RowNormBwdArgs {
   RowLayout pre_x_rows;
   long long dropout_threshold;
   double dropout_scale;
-
-  void* pace;  // of a persistent grid that stays together (kernels/pace.cuh): a 32-bit word, whatever it holds
 };
 
 // out[c] = sum of partials[p * pitch + c] over p, for two sums at once.

@@ -9,8 +9,7 @@ namespace kf {
 
 PartialRows::PartialRows(const at::Tensor& like, int64_t count, int64_t cols)
     : count(count), cols(cols), pitch((cols + 31) / 32 * 32),
-      tensor(at::empty({2 * count * pitch + 1},
-                       like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {}
+      tensor(at::empty({2, count, pitch}, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {}
 
 void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream) {
   const auto type = [](const at::Tensor* t) { return t ? dtype_code(t->scalar_type()) : -1; };

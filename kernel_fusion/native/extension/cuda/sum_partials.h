@@ -10,14 +10,12 @@ namespace kf {
 // `count` partial rows of two sums over `cols` columns, in the accumulator type of `like`, each row 32 columns aligned.
 struct PartialRows {
   int64_t count, cols, pitch;
-  at::Tensor tensor;  // [2][count][pitch], then the word of pace()
+  at::Tensor tensor;  // [2][count][pitch]
 
   PartialRows(const at::Tensor& like, int64_t count, int64_t cols);
   char* data(int which) const {
     return static_cast<char*>(tensor.data_ptr()) + which * count * pitch * static_cast<int64_t>(tensor.element_size());
   }
-  // A word by which the blocks that write the partial rows stay together (kernels/pace.cuh).
-  void* pace() const { return data(2); }
 };
 
 // Adds the partial rows into each sum that is not null, both at once.
