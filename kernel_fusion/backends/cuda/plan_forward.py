@@ -53,8 +53,8 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
         # Single elements, and LayerNorm of 16 bits in clusters of eight, wait for arithmetic and for each other rather
-        # than for memory: 1024x131072 bf16 takes 1.08, and together 1.18; RMSNorm 1.09 and, together, 1.04. On sm_120 the
-        # pace takes a register more than there are beside weight and bias in fp32.
+        # than for memory: 1024x131072 bf16 takes 1.08, and together 1.18; RMSNorm 1.09 and, together, 1.04. On sm_120 a
+        # pace spills a register beside weight and bias in fp32.
         paced = device.arch == 90 and tree.vec > 1 and (spec.rms or tree.cluster <= 2 * itemsize)
         staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
         if staged is not None:
