@@ -224,10 +224,8 @@ def norms(suite: str, direction: str) -> Iterator[str]:
     cells = _cells(f"{suite}.json", *keys)
     files, peers = [f"{suite}.json"], dict[tuple[Any, ...], Cell]()
     if suite == "large":
-        # A later run, which ended when LayerNorm was complete.
-        files += ["layer_norm/large.json", "peers/large.json"]
-        cells |= {key: cell for key, cell in _cells(files[1], *keys).items() if key[0] == "layer_norm"}
-        peers = _cells(files[2], *keys)
+        files += ["peers/large.json"]
+        peers = _cells(files[1], *keys)
     columns = [
         [cell for key, cell in cells.items() if key[:3] == (verb, dtype, direction)]
         for verb in _VERBS
