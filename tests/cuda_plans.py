@@ -129,6 +129,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         plan,
         persistent=backward,
         stages=0,
+        paced=False,
         tiled=False,
         shared_bytes=0,
         per_block=1,

@@ -219,11 +219,13 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
     """Whether blocks of so many threads keep together (kernels/pace.cuh): where memory is what they wait for.
 
     32768x2048 bf16 on an H200 takes 1.06 of the floor together, 1.18 apart. Where they wait for arithmetic, or the
-    blocks of a cluster for each other, a wait more costs time. LayerNorm with fewer than 16 warps to a multiprocessor:
-    8192x12288 bf16 1.14 together, 1.07 apart. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32
-    1.03 and 1.07; of sixteen: RMSNorm of 1024x131072 fp32 1.19 and 1.11.
+    blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block:
+    8192x12288 bf16 1.14 together, 1.07 apart, but fp32 1.03 and 1.08, and fourteen warps, 16384x7168 bf16, 1.07 and
+    1.09. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32 1.03 and 1.07; of sixteen: RMSNorm of
+    1024x131072 fp32 1.19 and 1.11.
     """
-    return tree.cluster <= 2 * ITEMSIZE[spec.x] and (spec.rms or threads >= MAX_BLOCK_WARPS * 32)
+    few = threads <= 12 * 32 and ITEMSIZE[spec.x] == 2 and not spec.rms
+    return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few
 
 
 def _groups(tree: Tree, roomy: bool, device: Device) -> int:

@@ -35,8 +35,8 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return tiled
     itemsize = ITEMSIZE[spec.x]
     bytes_per_thread = _FORWARD_BYTES
-    # Twice as many of fp32, if one block then has the row. Clusters do better with twice the threads: 2048x65536 fp32
-    # on an H200 in eight blocks 1.03, in four 1.08.
+    # Twice as many of fp32 beyond a block; but clusters that have the row, in full vectors, without do better with
+    # twice the threads: 2048x65536 fp32 on an H200 in eight blocks 1.03, in four 1.08.
     blocks = spec.cols * itemsize / (MAX_BLOCK_WARPS * 32 * bytes_per_thread)
     spread = device.has_clusters and vector_of(spec) * itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if itemsize == 4 and blocks > 1 and not spread:
@@ -52,10 +52,7 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     per_thread = tree.vectors * tree.vec
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
-        # Single elements, and LayerNorm of 16 bits in clusters of eight, wait for arithmetic and for each other rather
-        # than for memory: 1024x131072 bf16 takes 1.08, and together 1.18; RMSNorm 1.09 and, together, 1.04. On sm_120 a
-        # pace spills a register beside weight and bias in fp32.
-        paced = device.arch == 90 and tree.vec > 1 and (spec.rms or tree.cluster <= 2 * itemsize)
+        paced = device.arch == 90 and _keeps_pace(spec, tree)  # elsewhere unmeasured, and on sm_120 it spills
         staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
         if staged is not None:
             return staged
@@ -109,11 +106,24 @@ def _tiled(spec: RowNormSpec, device: Device) -> Plan | None:
     )
 
 
+def _keeps_pace(spec: RowNormSpec, tree: Tree) -> bool:
+    """Whether the blocks of a staged forward keep together (kernels/pace.cuh): where memory is what they wait for.
+
+    Single elements wait for arithmetic: 1273x50257 bf16 on an H200 takes 1.61 of the floor together, 1.44 apart. So
+    does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a block: 1024x131072 bf16 1.18 and
+    1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of 1024x131072 bf16
+    1.04 and 1.09.
+    """
+    if tree.vec == 1:
+        return False
+    return spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)
+
+
 def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     """The tree of a row that a single block reads twice, where that beats `tree`; else None.
 
-    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.11; fp32 1.04
-    and 1.09. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB, and where a cluster's blocks would
+    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.07; fp32 1.04
+    both ways. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB, and where a cluster's blocks would
     not be full: 5461x24576 bf16 1.05 and 1.14, but 4096x32768 1.08 and 1.06. Single elements do not pay: 6400x10007
     bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
     """
