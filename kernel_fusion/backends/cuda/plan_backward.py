@@ -154,6 +154,7 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     groups = _groups(tree, roomy and not spec.has_stages, device)
     plan = _staged_groups(spec, tree, access, device, groups, roomy)
     if tree.cluster > 1 and groups > 1 and (plan is None or plan.stages < 3):
+        # Not for the third slot, without which rows go one after the other.
         plan = _staged_groups(spec, tree, access, device, 1, roomy)
     if plan is None and spec.has_stages:
         # They may need larger slots: fewer rows at a time, then a share of the row for each of more blocks.
