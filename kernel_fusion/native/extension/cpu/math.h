@@ -42,9 +42,13 @@ template <> struct Math<float> : VectorMath<float> {
   using I = at::vec::Vectorized<int32_t>;
 
   static KF_INLINE V exp(V x) {
+#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity and 0; min and max give NaN where their second number is NaN
+    return exp_bounded(_mm512_max_ps(of(-104), _mm512_min_ps(of(104), x)));
+#else
     const V inner = exp_bounded(x);
     const V edge = where_gt(x, of(0), of(std::numeric_limits<double>::infinity()), where_gt(of(0), x, of(0), x));  // NaN: x
     return V::blendv(edge, inner, (x > of(-87.336548)) & (x < of(88.722840)));
+#endif
   }
 
   // For x up to 88.
@@ -103,10 +107,14 @@ template <> struct Math<float> : VectorMath<float> {
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // For x between -87 and 88, and no NaN. 2^n (1 + e): n is added to the exponent.
+  // 2^n (1 + e), for x between -87 and 88, and no NaN: n is added to the exponent. With AVX-512 up to 104 either way, and for NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_scalef_ps(of(1) + p.e, p.n());
+#else
     return as_float(as_int(of(1) + p.e) + (as_int(p.shifted) << I(23)));
+#endif
   }
 
   // c0 + c1 x + c2 x^2 + ...
@@ -120,9 +128,9 @@ template <> struct Math<float> : VectorMath<float> {
   // x = n ln 2 + r with |r| at most ln(2) / 2; e = e^r - 1.
   struct Power {
     V shifted, e;  // n stands in the last bits of `shifted`
+    KF_INLINE V n() const { return shifted - of(12582912); }
     explicit KF_INLINE Power(V x) : shifted(at::vec::fmadd(x, of(1.44269504088896341), of(12582912))) {
-      const V n = shifted - of(12582912);
-      const V r = at::vec::fmadd(n, of(-kLn2Low), at::vec::fmadd(n, of(-kLn2High), x));
+      const V r = at::vec::fmadd(n(), of(-kLn2Low), at::vec::fmadd(n(), of(-kLn2High), x));
       e = at::vec::fmadd(r * r, polynomial(r, 4.999999341e-01f, 1.666652011e-01f, 4.166839422e-02f, 8.368780429e-03f,
                                            1.381446674e-03f), r);
     }
