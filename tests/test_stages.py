@@ -100,6 +100,20 @@ def test_shapes(verb: str, rows: int, cols: int) -> None:
     assert_within_budget(ours, verb, tensors, grads, **STAGES["all"])
 
 
+# Grid rationale. The ways in which the CPU kernel of the bare norm comes to dx: short rows, of which 16 bits are kept
+# as fp32, rows of several stretches, and few long ones, whose columns are shared.
+@pytest.mark.parametrize(("rows", "cols"), [(40, 64), (12, 2309), (5, 16387)])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=lambda d: str(d).removeprefix("torch."))
+@each_add_verb
+def test_a_residual_alone(verb: str, dtype: torch.dtype, rows: int, cols: int) -> None:
+    """Without another stage the gradient that arrives at h is added to dx, however the rows are taken."""
+    tensors = make(verb, (rows, cols), dtype)
+    grads = cotangents(call(verb, *tensors, backend="eager"))
+    with ran_both(CPU):
+        ours = run(verb, tensors, grads, backend="cpu")
+    assert_within_budget(ours, verb, tensors, grads)
+
+
 @pytest.mark.parametrize("place", ["pre_activation", "activation"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", kf.ACTIVATIONS)

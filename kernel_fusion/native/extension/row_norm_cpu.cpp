@@ -71,22 +71,30 @@ void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t r
 
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
-  OptionalRows dh, x;
+  OptionalRows x;
   Prepared bias;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
-      : dh(call.stages->dh, call.num_dims),
-        x(call.stages->x, call.num_dims),
+      : x(call.stages->x, call.num_dims),
         bias(call.stages->bias, 0.0, acc_dtype(call.input), false) {
     const BackwardStages& s = *call.stages;
-    args = {common(s), s.has_residual, dh.data(), x.data(), bias.parameter.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
-            dh.layout(), x.layout(), cpu_dtype(call.x_dtype)};
+    args = {common(s), s.has_residual, x.data(), bias.parameter.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
+            x.layout(), cpu_dtype(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;
   }
 };
+
+// Whether all that stands around the norm in backward is what arrives at h and is added to dx: the kernel of the bare norm does
+// that, from the elements as they lie. 2048 x 2048 bf16 takes 1.8 ms; through buffers it took 4.1 (EPYC with AVX-512, 1 thread).
+bool is_bare(const BackwardCall& call) {
+  if (!call.stages) return true;
+  const BackwardStages& s = *call.stages;
+  return s.has_residual && !s.pre_activation && !s.activation && !s.threshold && !call.wants[3] &&
+         call.x_dtype == call.input.scalar_type();
+}
 
 // Few long rows: threads share the columns, and every column of dweight and dbias has one sum. A function of the shape too.
 bool goes_by_columns(const Rows& x) { return x.rows <= cpu::kFewRows && x.cols >= 8 * cpu::kStretch; }
@@ -138,18 +146,19 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
-  const bool by_columns = !call.stages && goes_by_columns(x);
-  const Prepared weight(call.weight, call.weight_offset, acc, !call.stages && cpu::interleaves(x_type, dy_type),
+  const bool bare = is_bare(call), by_columns = bare && goes_by_columns(x);
+  const OptionalRows dh(call.stages ? call.stages->dh : std::nullopt, call.num_dims);
+  const Prepared weight(call.weight, call.weight_offset, acc, bare && cpu::interleaves(x_type, dy_type),
                         by_columns && acc == at::kFloat);
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
-                     call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, x.layout, dy.layout, call.rms,
-                     x_type, dy_type,
+                     call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
+                     dh.layout(), call.rms, x_type, dy_type,
                      past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
   std::optional<StagedBackward> staged;
-  if (call.stages) staged.emplace(call, x, dresidual);
+  if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   prefer_huge_pages(dresidual);

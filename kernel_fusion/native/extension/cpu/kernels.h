@@ -63,7 +63,8 @@ struct Backward {
   void* dweight;  // accumulator type, one row of the block's own, made by the kernel; null: not wanted
   void* dbias;
   int64_t cols;
-  RowLayout x_rows, dy_rows;
+  const void* dh;  // of x's type, added to dx; null: none
+  RowLayout x_rows, dy_rows, dh_rows;
   bool rms;
   Dtype x_type, dy_type;
   bool streams;  // dx and dresidual go past the caches
@@ -96,11 +97,10 @@ struct ForwardStages : Stages {
 // Beside `Backward`, whose x is h where there is a residual, and whose x_type is then that of dh and dresidual too.
 struct BackwardStages : Stages {
   bool has_residual;
-  const void* dh;    // null: none
   const void* x;     // the argument of the pre-activation; null: none
   const void* bias;  // as in `Forward`
   void* dresidual;   // null: not wanted
-  RowLayout dh_rows, x_rows;
+  RowLayout x_rows;
   Dtype dx_type;  // that of x as well
 };
 

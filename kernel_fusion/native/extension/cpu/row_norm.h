@@ -80,6 +80,7 @@ template <class X, class DY> struct Row {
   const DY* dy;
   X* dx;
   AccOf<X> mean, rstd;
+  const X* dh = nullptr;  // is added to dx; null: nothing
   int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
   double sum_g = 0, sum_gx = 0;
   AccOf<X>* kept = nullptr;  // of each pair xhat and then g, for the second pass; see backward_together
@@ -180,6 +181,7 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
   using P = Pair<A>;
   const X* x = row.x + start;
   const DY* dy = row.dy + start;
+  const X* dh = from(row.dh, start);
   X* dx = row.dx + start;
   const A* weight = from(static_cast<const A*>(c.weight), start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
@@ -205,11 +207,13 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
         __builtin_prefetch(x + i + next_x);
         __builtin_prefetch(dy + i + next_dy);
         const P w = weight ? load_pair(weight + i) : both<A>(1);
-        target.template store<X>(i, gradient(fma(load_pair(dy + i), w, shifts), load_pair(x + i), means, slopes, rstds));
+        const P g = gradient(fma(load_pair(dy + i), w, shifts), load_pair(x + i), means, slopes, rstds);
+        target.template store<X>(i, dh ? g + load_pair(dh + i) : g);
       },
       [&](int64_t i) {  // g rounded as it was for its sum: in rows of one element dx is exactly 0
         const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
-        dx[i] = static_cast<X>(gradient(g + shift, load_one(x + i), mean, slope, rstd));
+        const A d = gradient(g + shift, load_one(x + i), mean, slope, rstd);
+        dx[i] = static_cast<X>(dh ? d + load_one(dh + i) : d);
       });
 }
 
@@ -226,12 +230,14 @@ template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, 
       c.cols,
       [&](int64_t i) {
         const A* p = row.kept + 2 * i;
-        target.template store<X>(i, gradient(load_pair(p), load_pair(p + P::kStep), slopes, shifts, rstds));
+        const P g = gradient(load_pair(p), load_pair(p + P::kStep), slopes, shifts, rstds);
+        target.template store<X>(i, row.dh ? g + load_pair(row.dh + i) : g);
       },
       [&](int64_t i) {
         const A g = weight ? load_one(row.dy + i) * weight[i] : load_one(row.dy + i);
         const A xhat = (load_one(row.x + i) - row.mean) * rstd;
-        row.dx[i] = static_cast<X>(gradient(xhat, g, slope, shift, rstd));
+        const A d = gradient(xhat, g, slope, shift, rstd);
+        row.dx[i] = static_cast<X>(row.dh ? d + load_one(row.dh + i) : d);
       });
 }
 
