@@ -48,7 +48,7 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
 }
 
 // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
-// that ought to stay; from 8192 columns on of fp32 too: 64 x 16384 takes 0.20 ns per element with four rows, 0.22 with two (EPYC with
+// that ought to stay; beyond 8192 columns of fp32 too: 64 x 16384 takes 0.20 ns per element with four rows, 0.22 with two (EPYC with
 // AVX-512, 1 thread). Two of 16 bits where these can be kept (see kKept), but more cannot.
 template <class X> int rows_together(int64_t cols) {
   if (cols > kLongRow) return 8;
