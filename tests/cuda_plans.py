@@ -15,9 +15,9 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
 
 
-def tree(plan: Plan) -> tuple[int, int, int]:
-    """What decides the order in which a row is summed."""
-    return plan.vec, plan.lanes, plan.warps
+def tree(plan: Plan) -> tuple[int, int, int, int]:
+    """What decides how a row is summed."""
+    return plan.vec, plan.lanes, plan.warps, plan.center
 
 
 def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:

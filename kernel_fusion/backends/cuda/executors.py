@@ -15,14 +15,15 @@ SMALL_ROW_THREADS = 128  # of a block that several rows share
 
 @dataclass(frozen=True)
 class Plan(Launch):
-    """How a row-norm kernel runs. The first group decides the order of summation: a function of spec and device.
+    """How a row-norm kernel runs. The first group decides how a row is summed: a function of spec and device.
 
     Attributes:
         vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
         played: virtual warps per physical warp; the cluster is that of a row.
         resident: the row stays in registers, else it is read again.
-        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, whose
-            center the first ones give, and for y.
+        center: how many of a lane's first vectors give the center of LayerNorm's statistics (see kernels/moments.cuh).
+        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, at
+            first those of the center, and for y.
         ahead: forward loads weight and bias beside x, before the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
@@ -38,6 +39,7 @@ class Plan(Launch):
     vec: int
     lanes: int
     warps: int
+    center: int = 0
     played: int = 1
     resident: bool = True
     ahead: bool = False

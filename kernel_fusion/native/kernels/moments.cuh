@@ -2,9 +2,9 @@
 // correct the center, whose own rounding would cost digits at mean/std = 1e4. Warps are joined by one exchange of (mean,
 // squared deviations) and Chan's formula: as stable as two passes over the row, with one barrier.
 //
-// Rows that are at hand have the mean of their warp as center. Rows that pass by have the mean of its first vectors, so that
-// one pass is enough. What the correction subtracts is then no rounding any more, but bounded: if the first vectors are a
-// share f of the warp's columns, the squares about their mean are at most 1/f times those about the warp's.
+// The center is the mean of the warp's first kCenter vectors, so that one pass over all of them is enough. What the correction
+// subtracts is more than a rounding then, but bounded: if the first vectors are a share f of the warp's columns, the squares
+// about their mean are at most 1/f times those about the warp's.
 #pragma once
 
 #include "batched.cuh"
@@ -57,22 +57,19 @@ template <class S> struct Deviations {
   }
 };
 
-// The mean of the first kCount vectors of every lane, of which this one has added up `sum`.
-template <class S, int kCount> __device__ typename S::Acc center_of(int warp, typename S::Acc sum) {
-  return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, kCount>(warp);
+// The center of virtual warp `warp`, whose first vectors are x_at(k).
+template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at) {
+  if constexpr (S::kRms) return 0;
+  typename S::Acc sum = 0;
+#pragma unroll
+  for (int k = 0; k < S::kCenter; ++k) add_pack<S>(x_at(k), sum);
+  return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
 // Of virtual warp `warp`, whose k-th vector is x_at(k), whenever it is asked for.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, int warp, X&& x_at) {
   using P = Place<S>;
-  typename S::Acc center = 0;
-  if constexpr (!S::kRms) {
-    typename S::Acc sum = 0;
-#pragma unroll
-    for (int k = 0; k < P::kChunks; ++k) add_pack<S>(x_at(k), sum);
-    center = center_of<S, P::kChunks>(warp, sum);
-  }
-  Deviations<S> deviations{at.lane, warp, center};
+  Deviations<S> deviations{at.lane, warp, center_of<S>(warp, x_at)};
 #pragma unroll
   for (int k = 0; k < P::kChunks; ++k) deviations.add(k, x_at(k));
   return deviations.moments();
@@ -95,25 +92,17 @@ template <class S, int kBatch, int kFirst, class Load, class Use> __device__ voi
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& load, Value&& value) {
   using P = Place<S>;
-  constexpr int kFirst = kBatch < P::kChunks ? kBatch : P::kChunks;
   using Loaded = decltype(load(0, false));
-  Loaded loaded[kFirst];
-  Pack<typename S::Row, S::kVec> first[kFirst];
+  Loaded loaded[S::kCenter];
+  Pack<typename S::Row, S::kVec> first[S::kCenter];
 #pragma unroll
-  for (int k = 0; k < kFirst; ++k) loaded[k] = load(k, false);
+  for (int k = 0; k < S::kCenter; ++k) loaded[k] = load(k, false);
 #pragma unroll
-  for (int k = 0; k < kFirst; ++k) first[k] = value(k, loaded[k], false);
-  typename S::Acc center = 0;
-  if constexpr (!S::kRms) {
-    typename S::Acc sum = 0;
+  for (int k = 0; k < S::kCenter; ++k) first[k] = value(k, loaded[k], false);
+  Deviations<S> deviations{at.lane, warp, center_of<S>(warp, [&](int k) { return first[k]; })};
 #pragma unroll
-    for (int k = 0; k < kFirst; ++k) add_pack<S>(first[k], sum);
-    center = center_of<S, kFirst>(warp, sum);
-  }
-  Deviations<S> deviations{at.lane, warp, center};
-#pragma unroll
-  for (int k = 0; k < kFirst; ++k) deviations.add(k, first[k]);
-  batched_chunks<S, kBatch, kFirst>(
+  for (int k = 0; k < S::kCenter; ++k) deviations.add(k, first[k]);
+  batched_chunks<S, kBatch, S::kCenter>(
       load, [&](int k, const Loaded& each, bool inside) { deviations.add(k, value(k, each, inside), inside); });
   return deviations.moments();
 }

@@ -70,7 +70,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   struct State { A first, second; };  // the warp's mean and squared deviations
   const auto first_pass = [&](i64 row, int slot) {
     Moments<S> moments;
-    if constexpr (kAddsResidual<S> || kChangesX<S> || (kVec == 1 && !S::kRms)) {  // what is dear to read twice
+    if constexpr (kAddsResidual<S> || kChangesX<S>) {  // what is dear to read twice
       Pack<typename S::Row, kVec> values[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) values[i] = row_at(row, slot, i);
