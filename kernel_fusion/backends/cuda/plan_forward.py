@@ -22,7 +22,7 @@ _FORWARD_BYTES = 64
 # By two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
-_TWELVE_WARPS = 12 * 32 * _FORWARD_BYTES // 2  # columns of 16 bits, in full vectors
+_FOUR_BLOCKS_COLS = 12288  # columns of 16 bits that do better as eight warps of six vectors
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
 # bytes in longer rows reach the floor by themselves: 125490x255 fp32 1.01 on an H200, tiled 1.05.
@@ -38,7 +38,7 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # Counting deviations from the mean of half a row saves an addition for each element of the other half, which shows
     # where rows stream: LayerNorm 2048x65536 bf16 on an H200 1.10 of the floor with all of it, 1.08 with half;
     # 1273x50257 1.56 and, with a quarter, 1.45. Rows in registers gain nothing, and some lose.
-    center = plan.center or plan.batches[0] or (ceil_div(vectors, 2) if plan.stages else vectors)
+    center = plan.batches[0] or (ceil_div(vectors, 2) if plan.stages else vectors)
     return replace(plan, center=min(vectors, center))
 
 
@@ -62,11 +62,12 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         threads = direct_plan(twice).threads
         min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * itemsize else 1
         return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
-    if device.arch == 90 and itemsize == 2 and not spec.has_stages and spec.cols == _TWELVE_WARPS:
-        # Of twelve warps three blocks fit a multiprocessor, of six with twice the vectors four, and so many more bytes
-        # are on their way: 512x12288 bf16 on an H200, in microseconds, 9.4 and 8.4; 8192x12288 99.7 and 100.8.
-        # With a center of eight vectors LayerNorm spills.
-        return direct_plan(replace(tree, warps=6, vectors=8), center=2, min_blocks=4 if access.x >= 16 else 1)
+    if device.arch == 90 and itemsize == 2 and not spec.has_stages and spec.cols == _FOUR_BLOCKS_COLS:
+        # Of the twelve warps that it would be three blocks fit a multiprocessor, of eight with more vectors four, and
+        # so more bytes are on their way: LayerNorm 512x12288 bf16 on an H200 takes 9.5 and 8.0 microseconds, 8192x12288
+        # 99.5 both ways.
+        roomy = access.x >= 16 and spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
+        return direct_plan(replace(tree, warps=8, vectors=6), min_blocks=4 if roomy else 1)
     per_thread = tree.vectors * tree.vec
     most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
