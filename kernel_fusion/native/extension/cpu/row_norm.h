@@ -43,13 +43,22 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
+// Where a loop leaves its results, as elements T.
+template <class T> struct Results {
+  using A = AccOf<T>;
+  Target<A> target;
+  explicit Results(T* p, bool streams = false) : target(Target<A>::streamed(kDtypeOf<T>, p, streams)) {}
+  KF_INLINE void put(int64_t i, const Pair<A>& v) const { target.template store<T>(i, v); }
+  KF_INLINE void put(int64_t i, A v) const { static_cast<T*>(target.data)[i] = static_cast<T>(v); }
+};
+
 // y = (x - mean) * rstd * weight + bias over [0, n); y may be x. `next`: how far ahead of x lies what will be read in its place,
 // which is fetched into the L2 cache; 0: nothing is.
 template <class X, class Y>
 inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n, Y* y,
                       bool streams = false, int64_t next = 0) {
   using A = AccOf<X>;
-  const auto target = Target<A>::streamed(kDtypeOf<Y>, y, streams);
+  const Results<Y> results(y, streams);
   const auto means = both(mean), rstds = both(rstd);
   const auto write = [&](auto&& scale_shift) {
     sweep<A>(
@@ -57,9 +66,9 @@ inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* 
         [&](int64_t i) {
           if constexpr (sizeof(X) == 2)
             if (next) __builtin_prefetch(x + i + next, 0, 2);
-          target.template store<Y>(i, scale_shift((load_pair(x + i) - means) * rstds, i));
+          results.put(i, scale_shift((load_pair(x + i) - means) * rstds, i));
         },
-        [&](int64_t i) { y[i] = static_cast<Y>(scale_shift((load_one(x + i) - mean) * rstd, i)); });
+        [&](int64_t i) { results.put(i, scale_shift((load_one(x + i) - mean) * rstd, i)); });
   };
   // Loads from an accumulator array, as a pair or as one element, like `like`.
   const auto at = [](const A* p, int64_t i, auto like) {
@@ -85,6 +94,26 @@ template <class X, class DY> struct Row {
   double sum_g = 0, sum_gx = 0;
   AccOf<X>* kept = nullptr;  // of each pair xhat and then g, for the second pass; see backward_together
 };
+
+// The address of an element.
+inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
+  return static_cast<const char*>(tensor) + index * size_of(dtype);
+}
+inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
+
+// A row from column `start` on. Row `next` will be read in its place; the row itself: none will.
+template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t next, int64_t start = 0) {
+  using A = AccOf<X>;
+  const int64_t x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
+  Row<X, DY> result{reinterpret_cast<const X*>(element(c.x_type, c.x, x + start)),
+                    reinterpret_cast<const DY*>(element(c.dy_type, c.dy, dy + start)),
+                    c.dx ? static_cast<X*>(c.dx) + row * c.cols + start : nullptr, saved_mean<A>(c, row),
+                    static_cast<const A*>(c.rstd)[row],
+                    c.dh ? static_cast<const X*>(c.dh) + row_offset(c.dh_rows, row) + start : nullptr};
+  result.next_x = row_offset(c.x_rows, next) - x;
+  result.next_dy = row_offset(c.dy_rows, next) - dy;
+  return result;
+}
 
 // As many rows as `add_columns` has registers for, and whether it has more for the addresses of what it fetches and keeps: two rows
 // of fp16 with AVX2 lose a tenth by that in the L1 cache (Xeon).
@@ -175,14 +204,14 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of the columns [start, stop), once the sums are those of the whole row.
-template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop) {
+// dx of the columns [start, stop), once the sums are those of the whole row, to all `results`, which begin at `start`.
+template <class X, class DY, class... R>
+void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop, const R&... results) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const X* x = row.x + start;
   const DY* dy = row.dy + start;
   const X* dh = from(row.dh, start);
-  X* dx = row.dx + start;
   const A* weight = from(static_cast<const A*>(c.weight), start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
@@ -199,8 +228,8 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
     if constexpr (!kFolds) x = x - mean;
     return fma(x, slope, g_shifted) * rstd;
   };
-  const auto target = Target<A>::streamed(kDtypeOf<X>, dx, c.streams);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
+  const auto put = [&](int64_t i, const auto& v) { (results.put(i, v), ...); };
   sweep<A>(
       stop - start,
       [&](int64_t i) {
@@ -208,12 +237,12 @@ template <class X, class DY> void write_dx(const Backward& c, const Row<X, DY>& 
         __builtin_prefetch(dy + i + next_dy);
         const P w = weight ? load_pair(weight + i) : both<A>(1);
         const P g = gradient(fma(load_pair(dy + i), w, shifts), load_pair(x + i), means, slopes, rstds);
-        target.template store<X>(i, dh ? g + load_pair(dh + i) : g);
+        put(i, dh ? g + load_pair(dh + i) : g);
       },
       [&](int64_t i) {  // g rounded as it was for its sum: in rows of one element dx is exactly 0
         const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
         const A d = gradient(g + shift, load_one(x + i), mean, slope, rstd);
-        dx[i] = static_cast<X>(dh ? d + load_one(dh + i) : d);
+        put(i, dh ? d + load_one(dh + i) : d);
       });
 }
 
@@ -224,20 +253,20 @@ template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, 
   const auto* weight = static_cast<const A*>(c.weight);
   const A rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols), shift = c.rms ? A(0) : static_cast<A>(-row.sum_g / c.cols);
   const auto gradient = [](auto xhat, auto g, auto slope, auto shift, auto rstd) { return fma(xhat, slope, g + shift) * rstd; };
-  const auto target = Target<A>::streamed(kDtypeOf<X>, row.dx, c.streams);
+  const Results<X> results(row.dx, c.streams);
   const P rstds = both(rstd), slopes = both(slope), shifts = both(shift);
   sweep<A>(
       c.cols,
       [&](int64_t i) {
         const A* p = row.kept + 2 * i;
         const P g = gradient(load_pair(p), load_pair(p + P::kStep), slopes, shifts, rstds);
-        target.template store<X>(i, row.dh ? g + load_pair(row.dh + i) : g);
+        results.put(i, row.dh ? g + load_pair(row.dh + i) : g);
       },
       [&](int64_t i) {
         const A g = weight ? load_one(row.dy + i) * weight[i] : load_one(row.dy + i);
         const A xhat = (load_one(row.x + i) - row.mean) * rstd;
         const A d = gradient(xhat, g, slope, shift, rstd);
-        row.dx[i] = static_cast<X>(row.dh ? d + load_one(row.dh + i) : d);
+        results.put(i, row.dh ? d + load_one(row.dh + i) : d);
       });
 }
 
@@ -260,6 +289,17 @@ void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, bool first,
 // rows gain a tenth, but four would take 0.58 instead of 0.42 (Xeon, 1 thread).
 constexpr int64_t kKept = 2048;
 
+constexpr int64_t kLongRow = 32768;
+
+// Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
+// that ought to stay; beyond 8192 columns of fp32 too: 64 x 16384 takes 0.20 ns per element with four rows, 0.22 with two (EPYC with
+// AVX-512, 1 thread). Two of 16 bits where these can be kept (see kKept), but more cannot.
+template <class X> int rows_together(int64_t cols) {
+  if (cols > kLongRow) return 8;
+  if (sizeof(X) != 2) return cols > 8192 ? kRowsAtOnce : 2;
+  return kRowsAtOnce * cols > kKept && 2 * cols <= kKept ? 2 : kRowsAtOnce;
+}
+
 // A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
@@ -275,7 +315,10 @@ template <class X, class DY> void backward_together(const Backward& c, Row<X, DY
     add_stretch<false>(c, rows, count, first, start, std::min(start + kStretch, c.cols));
   if (!rows[0].dx) return;
   for (int64_t start = 0; start < c.cols; start += kStretch)
-    for (int r = 0; r < count; ++r) write_dx(c, rows[r], start, std::min(start + kStretch, c.cols));
+    for (int r = 0; r < count; ++r) {
+      const int64_t stop = std::min(start + kStretch, c.cols);
+      write_dx(c, rows[r], start, stop, Results<X>(rows[r].dx + start, c.streams));
+    }
 }
 
 }  // namespace

@@ -9,8 +9,6 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kLongRow = 32768;
-
 // Whether the rows that come next are fetched while others are written, when no row is read. Of fp16 in memory, 32768 rows of 768
 // take 0.30 ns per element instead of 0.51, and 4096 of 4096 0.24 instead of 0.31. fp32 loses as often as it gains, as does what is
 // in the L3 cache (Xeon, 1 thread).
@@ -47,24 +45,6 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
   if (c.streams) finish_streams();
 }
 
-// Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
-// that ought to stay; beyond 8192 columns of fp32 too: 64 x 16384 takes 0.20 ns per element with four rows, 0.22 with two (EPYC with
-// AVX-512, 1 thread). Two of 16 bits where these can be kept (see kKept), but more cannot.
-template <class X> int rows_together(int64_t cols) {
-  if (cols > kLongRow) return 8;
-  if (sizeof(X) != 2) return cols > 8192 ? kRowsAtOnce : 2;
-  return kRowsAtOnce * cols > kKept && 2 * cols <= kKept ? 2 : kRowsAtOnce;
-}
-
-// A row from column `start` on.
-template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t start = 0) {
-  return {static_cast<const X*>(c.x) + row_offset(c.x_rows, row) + start,
-          static_cast<const DY*>(c.dy) + row_offset(c.dy_rows, row) + start,
-          c.dx ? static_cast<X*>(c.dx) + row * c.cols + start : nullptr, saved_mean<AccOf<X>>(c, row),
-          static_cast<const AccOf<X>*>(c.rstd)[row],
-          c.dh ? static_cast<const X*>(c.dh) + row_offset(c.dh_rows, row) + start : nullptr};
-}
-
 // A sum of gradients back from the order of `Interleaved`.
 inline void restore(float* sum, int64_t cols) {
   constexpr int64_t kStep = Pair<float>::kStep;
@@ -89,10 +69,7 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     for (int r = 0; r < count; ++r) {
       const int64_t row = first + r, next = row + together;
-      rows[r] = row_of<X, DY>(c, row);
-      if (next >= end) continue;
-      rows[r].next_x = row_offset(c.x_rows, next) - row_offset(c.x_rows, row);
-      rows[r].next_dy = row_offset(c.dy_rows, next) - row_offset(c.dy_rows, row);
+      rows[r] = row_of<X, DY>(c, row, next < end ? next : row);
     }
     backward_together(c, rows, count, first == begin);
   }
@@ -123,7 +100,7 @@ template <class X, class DY> void sums_of_stretches(const BackwardByColumns& c, 
     stretch.weight = stretch_of(c.parameter, start, stretch.cols, room[0]);
     Row<X, DY> rows[kFewRows];
     for (int64_t r = 0; r < c.rows; ++r) {
-      rows[r] = row_of<X, DY>(c, r, start);
+      rows[r] = row_of<X, DY>(c, r, r, start);
       if (s + 1 < end) rows[r].next_x = rows[r].next_dy = kStretch;
     }
     add_stretch<false>(stretch, rows, c.rows, true, 0, stretch.cols);
@@ -141,10 +118,10 @@ template <class X, class DY> void dx_of_stretches(const BackwardByColumns& c, in
     const int64_t start = s * kStretch, n = std::min(kStretch, c.cols - start);
     stretch.weight = stretch_of(c.parameter, start, n, room);
     for (int64_t r = 0; r < c.rows; ++r) {
-      auto row = row_of<X, DY>(c, r, start);
+      auto row = row_of<X, DY>(c, r, r, start);
       row.sum_g = sums[r].g;
       row.sum_gx = sums[r].gx;
-      write_dx(stretch, row, 0, n);
+      write_dx(stretch, row, 0, n, Results<X>(row.dx, c.streams));
     }
   }
   if (c.streams) finish_streams();
