@@ -95,8 +95,11 @@ template <class A> inline Pair<A> operator-(const Pair<A>& x, const Pair<A>& y) 
 template <class A> inline Pair<A> operator*(const Pair<A>& x, const Pair<A>& y) { return {x.a * y.a, x.b * y.b}; }
 template <class A> inline Pair<A> operator&(const Pair<A>& x, const Pair<A>& y) { return {x.a & y.a, x.b & y.b}; }
 template <class A> inline Pair<A> both(A v) { return {Vectorized<A>(v), Vectorized<A>(v)}; }
+template <class A> inline Vectorized<A> fma(const Vectorized<A>& x, const Vectorized<A>& y, const Vectorized<A>& z) {
+  return at::vec::fmadd(x, y, z);
+}
 template <class A> inline Pair<A> fma(const Pair<A>& x, const Pair<A>& y, const Pair<A>& z) {
-  return {at::vec::fmadd(x.a, y.a, z.a), at::vec::fmadd(x.b, y.b, z.b)};
+  return {fma(x.a, y.a, z.a), fma(x.b, y.b, z.b)};
 }
 inline float fma(float x, float y, float z) { return std::fma(x, y, z); }
 inline double fma(double x, double y, double z) { return std::fma(x, y, z); }

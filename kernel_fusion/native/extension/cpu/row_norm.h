@@ -93,7 +93,19 @@ template <class X, class DY> struct Row {
   int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
   double sum_g = 0, sum_gx = 0;
   AccOf<X>* kept = nullptr;  // of each pair xhat and then g, for the second pass; see backward_together
+  const AccOf<X>* bias = nullptr;  // where an activation comes after the norm
 };
+
+// The gradient before the activation after the norm, at z = xhat * w + b, where a row of dy says that it arrives behind one.
+template <class DY> inline constexpr bool kBehind = requires { typename DY::Activation; };
+template <class DY, class V> KF_INLINE V dz_of(const V& dy, const V& xhat, const V& w, const V& b) {
+  if constexpr (kBehind<DY>) return DY::dz(dy, fma(xhat, w, b));
+  else return dy;
+}
+// The same of element i, for the end of a row.
+template <class X, class DY, class A> KF_INLINE A dz_of(const Row<X, DY>& row, int64_t i, A xhat, const A* weight) {
+  return dz_of<DY>(load_one(row.dy + i), xhat, weight ? weight[i] : A(1), row.bias ? row.bias[i] : A(0));
+}
 
 // The address of an element.
 inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
@@ -151,6 +163,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   const std::array<const X*, kRows> x{rows[r].x...};
   const std::array<const DY*, kRows> dy{rows[r].dy...};
   const std::array<A*, kRows> kept{rows[r].kept...};
+  const A* bias = rows[0].bias;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
   // One vector for both halves of a pair, one after the other: there are not registers enough for more.
   Sums<A, kRows> gs{{(static_cast<void>(r), V(0))...}, {}}, gxs = gs;
@@ -166,10 +179,11 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
         (__builtin_prefetch(dy[r] + i + next_dy[r]), ...);
       }
       const P w = weight ? load_pair(weight + i) : both<A>(1);
+      const P b = kBehind<DY> && bias ? load_pair(bias + i) : both<A>(0);
       P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
       const auto add = [&]<size_t kRow, V P::*kHalf>() {
-        const V d = load_pair(dy[kRow] + i).*kHalf, g = d * w.*kHalf;
         const V xhat = (load_pair(x[kRow] + i).*kHalf - mean[kRow]) * rstd[kRow];
+        const V d = dz_of<DY>(load_pair(dy[kRow] + i).*kHalf, xhat, w.*kHalf, b.*kHalf), g = d * w.*kHalf;
         if constexpr (keeps) {
           A* const p = kept[kRow] + 2 * i + (kHalf == &P::a ? 0 : V::size());
           xhat.store(p);
@@ -189,8 +203,8 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   for (; i < stop; ++i) {
     A dw = old_dweight ? dweight[i] : A(0), db = old_dbias ? dbias[i] : A(0);
     const auto add = [&](size_t row) {
-      const A d = load_one(dy[row] + i), g = weight ? d * weight[i] : d;
       const A xhat = (load_one(x[row] + i) - rows[row].mean) * rows[row].rstd;
+      const A d = dz_of(rows[row], i, xhat, weight), g = weight ? d * weight[i] : d;
       dw = fma(d, xhat, dw);
       db += d;
       gs.rest[row] += g;
@@ -229,6 +243,7 @@ void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t s
     return fma(x, slope, g_shifted) * rstd;
   };
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
+  const A* bias = from(row.bias, start);
   const auto put = [&](int64_t i, const auto& v) { (results.put(i, v), ...); };
   sweep<A>(
       stop - start,
@@ -236,12 +251,14 @@ void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t s
         __builtin_prefetch(x + i + next_x);
         __builtin_prefetch(dy + i + next_dy);
         const P w = weight ? load_pair(weight + i) : both<A>(1);
-        const P g = gradient(fma(load_pair(dy + i), w, shifts), load_pair(x + i), means, slopes, rstds);
+        const P v = load_pair(x + i), b = kBehind<DY> && bias ? load_pair(bias + i) : both<A>(0);
+        const P d = dz_of<DY>(load_pair(dy + i), (v - means) * rstds, w, b);
+        const P g = gradient(fma(d, w, shifts), v, means, slopes, rstds);
         put(i, dh ? g + load_pair(dh + i) : g);
       },
       [&](int64_t i) {  // g rounded as it was for its sum: in rows of one element dx is exactly 0
-        const A g = weight ? load_one(dy + i) * weight[i] : load_one(dy + i);
-        const A d = gradient(g + shift, load_one(x + i), mean, slope, rstd);
+        const A v = load_one(x + i), dz = dz_of(row, start + i, (v - mean) * rstd, static_cast<const A*>(c.weight));
+        const A d = gradient((weight ? dz * weight[i] : dz) + shift, v, mean, slope, rstd);
         put(i, dh ? d + load_one(dh + i) : d);
       });
 }
@@ -263,9 +280,8 @@ template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, 
         results.put(i, row.dh ? g + load_pair(row.dh + i) : g);
       },
       [&](int64_t i) {
-        const A g = weight ? load_one(row.dy + i) * weight[i] : load_one(row.dy + i);
-        const A xhat = (load_one(row.x + i) - row.mean) * rstd;
-        const A d = gradient(xhat, g, slope, shift, rstd);
+        const A xhat = (load_one(row.x + i) - row.mean) * rstd, dz = dz_of(row, i, xhat, weight);
+        const A d = gradient(xhat, weight ? dz * weight[i] : dz, slope, shift, rstd);
         results.put(i, row.dh ? d + load_one(row.dh + i) : d);
       });
 }
@@ -300,8 +316,14 @@ template <class X> int rows_together(int64_t cols) {
   return kRowsAtOnce * cols > kKept && 2 * cols <= kKept ? 2 : kRowsAtOnce;
 }
 
-// A few rows at a time, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
+// The sums of a few rows, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
+template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
+  for (int64_t start = 0; start < c.cols; start += kStretch)
+    add_stretch<false>(c, rows, count, first, start, std::min(start + kStretch, c.cols));
+}
+
+// These and dx of a few rows, likewise.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
   if constexpr (sizeof(X) == 2 && kHasRoom)
     if (rows[0].dx && count * c.cols <= kKept) {
@@ -311,8 +333,7 @@ template <class X, class DY> void backward_together(const Backward& c, Row<X, DY
       for (int r = 0; r < count; ++r) write_kept_dx(c, rows[r]);
       return;
     }
-  for (int64_t start = 0; start < c.cols; start += kStretch)
-    add_stretch<false>(c, rows, count, first, start, std::min(start + kStretch, c.cols));
+  add_together(c, rows, count, first);
   if (!rows[0].dx) return;
   for (int64_t start = 0; start < c.cols; start += kStretch)
     for (int r = 0; r < count; ++r) {

@@ -106,6 +106,50 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
   if (c.streams) finish_streams();
 }
 
+// One element in the notation of shared/activations.h.
+template <class A> struct OneMath {
+  using V = A;
+  static V of(double c) { return static_cast<A>(c); }
+  static V where_gt(V a, V b, V yes, V no) { return a > b ? yes : no; }
+  static V where_ge(V a, V b, V yes, V no) { return a >= b ? yes : no; }
+  static V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
+};
+
+template <class F, class A> KF_INLINE A times_slope(A g, A z) { return act::times_slope<F, OneMath<A>>(g, z); }
+template <class F, class A> KF_INLINE Vectorized<A> times_slope(const Vectorized<A>& g, const Vectorized<A>& z) {
+  return act::times_slope<F, Math<A>>(g, z);
+}
+
+// Elements T of x, of which the norm takes F.
+template <class F, class T> struct Activated {
+  T value;
+};
+template <class X> inline constexpr bool kActivated = false;
+template <class F, class T> inline constexpr bool kActivated<Activated<F, T>> = true;
+template <class F, class T> KF_INLINE auto load_pair(const Activated<F, T>* p) { return value_of<F>(load_pair(&p->value)); }
+template <class F, class T> KF_INLINE auto load_one(const Activated<F, T>* p) {
+  return F::template value<OneMath<AccOf<T>>>(load_one(&p->value));
+}
+
+// dx from the gradient of what such a row is for the norm.
+template <class F, class T> struct BeforeActivated {
+  Results<T> dx;
+  const T* x;
+  template <class V> KF_INLINE void put(int64_t i, const V& g) const {
+    if constexpr (std::is_same_v<V, AccOf<T>>) dx.put(i, times_slope<F>(g, load_one(x + i)));
+    else dx.put(i, times_slope<F>(g, load_pair(x + i)));
+  }
+};
+
+// Elements T of dy, which arrives behind F.
+template <class F, class T> struct Behind {
+  using Activation = F;
+  T value;
+  template <class V> static KF_INLINE V dz(const V& dy, const V& z) { return times_slope<F>(dy, z); }
+};
+template <class F, class T> KF_INLINE auto load_pair(const Behind<F, T>* p) { return load_pair(&p->value); }
+template <class F, class T> KF_INLINE auto load_one(const Behind<F, T>* p) { return load_one(&p->value); }
+
 // Whether backward makes h, what was normalised, again: it was kept nowhere.
 inline bool makes_h(const BackwardStages& s) { return !s.has_residual && (s.pre_activation || s.threshold); }
 
@@ -157,15 +201,22 @@ void store_gradients(const Backward& c, const BackwardStages& s, int64_t index, 
   });
 }
 
+template <class F, class T, class DY>
+void store_gradients(const Backward& c, const BackwardStages&, int64_t index, const Row<Activated<F, T>, DY>& row) {
+  const Results<T> dx(static_cast<T*>(c.dx) + index * c.cols, c.streams);
+  write_dx(c, row, 0, c.cols, BeforeActivated<F, T>{dx, &row.x->value});
+}
+
 // The kernel of the bare norm, on rows as they lie in memory, X and DY, but h or dz where they have to be made again: these take
 // buffers. It writes dx itself where nothing comes before it.
 template <class X, class DY> void backward_staged_rows(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
   using A = AccOf<X>;
-  const bool h = makes_h(s), dz = s.activation;
-  const bool writes_dx = !h && !s.pre_activation && !s.threshold && !s.dresidual && s.dx_type == c.x_type;
+  const bool h = makes_h(s) && !kActivated<X>, dz = s.activation && !kBehind<DY>;
+  const bool writes_dx = !s.pre_activation && !s.threshold && !s.dresidual && s.dx_type == c.x_type;
   Backward norm = c;
   if (!writes_dx) norm.dx = nullptr;
   const int together = h || dz ? 2 : rows_together<X>(c.cols);
+  const auto* bias = static_cast<const A*>(s.bias);
   const std::unique_ptr<A[]> buffer(new A[(h + dz) * together * c.cols]);
   Row<X, DY> rows[8];
   for (int64_t first = begin; first < end; first += together) {
@@ -186,8 +237,10 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
           row.next_dy = 0;
           room += c.cols;
         }
+      if (kBehind<DY>) row.bias = bias;
     }
-    backward_together(norm, rows, count, first == begin);
+    if constexpr (kActivated<X>) add_together(norm, rows, count, first == begin);
+    else backward_together(norm, rows, count, first == begin);
     for (int r = 0; !writes_dx && (c.dx || s.dresidual) && r < count; ++r) store_gradients(c, s, first + r, rows[r]);
   }
   if (c.streams) finish_streams();
@@ -201,7 +254,19 @@ void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int
 }
 
 void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
+  const auto is_relu = [](int activation) { return static_cast<Activation>(activation) == Activation::relu; };
   const Dtype made = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
+  const bool on_load = c.x_type == c.dy_type && made == Dtype::kFloat;
+  if (on_load && makes_h(s) && is_relu(s.pre_activation) && !s.threshold && !s.activation)
+    return with_acc<float>(c.x_type, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      backward_staged_rows<Activated<act::relu, T>, T>(c, s, begin, end);
+    });
+  if (on_load && !makes_h(s) && is_relu(s.activation))
+    return with_acc<float>(c.x_type, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      backward_staged_rows<T, Behind<act::relu, T>>(c, s, begin, end);
+    });
   with_type(makes_h(s) ? made : c.x_type, [&](auto* h) {
     using X = std::remove_pointer_t<decltype(h)>;
     with_acc<AccOf<X>>(s.activation ? made : c.dy_type, [&](auto* dz) {
