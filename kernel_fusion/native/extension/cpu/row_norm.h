@@ -326,7 +326,7 @@ template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* ro
 // These and dx of a few rows, likewise.
 template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
   if constexpr (sizeof(X) == 2 && kHasRoom)
-    if (rows[0].dx && count * c.cols <= kKept) {
+    if (rows[0].dx && rows_together<X>(c.cols) * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone
       alignas(64) AccOf<X> room[2 * kKept];
       for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * c.cols;
       add_stretch<true>(c, rows, count, first, 0, c.cols);
