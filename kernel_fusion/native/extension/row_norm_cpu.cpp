@@ -38,6 +38,7 @@ class Prepared {
 };
 
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
+size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
 // out = the sum of `count` rows, which are in the accumulator type of `out`.
 void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
@@ -153,10 +154,11 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
+  size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual);
+  if (call.stages) moved += bytes_of(call.stages->dh) + bytes_of(call.stages->x);
   cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
                      call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
-                     dh.layout(), call.rms, x_type, dy_type,
-                     past_caches(call.input.nbytes() + call.dy.nbytes() + bytes_of(dx) + bytes_of(dresidual))};
+                     dh.layout(), call.rms, x_type, dy_type, past_caches(moved)};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
