@@ -3,8 +3,9 @@
 //
 // There is a loop for each activation, direction and compute type. What else distinguishes chains (dtypes, how the operands are
 // combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are predicted,
-// and a small part of the work of an exponential. Activations that take few instructions themselves have loops for *plain* chains
-// too: of one operand or a sum of two, all of one dtype, without dropout, scale or addend.
+// and a small part of the work of an exponential. There are further loops for *plain* chains, of one dtype throughout, without
+// dropout, scale or addend: of every activation for bf16, whose elements then need not change their lanes (cpu/pairs.h), and of
+// those that take few instructions themselves for fp16 and fp32.
 #pragma once
 
 #include <bit>
@@ -50,14 +51,12 @@ template <class A> struct ChainLoop {
 struct AnyChain {
   using Type = AnyType;
   static constexpr bool kPlain = false;
-  static constexpr Combine combine(Combine given) { return given; }
 };
 
 // That its chain is plain, of elements T:
-template <class T, Combine kCombine> struct PlainChain {
-  using Type = T;
+template <class T> struct PlainChain {
+  using Type = Alike<T>;
   static constexpr bool kPlain = true;
-  static constexpr Combine combine(Combine) { return kCombine; }
 };
 
 // The argument of the activation.
@@ -76,13 +75,12 @@ template <class F, class A> KF_INLINE Pair<A> times_slope(const Pair<A>& g, cons
 
 // relu of 16-bit elements and its gradient need no conversions.
 template <class F, class K>
-inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && K::combine(Combine::kFirst) == Combine::kFirst &&
-                                sizeof(typename K::Type) == 2;
+inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && sizeof(typename K::Type) == 2;
 
 // What x has where `by` is above zero or NaN, and zeros.
 template <class T, class A> KF_INLINE void keep_positive(const void* x, const void* by, const Target<A>& y, int64_t n) {
   using Bits = Vectorized<int16_t>;
-  const Bits zero(0), negative_infinity(std::bit_cast<int16_t>(-std::numeric_limits<T>::infinity()));  // NaN has more bits set
+  const Bits zero(0), negative_infinity(std::is_same_v<T, c10::Half> ? 0xfc00 : 0xff80);  // NaN has more bits set
   for (int64_t i = 0; i < n; i += Bits::size()) {
     const auto v = Bits::loadu(static_cast<const int16_t*>(by) + i);
     const auto keep = (v > zero) | ((v > negative_infinity) & (v < zero));
@@ -102,8 +100,8 @@ template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, cons
 template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)
-    if (!c.second.data) return keep_positive<T>(c.a.data, c.a.data, c.first, n);
-  const Combine combine = K::combine(c.combine);
+    if (c.combine == Combine::kFirst && !c.second.data) return keep_positive<T>(c.a.data, c.a.data, c.first, n);
+  const Combine combine = c.combine;
   for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
     const auto a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
@@ -121,8 +119,9 @@ template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLo
 // g f'(a) b and g f(a) for a gate.
 template <class F, class K, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
-  if constexpr (kOnBits<F, K>) return keep_positive<T>(c.dy.data, c.a.data, c.first, n);
-  const Combine combine = K::combine(c.combine);
+  if constexpr (kOnBits<F, K>)
+    if (c.combine == Combine::kFirst) return keep_positive<T>(c.dy.data, c.a.data, c.first, n);
+  const Combine combine = c.combine;
   for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
     const auto g = scaled<K>(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
@@ -152,19 +151,18 @@ template <class A> using Loop = void(const ChainLoop<A>, int64_t);
 // The loops of one activation in one direction.
 template <class A> struct LoopsOf {
   Loop<A>* any;
-  Loop<A>* plain[2][4] = {};  // of one operand and of a sum, at the position of the Dtype; null: use `any`
+  Loop<A>* plain[4] = {};  // at the position of the Dtype; null: use `any`
 };
 
 #define KF_LOOPS(direction)                                                            \
   template <class F, class A> constexpr LoopsOf<A> loops_of_##direction() {            \
     LoopsOf<A> loops{direction<F, AnyChain, A>};                                       \
-    if constexpr (kCheap<F> && std::is_same_v<A, float>) {                             \
+    if constexpr (std::is_same_v<A, float>) {                                          \
       const auto add = [&]<class T>(T) {                                               \
-        constexpr int kType = static_cast<int>(kDtypeOf<T>);                           \
-        loops.plain[0][kType] = direction<F, PlainChain<T, Combine::kFirst>, A>;       \
-        loops.plain[1][kType] = direction<F, PlainChain<T, Combine::kAdd>, A>;         \
+        loops.plain[static_cast<int>(kDtypeOf<T>)] = direction<F, PlainChain<T>, A>;   \
       };                                                                               \
-      add(float{}), add(c10::BFloat16{}), add(c10::Half{});                            \
+      add(c10::BFloat16{});                                                            \
+      if constexpr (kCheap<F>) add(float{}), add(c10::Half{});                         \
     }                                                                                  \
     return loops;                                                                      \
   }
@@ -182,11 +180,10 @@ template <class A> inline constexpr ChainLoops<A> kGradients = {KF_ACTIVATIONS(K
 
 template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, ChainLoop<A>& c) {
   const Dtype type = c.a.type;
-  const bool sum = c.combine == Combine::kAdd;
-  bool plain = (sum || c.combine == Combine::kFirst) && c.scale == 1 && !c.kept.data && !c.addend.data;
+  bool plain = c.scale == 1 && !c.kept.data && !c.addend.data;
   c.each_source([&](const Source<A>& source) { plain = plain && source.type == type; });
   c.each_target([&](const Target<A>& target) { plain = plain && target.type == type; });
-  Loop<A>* found = plain ? loops.plain[sum][static_cast<int>(type)] : nullptr;
+  Loop<A>* found = plain ? loops.plain[static_cast<int>(type)] : nullptr;
   return found ? found : loops.any;
 }
 

@@ -3,12 +3,14 @@
 //
 // Those of float are inlined here, because a call for every vector costs more than the arithmetic. They err by at most 1.5 ulp,
 // erf by three of 1, and by five beside its power (tests/test_cpu_math.py); results below the smallest normal number may be
-// zero. Those of double are at::vec's (Sleef, 1 ulp).
+// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/pairs.h's rounding to bf16: at::vec's
+// minimum and maximum have one that does not. Those of double are at::vec's (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
 
 #include <limits>
+#include <type_traits>
 
 #include "shared/activations.h"
 
@@ -20,9 +22,21 @@ template <class A> struct VectorMath {
   using V = at::vec::Vectorized<A>;
   static V of(double c) { return V(static_cast<A>(c)); }
   static V reciprocal(V x) { return x.reciprocal(); }
+#if defined(CPU_CAPABILITY_AVX512)  // at::vec takes a comparison from its mask register to a vector, and back to select by it
+  static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
+  static KF_INLINE V where_ge(V a, V b, V yes, V no) { return where<_CMP_GE_OQ>(a, b, yes, no); }
+  static KF_INLINE V where_eq(V a, V b, V yes, V no) { return where<_CMP_EQ_OQ>(a, b, yes, no); }
+
+ private:
+  template <int kRelation> static KF_INLINE V where(V a, V b, V yes, V no) {
+    if constexpr (std::is_same_v<A, float>) return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, kRelation), no, yes);
+    else return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, kRelation), no, yes);
+  }
+#else
   static V where_gt(V a, V b, V yes, V no) { return V::blendv(no, yes, a > b); }
   static V where_ge(V a, V b, V yes, V no) { return V::blendv(no, yes, a >= b); }
   static V where_eq(V a, V b, V yes, V no) { return V::blendv(no, yes, a == b); }
+#endif
 };
 
 template <class A> struct Math : VectorMath<A> {
@@ -89,7 +103,8 @@ template <> struct Math<float> : VectorMath<float> {
                            2.0419902875e-06f);
     const V q = polynomial(square, 1.0f, 5.0240550478e-01f, 1.1425516210e-01f, 1.4996933693e-02f, 1.1651477471e-03f,
                            3.8003878720e-05f);
-    return with_sign(where_gt(size, of(3.92), of(1), at::vec::minimum(size * (p / q), of(1))), x);
+    const V r = size * (p / q);
+    return with_sign(where_gt(size, of(3.92), of(1), where_gt(r, of(1), of(1), r)), x);
   }
 
   // Where the power is wanted too. Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.

@@ -158,7 +158,7 @@ void softmax_bwd(const SoftmaxBackward& c, int64_t begin, int64_t end) {
   if (c.dy_type != c.type) return softmax_bwd_rows<AnyType, float>(c, begin, end);  // never of double with others
   with_type(c.type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    softmax_bwd_rows<T, AccOf<T>>(c, begin, end);
+    softmax_bwd_rows<Alike<T>, AccOf<T>>(c, begin, end);
   });
 }
 
