@@ -28,6 +28,7 @@ enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 template <class A> struct ChainLoop {
   Combine combine = Combine::kFirst;
   int32_t activation = 0;
+  bool to_bf16 = false;  // forward: y is rounded to bf16, here or where it is stored in the end
   A scale = 1;
   Source<A> a, b;
   Source<A> kept;    // of dropout, as A: all bits set where an element is kept, none where it is dropped
@@ -65,8 +66,15 @@ template <class A> KF_INLINE Pair<A> combined(Combine combine, const Pair<A>& a,
   return combine == Combine::kMul ? a * b : a;
 }
 
-template <class F, class A> KF_INLINE Pair<A> value_of(const Pair<A>& z) {
-  return {F::template value<Math<A>>(z.a), F::template value<Math<A>>(z.b)};
+template <class F, class A, class M = Math<A>> KF_INLINE Pair<A> value_of(const Pair<A>& z) {
+  return {F::template value<M>(z.a), F::template value<M>(z.b)};
+}
+
+// The same where it may be rounded to bf16. RoughMath has another way to the value of gelu alone.
+template <class F, class A> KF_INLINE Pair<A> value_of(const Pair<A>& z, bool to_bf16) {
+  if constexpr (std::is_same_v<F, act::gelu> && std::is_same_v<A, float>)
+    if (to_bf16) return value_of<F, A, RoughMath>(z);
+  return value_of<F>(z);
 }
 
 template <class F, class A> KF_INLINE Pair<A> times_slope(const Pair<A>& g, const Pair<A>& z) {
@@ -106,7 +114,7 @@ template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLo
     const auto a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
     if (combine != Combine::kFirst) b = c.b.template load<T>(i);
-    auto y = value_of<F>(combined(combine, a, b));
+    auto y = value_of<F>(combined(combine, a, b), c.to_bf16);
     if (combine == Combine::kGate) y = y * b;
     y = scaled<K>(c, y, i);
     if (!K::kPlain && c.addend.data) y = y + c.addend.template load<T>(i);

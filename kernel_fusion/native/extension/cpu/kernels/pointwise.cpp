@@ -102,6 +102,7 @@ template <class A> void pointwise_region(const ChainOperands& call, const Region
   const Operands<A> operands{call, region};
   const bool binary = call.chain.combine != Combine::kFirst;
   ChainLoop<A> loop = loop_of<A>(call.chain);
+  loop.to_bf16 = call.types[0] == Dtype::kBFloat16;
   Chunk<A> a, b, y;
   Chunk<MaskOf<A>> kept;
   for_tiles(region, kChunk<A>, operands.in_place(2 + binary), [&](const Tile& tile) {

@@ -86,6 +86,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const X* 
   Chunk<A> z;
   ChainLoop<A> activate;
   activate.activation = s.activation;
+  activate.to_bf16 = c.y_type == Dtype::kBFloat16;
   activate.a.data = z;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, z.values);
