@@ -29,9 +29,10 @@ template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, d
 struct Interleaved : c10::BFloat16 {
   using c10::BFloat16::BFloat16;
 };
+using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
+
 // T as a loop takes it whose operands and results all have that type.
 template <class T> using Alike = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Interleaved, T>;
-using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
 
 // Two vectors of accumulators at a time: one full vector of a 16-bit type.
 template <class A> struct Pair {
