@@ -1,17 +1,23 @@
-"""Tables of the documentation that are made of result files. `python docs/tables.py` writes them anew.
+"""Tables of the documentation that are made of result files, or of plans. `python docs/tables.py` writes them anew.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. tests/test_documents.py finds those that differ from
-their files.
+their sources.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from kernel_fusion.backends.cuda.compile import compile_source
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.backends.cuda.planner import contiguous_access, family, plan_for, source_of
+from kernel_fusion.backends.cuda.tree import ceil_div
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -281,6 +287,47 @@ def _sources(*files: str, root: str = "../") -> str:
     return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
 
 
+_PLANNED_LENGTHS = {
+    "forward": (64, 255, 256, 1023, 1024, 4096, 4099, 5120, 8192, 12288, 16384, 32768, 32769, 50257, 65536, 131072),
+    "backward": (64, 255, 256, 1023, 1024, 4096, 5120, 8192, 10240, 12288, 16384, 32768, 50257, 65536, 131072),
+}
+
+
+def plans(direction: str) -> Iterator[str]:
+    """How LayerNorm runs on sm_90, bf16 / fp32: the planner's sizes, and what the compiler says."""
+    columns = ("threads per row", "rows per block", "elements per thread", "elements per vector", "registers", "slots")
+    rows = []
+    for cols in _PLANNED_LENGTHS[direction]:
+        both = zip(*(_planned(cols, dtype, direction) for dtype in ("bf16", "f32")), strict=True)
+        rows.append([str(cols), *(a if a == b else f"{a} / {b}" for a, b in both)])
+    yield from _table(["N", *columns, "shared memory KB"], rows)
+    yield (
+        "2×512 threads are a cluster of two blocks. Plans with slots are staged, the others direct. "
+        "Compiled by NVRTC 13.0."
+    )
+    yield ""
+
+
+def _planned(cols: int, dtype: str, direction: str) -> list[str]:
+    spec = next(s for s in family(cols, dtype, dtype, rms=False) if s.direction == direction)
+    access, device = contiguous_access(spec), KNOWN_DEVICES[90]
+    plan = plan_for(spec, access, device)
+    _, log = compile_source(source_of(spec, access, plan).text(), device.arch, verbose=True)
+    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", log)
+    assert used, log
+    threads = plan.lanes if plan.warps == 1 else plan.warps // plan.cluster * 32
+    shared = plan.shared_bytes + int(used[2] or 0)
+    return [
+        f"{plan.cluster}×{threads}" if plan.cluster > 1 else str(threads),
+        str(plan.per_block),
+        str(ceil_div(cols, plan.warps * plan.lanes * plan.vec) * plan.vec),
+        str(plan.vec),
+        used[1],
+        str(plan.stages or "–"),
+        "–" if shared < 16 else "<1" if shared < 1024 else str(round(shared / 1024)),
+    ]
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
     ("docs/cpu.md", "cpu norms"): partial(cpu_norms, _CPU_RUNS, "pytorch"),
@@ -289,6 +336,10 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
     ("docs/published.md", "published B"): published_b,
+    **{
+        (f"docs/layer_norm_{direction}.md", f"plans {direction}"): partial(plans, direction)
+        for direction in _PLANNED_LENGTHS
+    },
     **{
         (f"docs/layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
         for suite in _SHAPE_TITLES

@@ -58,8 +58,8 @@ def test_sessions_print_what_they_say(page: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "name"), tables.TABLES)
-def test_tables_are_those_of_their_files(page: str, name: str) -> None:
-    """`python docs/tables.py` would change nothing; and a digit that is not the file's would be found."""
+def test_tables_are_those_of_their_sources(page: str, name: str) -> None:
+    """`python docs/tables.py` would change nothing; and a digit that is not the source's would be found."""
     text = PAGES[page]
     assert tables.written_anew(page, text) == text
     wrong = re.sub(rf"(<!-- table: {name} -->.*?\| [\d.]+)\d \|", r"\g<1>x |", text, count=1, flags=re.DOTALL)
