@@ -37,7 +37,7 @@ def _cells(file: str, *keys: str, folder: Path = _H200) -> dict[tuple[Any, ...],
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    first = "---" if head[0].startswith("model") or "thread" in head[0] else "---:"
+    first = "---" if head[0].startswith(("model", "call")) or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
     yield f"| {first} |" + " ---: |" * (len(head) - 1)
     for row in rows:
@@ -287,6 +287,23 @@ def _sources(*files: str, root: str = "../") -> str:
     return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
 
 
+def host() -> Iterator[str]:
+    """Host time per call, ours beside PyTorch's."""
+    directions = ("inference", "training forward", "forward+backward")
+    cells = _cells("host.json", "verb", "configuration", "dtype", "direction")
+    rows = []
+    for verb, call, dtype in dict.fromkeys(key[:3] for key in cells):
+        row = [f"{_VERBS[verb]}, {call.replace('x', '×')} {dtype}"]
+        for direction in directions:
+            cell = cells[verb, call, dtype, direction]
+            ours, theirs = (_digits(1e3 * cell[name]["median_ms"]) for name in ("kf-cuda", "pytorch"))
+            row.append(f"{ours} / {theirs}")
+        rows.append(row)
+    yield from _table(["call", *(f"{direction}: ours / PyTorch µs" for direction in directions)], rows)
+    yield _sources("host.json", root="")
+    yield ""
+
+
 _PLANNED_LENGTHS = {
     "forward": (64, 255, 256, 1023, 1024, 4096, 4099, 5120, 8192, 12288, 16384, 32768, 32769, 50257, 65536, 131072),
     "backward": (64, 255, 256, 1023, 1024, 4096, 5120, 8192, 10240, 12288, 16384, 32768, 50257, 65536, 131072),
@@ -336,6 +353,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
     ("docs/published.md", "published B"): published_b,
+    ("ARCHITECTURE.md", "host"): host,
     **{
         (f"docs/layer_norm_{direction}.md", f"plans {direction}"): partial(plans, direction)
         for direction in _PLANNED_LENGTHS
