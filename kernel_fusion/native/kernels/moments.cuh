@@ -2,9 +2,10 @@
 // correct the center, whose own rounding would cost digits at mean/std = 1e4. Warps are joined by one exchange of (mean,
 // squared deviations) and Chan's formula: as stable as two passes over the row, with one barrier.
 //
-// The center is the mean of the warp's first kCenter vectors, so that one pass over all of them is enough. What the correction
-// subtracts is more than a rounding then, but bounded: if the first vectors are a share f of the warp's columns, the squares
-// about their mean are at most 1/f times those about the warp's.
+// The center is the mean of each lane's first kCenter vectors: all of them where the row is in registers, and the correction is
+// one of rounding; of a row that passes by fewer, so that one pass is enough. What is subtracted then is more, but bounded: if
+// the first vectors are a share f of the warp's columns, the squares about their mean are at most 1/f times those about the
+// warp's.
 #pragma once
 
 #include "batched.cuh"
