@@ -34,6 +34,8 @@ _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
 _MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
+# How much arithmetic a slope takes, as far as `_keeps_pace` asks; the others take more.
+_SLOPES = {IDENTITY: 0, "relu": 1, "relu_squared": 1, "leaky_relu": 1, "hardswish": 2}
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 
@@ -223,10 +225,14 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
     blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block:
     8192x12288 bf16 1.14 together, 1.07 apart, but fp32 1.03 and 1.08, and fourteen warps, 16384x7168 bf16, 1.07 and
     1.09. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32 1.03 and 1.07; of sixteen: RMSNorm of
-    1024x131072 fp32 1.19 and 1.11.
+    1024x131072 fp32 1.19 and 1.11. The slope of an activation after the norm, of 8192x8192: LayerNorm bf16 with relu
+    1.18 and 1.09, but RMSNorm 1.07 and 1.20, and LayerNorm fp32 1.08 and 1.13; RMSNorm bf16 with hardswish 1.29 and
+    1.22, but fp32 1.07 and 1.12; with sigmoid 1.35 and 1.26, fp32 1.25 and 1.18.
     """
-    few = threads <= 12 * 32 and ITEMSIZE[spec.x] == 2 and not spec.rms
-    return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few
+    narrow = ITEMSIZE[spec.x] == 2
+    few = threads <= 12 * 32 and narrow and not spec.rms
+    most = (1 if spec.rms else 0) if narrow else 2
+    return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few and _SLOPES.get(spec.activation, 3) <= most
 
 
 def _groups(tree: Tree, roomy: bool, device: Device) -> int:

@@ -32,19 +32,25 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
   const Place<S>& at;
   Piece* shared;  // [kKept][kPieces][threads]
   int threads, member;
+  Pack<T, kVec> loaded[kKeeping == kMemory ? 1 : kKept];  // until keep()
   A wide[kKeeping == kWide ? kKept : 1][kVec];
 
-  // By every thread. If shared memory keeps it, some `threads` of the block write it to `shared_bytes`, and all must meet
-  // before get().
+  // By every thread: asks for what is to be kept. If shared memory shall, of some `threads` of the block.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
-                             int member = 0, bool writes = false)
+                             int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
     if constexpr (kKeeping == kMemory) return;
 #pragma unroll
+    for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
+  }
+
+  // By every thread, before get(). What shared memory keeps is written by those that say so, and all must meet then.
+  __device__ void keep(bool writes = false) {
+    if constexpr (kKeeping == kMemory) return;
+#pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      const auto loaded = load(i);
       if constexpr (kKeeping == kWide) {
-        widen(loaded, wide[i]);
+        widen(loaded[i], wide[i]);
         // Opaque to the compiler, which would rather keep it as loaded and widen it again for every row.
         if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
@@ -52,7 +58,7 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
       } else if (writes) {
 #pragma unroll
         for (int j = 0; j < kPieces; ++j)
-          shared[(i * kPieces + j) * threads + member] = reinterpret_cast<const Piece*>(&loaded)[j];
+          shared[(i * kPieces + j) * threads + member] = reinterpret_cast<const Piece*>(&loaded[i])[j];
       }
     }
   }
@@ -188,6 +194,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   };
   ColumnWeight<S, kVectors> weights(args, at);
   ColumnBias<S, kVectors> biases(args, at);
+  weights.keep();
+  biases.keep();
   const Before<S, DY> before(args);
 
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows;

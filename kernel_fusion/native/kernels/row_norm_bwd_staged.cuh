@@ -68,14 +68,16 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
   wait_for_previous_kernel(x_of(first).source);
-  stream.start(args.rows, first, step, fill);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
   char* const kept = slots + kGroups * S::kStages * kSlotBytes;
   constexpr int kKept = kVectors - S::kUnkept;
   constexpr int kWeightBytes = S::kKeeping == kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
-  ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member, group == 0);
-  ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member, group == 0);
+  ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
+  ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
+  stream.start(args.rows, first, step, fill);  // not before: what is asked for behind so many rows comes 3 us later
+  weights.keep(group == 0);
+  biases.keep(group == 0);
   if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
   const Before<S, typename S::DY> before(args);
   const auto stats_of = [&](int slot) {
@@ -162,13 +164,9 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (!P::kCovers && at.col(i) >= kCols) break;
       if constexpr (kGroups == 1) {
-        Pack<A, kVec> pack;
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) pack.v[e] = sums[which][i][e];
-        store<16>(out[which] + at.col(i), pack);
-      } else {
+        store_by_pairs<kCols>(out[which], at.col(i), at.lane, sums[which][i]);
+      } else if (P::kCovers || at.col(i) < kCols) {
 #pragma unroll
         for (int e = 0; e < kVec; ++e) table[(which * kGroups + group) * kOwn + at.col(i) - first_col + e] = sums[which][i][e];
       }

@@ -172,6 +172,33 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
   }
 }
 
+// Stores the vectors of a warp's lanes, neighbours in a row of kCols columns; `row` is aligned as they are, and has room for two
+// where its last one stands alone. Every lane comes here, with the column of its vector. Of vectors of 32 bytes two lanes exchange
+// halves, so that an instruction fills each sector of memory that it touches instead of half of it.
+template <int kCols, int kVec, class A> __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
+  constexpr int kHalf = kVec / 2;
+  if constexpr (kVec * sizeof(A) == 32) {
+    const bool odd = lane % 2;
+    Pack<A, kHalf> first, second;
+#pragma unroll
+    for (int e = 0; e < kHalf; ++e) {
+      const A kept = odd ? v[kHalf + e] : v[e], got = __shfl_xor_sync(~0u, odd ? v[e] : v[kHalf + e], 1);
+      first.v[e] = odd ? got : kept;
+      second.v[e] = odd ? kept : got;
+    }
+    const int of_pair = odd ? col - kVec : col;
+    if (of_pair >= kCols) return;
+    A* const p = row + of_pair + (odd ? kHalf : 0);
+    store<16>(p, first);
+    store<16>(p + kVec, second);
+  } else if (col < kCols) {
+    Pack<A, kVec> pack;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) pack.v[e] = v[e];
+    store<16>(row + col, pack);
+  }
+}
+
 // Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row all reads as zero and nothing
 // is written. The comparison disappears where the caller's threads cover the row exactly.
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
