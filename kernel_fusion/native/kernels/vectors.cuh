@@ -186,7 +186,7 @@ template <int kCols, int kVec, class A> __device__ void store_by_pairs(A* row, i
       first.v[e] = odd ? got : kept;
       second.v[e] = odd ? kept : got;
     }
-    const int of_pair = odd ? col - kVec : col;
+    const int of_pair = __shfl_sync(~0u, col, lane & ~1);  // col may be anything from kCols on where there is no vector
     if (of_pair >= kCols) return;
     A* const p = row + of_pair + (odd ? kHalf : 0);
     store<16>(p, first);
