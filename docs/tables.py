@@ -6,52 +6,22 @@ their sources.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from kernel_fusion.backends.cuda.compile import compile_source
-from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.backends.cuda.planner import contiguous_access, family, plan_for, source_of
-from kernel_fusion.backends.cuda.tree import ceil_div
+import table_operations as operations
+from table_parts import RESULTS, ROOT, Cell, cells_of, digits, over_floor, sources, table
+from table_plans import PLANNED_LENGTHS, plans
 
-_ROOT = Path(__file__).parents[1]
-_RESULTS = _ROOT / "benchmarks" / "results"
-_H200 = _RESULTS / "nvidia-h200"
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-
-Cell = dict[str, dict[str, Any]]  # what was measured, by provider
-
-
-def _cells(file: str, *keys: str, folder: Path = _H200) -> dict[tuple[Any, ...], Cell]:
-    """The measurements of a file, by these of their facts."""
-    cells: dict[tuple[Any, ...], Cell] = {}
-    for measured in json.loads((folder / file).read_text())["measurements"]:
-        cells.setdefault(tuple(measured[key] for key in keys), {})[measured["provider"]] = measured
-    return cells
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    first = "---" if head[0].startswith(("model", "call")) or "thread" in head[0] else "---:"
-    yield "| " + " | ".join(head) + " |"
-    yield f"| {first} |" + " ---: |" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-    yield ""
-
-
-def _over_floor(cell: Cell, provider: str) -> str:
-    return f"{cell[provider]['median_ms'] / cell['floor']['median_ms']:.2f}" if provider in cell else "–"
 
 
 def _norms(file: str, dtypes: Sequence[str], providers: dict[str, str], first: str) -> Iterator[str]:
     """A table for each norm and direction: the floor in µs, and each provider's time divided by it."""
-    cells = _cells(file, "verb", "direction", "dtype", "rows", "cols")
+    cells = cells_of(file, "verb", "direction", "dtype", "rows", "cols")
     shapes = sorted({key[3:] for key in cells}, key=lambda shape: shape[1])
     for verb, title in _VERBS.items():
         for direction in ("forward", "backward"):
@@ -62,12 +32,12 @@ def _norms(file: str, dtypes: Sequence[str], providers: dict[str, str], first: s
                     key = (verb, direction, _DTYPES[dtype], *shape)
                     cell = cells[key]
                     row.append(f"{cell['floor']['median_ms'] * 1e3:.1f}")
-                    row += [_over_floor(cell, provider) for provider in providers]
+                    row += [over_floor(cell, provider) for provider in providers]
                 rows.append(row)
             head = [name for dtype in dtypes for name in (f"{dtype}: floor, µs", *providers.values())]
             yield f"{title}, {direction}:"
             yield ""
-            yield from _table([first, *head], rows)
+            yield from table([first, *head], rows)
 
 
 _OURS = {"kf-triton": "Triton, ours", "kf-cuda": "CUDA, ours"}
@@ -103,7 +73,7 @@ _PUBLISHED_A = {
 
 def published_a() -> Iterator[str]:
     """Each model in fp32 beside what is published, and in bf16 with the memory of a training step."""
-    cells = _cells("models.json", "verb", "dtype", "direction", "configuration")
+    cells = cells_of("models.json", "verb", "dtype", "direction", "configuration")
 
     def row(model: str, dtype: str) -> tuple[str, list[str], list[str]]:
         """The shape; times in ms, with the speedups of forward and of both directions; and MB, of PyTorch and ours."""
@@ -121,18 +91,18 @@ def published_a() -> Iterator[str]:
         shape, times, memory = row(model, "bf16")
         half.append([shape, *times, *memory])
     there = ["theirs: PyTorch", "fused", "speedup", "memory saved"]
-    yield from _table(["model, rows × hidden", *there, "here: PyTorch", "ours", "speedup", "F+B"], single)
+    yield from table(["model, rows × hidden", *there, "here: PyTorch", "ours", "speedup", "F+B"], single)
     yield "The same in bf16, with the peak memory of a training step:"
     yield ""
     head = ["model, rows × hidden", "PyTorch", "ours", "speedup", "F+B", "MB: PyTorch", "MB: ours"]
-    yield from _table(head, half)
+    yield from table(head, half)
     yield "[`models.json`](../benchmarks/results/nvidia-h200/models.json), by `kernel-fusion bench models`."
     yield ""
 
 
 def published_b() -> Iterator[str]:
     """GB/s of forward over the lengths of system B's plot."""
-    cells = _cells("sweep.json", "verb", "direction", "dtype", "cols")
+    cells = cells_of("sweep.json", "verb", "direction", "dtype", "cols")
     providers = {"floor": "copy", "pytorch": "PyTorch", "torch.compile": "torch.compile", **_OURS}
     rows = []
     for power in range(8, 16):
@@ -142,7 +112,7 @@ def published_b() -> Iterator[str]:
             row += [f"{cell[provider]['gigabytes_per_second']:.0f}" for provider in providers]
         rows.append(row)
     first, *others = providers.values()
-    yield from _table(["N", f"fp32: {first}", *others, f"bf16: {first}", *others], rows)
+    yield from table(["N", f"fp32: {first}", *others, f"bf16: {first}", *others], rows)
     yield (
         "[`sweep.json`](../benchmarks/results/nvidia-h200/sweep.json), by `kernel-fusion bench sweep --device cuda"
         " --peers torch.compile,liger,flash-attn`;"
@@ -179,7 +149,7 @@ _CPU_COMPILED_RUNS = {
 def cpu_norms(runs: Mapping[str, tuple[tuple[int, ...], str]], other: str) -> Iterator[str]:
     """The time of another over ours, in every shape and dtype that was measured."""
     for file, (thread_counts, words) in runs.items():
-        cells = _cells(file, "threads", "verb", "dtype", "direction", "configuration", folder=_RESULTS)
+        cells = cells_of(file, "threads", "verb", "dtype", "direction", "configuration", folder=RESULTS)
         shapes = list(dict.fromkeys(key[4] for key in cells))
         for threads in thread_counts:
             rows = []
@@ -193,7 +163,7 @@ def cpu_norms(runs: Mapping[str, tuple[tuple[int, ...], str]], other: str) -> It
                         figures = [f"{speedup:.2f}" for speedup in speedups]
                         rows.append([f"{title} {name}, {direction}", *figures, f"**{geometric_mean(speedups):.2f}**"])
             head = f"{threads} thread{'s' if threads > 1 else ''}"
-            yield from _table([head, *(shape.replace("x", "×") for shape in shapes), "geometric mean"], rows)
+            yield from table([head, *(shape.replace("x", "×") for shape in shapes), "geometric mean"], rows)
         yield f"[`{file}`](../benchmarks/results/{file}), {words}"
         yield ""
 
@@ -205,19 +175,19 @@ def headline() -> Iterator[str]:
         *(("models.json", model) for model in ("BERT-Base", "GPT-3 Medium", "GPT-3 175B")),
         *(("peers/large.json", shape) for shape in ("65536x1024", "32768x4096", "4096x32768")),
     ):
-        cells = _cells(file, "verb", "dtype", "configuration", "direction")
+        cells = cells_of(file, "verb", "dtype", "configuration", "direction")
         row = []
         for direction in ("forward", "backward"):
             cell = cells["layer_norm", "bf16", name, direction]
-            times = {provider: _digits(measured["median_ms"] * 1e3) for provider, measured in cell.items()}
+            times = {provider: digits(measured["median_ms"] * 1e3) for provider, measured in cell.items()}
             best = _best_peer(cell)
             row += [times["pytorch"], f"{times[best]} {best}" if best else "–"]
             row += [f"**{times['kf-cuda']}**", times["floor"]]
         shape = f"{cell['floor']['rows']}×{cell['floor']['cols']}"
         rows.append([f"{shape} ({name})" if file == "models.json" else shape, *row])
     head = ["PyTorch", "best peer", "ours", "floor"]
-    yield from _table(["rows × N", f"forward: {head[0]}", *head[1:], f"backward: {head[0]}", *head[1:]], rows)
-    yield _sources("models.json", "peers/large.json", root="")
+    yield from table(["rows × N", f"forward: {head[0]}", *head[1:], f"backward: {head[0]}", *head[1:]], rows)
+    yield sources("models.json", "peers/large.json", root="")
     yield ""
 
 
@@ -227,11 +197,11 @@ _SHAPE_TITLES = {"large": "rows × N", "models": "model, rows × N", "odd": "N",
 def norms(suite: str, direction: str) -> Iterator[str]:
     """Ours over the floor in every shape of a suite, and who comes next in bf16."""
     keys = "verb", "dtype", "direction", "configuration"
-    cells = _cells(f"{suite}.json", *keys)
+    cells = cells_of(f"{suite}.json", *keys)
     files, peers = [f"{suite}.json"], dict[tuple[Any, ...], Cell]()
     if suite == "large":
         files += ["peers/large.json"]
-        peers = _cells(files[1], *keys)
+        peers = cells_of(files[1], *keys)
     columns = [
         [cell for key, cell in cells.items() if key[:3] == (verb, dtype, direction)]
         for verb in _VERBS
@@ -240,22 +210,22 @@ def norms(suite: str, direction: str) -> Iterator[str]:
     rows = []
     for shape in zip(*columns, strict=True):
         floor = shape[0]["floor"]
-        row = [_shape(suite, floor), _digits(floor["median_ms"] * 1e3)]
-        row += [_over_floor(cell, "kf-cuda") for cell in shape]
+        row = [_shape(suite, floor), digits(floor["median_ms"] * 1e3)]
+        row += [over_floor(cell, "kf-cuda") for cell in shape]
         for verb in _VERBS:
             key = verb, "bf16", direction, floor["configuration"]
             if peers:
                 best = _best_peer(peers.get(key, {}))
-                row.append(f"{_over_floor(peers[key], best)} {best}" if best else "–")
+                row.append(f"{over_floor(peers[key], best)} {best}" if best else "–")
             else:
-                row.append(_over_floor(cells[key], "pytorch"))
+                row.append(over_floor(cells[key], "pytorch"))
         rows.append(row)
     means = (geometric_mean(cell["kf-cuda"]["median_ms"] / cell["floor"]["median_ms"] for cell in c) for c in columns)
     rows.append(["geometric mean", "", *(f"{mean:.2f}" for mean in means), "", ""])
     titles = [f"{_VERBS[verb]} {named}" for verb in _VERBS for named in _DTYPES]
     others = [f"{title} bf16, {'best peer' if peers else 'PyTorch'}" for title in _VERBS.values()]
-    yield from _table([_SHAPE_TITLES[suite], "floor µs, bf16", *titles, *others], rows)
-    yield _sources(*files)
+    yield from table([_SHAPE_TITLES[suite], "floor µs, bf16", *titles, *others], rows)
+    yield sources(*files)
     yield ""
 
 
@@ -267,96 +237,44 @@ def _shape(suite: str, measured: dict[str, Any]) -> str:
     return f"{name}, {shape}" if suite == "models" else shape
 
 
-def _digits(value: float) -> str:
-    """Three of them."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
 def _best_peer(cell: Cell) -> str | None:
     """The fastest of those that are neither ours nor PyTorch."""
     peers = [name for name in cell if name not in ("floor", "pytorch", "kf-cuda")]
     return min(peers, key=lambda name: float(cell[name]["median_ms"]), default=None)
 
 
-def _sources(*files: str, root: str = "../") -> str:
-    """Links to files, from a page below `root`, the machine, and the versions of the peers in them."""
-    links = ", ".join(f"[`{file}`]({root}benchmarks/results/nvidia-h200/{file})" for file in files)
-    found = [json.loads((_H200 / file).read_text()) for file in files]
-    peers = {name: version for each in found for name, version in each["peers"].items() if name != "pytorch"}
-    named = "; " + ", ".join(f"{name} {version}" for name, version in peers.items()) if peers else ""
-    return f"{links}: {found[0]['machine']['gpu']}, torch {found[0]['versions']['torch']}{named}."
-
-
 def host() -> Iterator[str]:
     """Host time per call, ours beside PyTorch's."""
     directions = ("inference", "training forward", "forward+backward")
-    cells = _cells("host.json", "verb", "configuration", "dtype", "direction")
+    cells = cells_of("host.json", "verb", "configuration", "dtype", "direction")
     rows = []
     for verb, call, dtype in dict.fromkeys(key[:3] for key in cells):
         row = [f"{_VERBS[verb]}, {call.replace('x', '×')} {dtype}"]
         for direction in directions:
             cell = cells[verb, call, dtype, direction]
-            ours, theirs = (_digits(1e3 * cell[name]["median_ms"]) for name in ("kf-cuda", "pytorch"))
+            ours, theirs = (digits(1e3 * cell[name]["median_ms"]) for name in ("kf-cuda", "pytorch"))
             row.append(f"{ours} / {theirs}")
         rows.append(row)
-    yield from _table(["call", *(f"{direction}: ours / PyTorch µs" for direction in directions)], rows)
-    yield _sources("host.json", root="")
+    yield from table(["call", *(f"{direction}: ours / PyTorch µs" for direction in directions)], rows)
+    yield sources("host.json", root="")
     yield ""
-
-
-_PLANNED_LENGTHS = {
-    "forward": (64, 255, 256, 1023, 1024, 4096, 4099, 5120, 8192, 12288, 16384, 32768, 32769, 50257, 65536, 131072),
-    "backward": (64, 255, 256, 1023, 1024, 4096, 5120, 8192, 10240, 12288, 16384, 32768, 50257, 65536, 131072),
-}
-
-
-def plans(direction: str) -> Iterator[str]:
-    """How LayerNorm runs on sm_90, bf16 / fp32: the planner's sizes, and what the compiler says."""
-    columns = ("threads per row", "rows per block", "elements per thread", "elements per vector", "registers", "slots")
-    rows = []
-    for cols in _PLANNED_LENGTHS[direction]:
-        both = zip(*(_planned(cols, dtype, direction) for dtype in ("bf16", "f32")), strict=True)
-        rows.append([str(cols), *(a if a == b else f"{a} / {b}" for a, b in both)])
-    yield from _table(["N", *columns, "shared memory KB"], rows)
-    yield (
-        "2×512 threads are a cluster of two blocks. Plans with slots are staged, the others direct. "
-        "Compiled by NVRTC 13.0."
-    )
-    yield ""
-
-
-def _planned(cols: int, dtype: str, direction: str) -> list[str]:
-    spec = next(s for s in family(cols, dtype, dtype, rms=False) if s.direction == direction)
-    access, device = contiguous_access(spec), KNOWN_DEVICES[90]
-    plan = plan_for(spec, access, device)
-    _, log = compile_source(source_of(spec, access, plan).text(), device.arch, verbose=True)
-    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", log)
-    assert used, log
-    threads = plan.lanes if plan.warps == 1 else plan.warps // plan.cluster * 32
-    shared = plan.shared_bytes + int(used[2] or 0)
-    return [
-        f"{plan.cluster}×{threads}" if plan.cluster > 1 else str(threads),
-        str(plan.per_block),
-        str(ceil_div(cols, plan.warps * plan.lanes * plan.vec) * plan.vec),
-        str(plan.vec),
-        used[1],
-        str(plan.stages or "–"),
-        "–" if shared < 16 else "<1" if shared < 1024 else str(round(shared / 1024)),
-    ]
 
 
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
+    ("README.md", "fused-ops"): operations.headline,
     ("docs/cpu.md", "cpu norms"): partial(cpu_norms, _CPU_RUNS, "pytorch"),
     ("docs/cpu.md", "cpu norms, torch.compile"): partial(cpu_norms, _CPU_COMPILED_RUNS, "torch.compile"),
     ("docs/triton.md", "Triton, sweep"): triton_sweep,
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
     ("docs/published.md", "published B"): published_b,
+    ("docs/published.md", "published E"): operations.published_e,
+    **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
     ("ARCHITECTURE.md", "host"): host,
     **{
         (f"docs/layer_norm_{direction}.md", f"plans {direction}"): partial(plans, direction)
-        for direction in _PLANNED_LENGTHS
+        for direction in PLANNED_LENGTHS
     },
     **{
         (f"docs/layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
@@ -368,16 +286,16 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
 
 def written_anew(document: str, text: str) -> str:
     """A document with its tables as their files have them."""
-    for (place, name), table in TABLES.items():
+    for (place, name), lines in TABLES.items():
         if place == document:
             before, _, rest = text.partition(f"<!-- table: {name} -->\n")
             _, _, after = rest.partition("<!-- end -->")
             assert rest, f"{document} has no table {name}"
-            text = "\n".join([f"{before}<!-- table: {name} -->", "", *table(), f"<!-- end -->{after}"])
+            text = "\n".join([f"{before}<!-- table: {name} -->", "", *lines(), f"<!-- end -->{after}"])
     return text
 
 
 if __name__ == "__main__":
     for name in {document for document, _ in TABLES}:
-        path = _ROOT / name
+        path = ROOT / name
         path.write_text(written_anew(name, path.read_text()))

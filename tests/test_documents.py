@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import re
 from inspect import ismodule
 
 import pytest
+import tables
 import typer
 from support import CPU, ROOT
 
@@ -19,11 +19,6 @@ from kernel_fusion.cli import app
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 README = PAGES["README.md"]
-_TABLES = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-assert _TABLES is not None
-assert _TABLES.loader is not None
-tables = importlib.util.module_from_spec(_TABLES)
-_TABLES.loader.exec_module(tables)
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -1,0 +1,111 @@
+"""The tables of the suite `fused-ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from table_parts import Cell, cells_of, digits, over_floor, table
+
+# What each page of operations is about.
+PAGES = {
+    "pointwise": ("add_act", "mul_act", "bias_act", "act_dropout", "gated_act"),
+    "stages": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+    "reductions": ("sum_squared", "mean_abs"),
+    "softmax": ("softmax", "attention_scores"),
+}
+_FUSED, _BESIDE = "families/fused-ops.json", "fused-ops.json"
+
+
+def fused(page: str) -> Iterator[str]:
+    """Time of each operation of a page, over the floor and beside PyTorch; torch.compile is from a run of its own."""
+    keys = "configuration", "direction", "operation", "dtype"
+    cells, beside = cells_of(_FUSED, *keys), cells_of(_BESIDE, *keys)
+    ours = [key for key, cell in cells.items() if cell["kf-cuda"]["verb"] in PAGES[page]]
+    for shape in sorted({key[0] for key in ours} - {"2048x2048"}):
+        for direction in ("forward", "backward"):
+            rows = []
+            for operation in dict.fromkeys(key[2] for key in ours if key[0] == shape):
+                row = [operation]
+                for dtype in ("f32", "bf16"):
+                    key = shape, direction, operation, dtype
+                    row += _figures(cells[key], beside[key]) if key in cells else ["–"] * 4
+                rows.append(row)
+            yield f"{shape.replace('x', '×')}, {direction}:"
+            yield ""
+            figures = ("÷ floor", "PyTorch ÷ ours", "torch.compile ÷ ours")
+            yield from table(["operation", "fp32 µs", *figures, "bf16 µs", *figures], rows)
+    yield (
+        f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}): NVIDIA H200, torch 2.11.0+cu130, by `kernel-fusion"
+        " bench fused-ops --device cuda --directions forward,backward --peers none`; 2048×2048 is in the same file."
+        f" torch.compile beside ours of that day: [`{_BESIDE}`](../benchmarks/results/nvidia-h200/{_BESIDE}),"
+        " the same with `--peers torch.compile`."
+    )
+    yield ""
+
+
+def _figures(cell: Cell, beside: Cell) -> list[str]:
+    """µs, over the floor, and how many times as long PyTorch takes, and torch.compile in the other run."""
+    compiled = _times(beside, "torch.compile") if "torch.compile" in beside else "–"
+    time = digits(cell["kf-cuda"]["median_ms"] * 1e3)
+    return [time, over_floor(cell, "kf-cuda"), _times(cell, "pytorch"), compiled]
+
+
+def _times(cell: Cell, other: str) -> str:
+    return f"{cell[other]['median_ms'] / cell['kf-cuda']['median_ms']:.2f}"
+
+
+_HEADLINE = (
+    ("add+relu", "2048x2048", "f32"),
+    ("layer_norm+relu", "2048x2048", "f32"),
+    ("bias+gelu", "2048x2048", "f32"),
+    ("attention scores", "16x2048x2048", "f32"),
+    ("causal attention weights", "16x2048x2048", "f32"),
+    ("bias+gelu", "8192x8192", "bf16"),
+    ("gelu+dropout", "8192x8192", "bf16"),
+    ("softmax, scale, causal", "8192x8192", "bf16"),
+    ("silu gate", "8192x8192", "bf16"),
+    ("add+layer_norm", "8192x8192", "bf16"),
+    ("sum_squared, last", "8192x8192", "bf16"),
+)
+
+
+def headline() -> Iterator[str]:
+    """Forward of some chains of every kind, in µs."""
+    cells = cells_of(_BESIDE, "operation", "configuration", "dtype", "direction")
+    rows = []
+    for operation, shape, dtype in _HEADLINE:
+        cell = cells[operation, shape, dtype, "forward"]
+        times = [digits(cell[name]["median_ms"] * 1e3) for name in ("pytorch", "torch.compile", "kf-cuda", "floor")]
+        times[2] = f"**{times[2]}**"
+        rows.append([f"{operation}, {shape.replace('x', '×')} {'fp32' if dtype == 'f32' else dtype}", *times])
+    yield from table(["operation", "PyTorch µs", "torch.compile µs", "ours µs", "floor µs"], rows)
+    yield (
+        f"[`{_BESIDE}`](benchmarks/results/nvidia-h200/{_BESIDE}): NVIDIA H200, torch 2.11.0+cu130, forward."
+        " Backward, all activations and the other sizes: [pointwise](docs/pointwise.md#measured),"
+        " [stages](docs/stages.md#measured), [reductions](docs/reductions.md#measured),"
+        " [softmax](docs/softmax.md#measured)."
+    )
+    yield ""
+
+
+# System E's own: PyTorch's and its time in ms, and the speedup; and where it is measured here.
+_PUBLISHED_E = {
+    "add + relu": ("1.23", "0.84", "1.46", "add+relu", "2048x2048"),
+    "layer norm + relu": ("2.45", "1.67", "1.47", "layer_norm+relu", "2048x2048"),
+    "bias + gelu": ("0.98", "0.71", "1.38", "bias+gelu", "2048x2048"),
+    "attention scores": ("3.21", "2.18", "1.47", "attention scores", "16x2048x2048"),
+}
+
+
+def published_e() -> Iterator[str]:
+    """Four chains of fp32 beside what is published of them, in ms."""
+    cells = cells_of(_FUSED, "operation", "configuration", "dtype", "direction")
+    rows = []
+    for title, (*theirs, operation, shape) in _PUBLISHED_E.items():
+        cell = cells[operation, shape, "f32", "forward"]
+        pytorch, ours, floor = (f"{cell[name]['median_ms']:.4f}" for name in ("pytorch", "kf-cuda", "floor"))
+        rows.append([title, *theirs, shape.replace("x", "×"), pytorch, ours, _times(cell, "pytorch"), floor])
+    head = ["theirs: PyTorch", "fused", "speedup", "shape here", "PyTorch", "ours", "speedup", "floor"]
+    yield from table(["operation", *head], rows)
+    yield f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}), by `kernel-fusion bench fused-ops --peers none`."
+    yield ""
