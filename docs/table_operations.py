@@ -88,6 +88,41 @@ def headline() -> Iterator[str]:
     yield ""
 
 
+# Chains, and their bytes per element in bf16, counted: forward of PyTorch's operators and fused, then backward.
+_COUNTED = {
+    "`relu`": ("relu", 4, 4, 6, 4.1),
+    "LayerNorm": ("layer_norm", 4, 4, 6, 6),
+    "LayerNorm, ReLU": ("layer_norm+relu", 8, 4, 12, 6),
+    "addition, LayerNorm": ("add+layer_norm", 10, 8, 12, 8),
+    "dropout, addition, LayerNorm": ("add+layer_norm, dropout", 15, 8, 17, 10),
+    "bias, GELU": ("bias+gelu", 8, 4, 8, 6),
+    "bias, GELU, dropout": ("bias+gelu+dropout", 13, 4, 13, 6),
+    "SiLU gate": ("silu gate", 10, 6, 18, 10),
+    "squares, sum": ("sum_squared, last", 6, 2, 12, 4),
+    "scale, mask, softmax": ("softmax, scale, mask", 13, 5, 15, 6),
+    "scale, causal mask, softmax": ("softmax, scale, causal", 13, 3, 15, 6),
+}
+
+
+def bytes_moved() -> Iterator[str]:
+    """Bytes of chains, as counted, and how many times as long PyTorch takes."""
+    cells = cells_of(_FUSED, "operation", "configuration", "dtype", "direction")
+    rows = []
+    for title, (operation, *counts) in _COUNTED.items():
+        row = [title]
+        for direction, (apart, fused) in {"forward": counts[:2], "backward": counts[2:]}.items():
+            cell = cells[operation, "8192x8192", "bf16", direction]
+            row += [f"{apart:g}", f"{fused:g}", f"{apart / fused:.2f}", _times(cell, "pytorch")]
+        rows.append(row)
+    head = ["fused", "ratio", "PyTorch's time ÷ ours"]
+    yield from table(["chain", "forward, bytes: PyTorch", *head, "backward, bytes: PyTorch", *head], rows)
+    yield (
+        f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}): NVIDIA H200, torch 2.11.0+cu130, by `kernel-fusion"
+        " bench fused-ops --device cuda --directions forward,backward --peers none`."
+    )
+    yield ""
+
+
 # System E's own: PyTorch's and its time in ms, and the speedup; and where it is measured here.
 _PUBLISHED_E = {
     "add + relu": ("1.23", "0.84", "1.46", "add+relu", "2048x2048"),

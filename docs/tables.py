@@ -270,6 +270,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/published.md", "published A"): published_a,
     ("docs/published.md", "published B"): published_b,
     ("docs/published.md", "published E"): operations.published_e,
+    ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
     ("ARCHITECTURE.md", "host"): host,
     **{
