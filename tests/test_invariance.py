@@ -75,6 +75,20 @@ def test_batches_of_any_size(verb: str, cols: int, rows: int, target: Target) ->
     assert_equal([torch.cat(p) for p in zip(*pieces, strict=True)], whole)
 
 
+# Grid rationale. Rows of which a CPU stores the results past its caches, from 32 MB on: that begin at every element of a cache line,
+# are shorter and longer than what it puts together at once, or fill their lines; of each, few enough to lie in the caches.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [5, 255, 768, 1023, 5001])
+def test_rows_past_the_caches(cols: int, dtype: torch.dtype) -> None:
+    """y and dx are the same in a call that moves more than the caches hold and in one that does not."""
+    rows = 40_000_000 // (2 * cols * dtype.itemsize)
+    x, weight, bias, dy = tensors(CPU, rows, cols, dtype)
+    y, dx = run("layer_norm", x, weight, bias, dy, CPU)[:2]
+    for first in (0, rows // 2 + 1, rows - 67):
+        at = slice(first, first + 67)
+        assert_equal(run("layer_norm", x[at], weight, bias, dy[at], CPU)[:2], [y[at], dx[at]])
+
+
 def _in_columns(t: Tensor, offset: int, width: int) -> Tensor:
     """A copy of `t` as a slice of columns of a wider tensor."""
     wide = t.new_zeros(*t.shape[:-1], width)

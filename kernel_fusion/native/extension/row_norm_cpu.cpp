@@ -158,7 +158,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   if (call.stages) moved += bytes_of(call.stages->dh) + bytes_of(call.stages->x);
   cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
                      call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
-                     dh.layout(), call.rms, x_type, dy_type, past_caches(moved)};
+                     dh.layout(), call.rms, x_type, dy_type, past_caches(moved), !by_columns && nearly_past_caches(moved)};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);

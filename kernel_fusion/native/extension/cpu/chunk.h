@@ -20,12 +20,6 @@ namespace CPU_CAPABILITY {
 
 template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
 
-// n rounded up to whole pairs of vectors.
-template <class A> inline int64_t whole_pairs(int64_t n) {
-  constexpr int64_t kStep = Pair<A>::kStep;
-  return (n + kStep - 1) / kStep * kStep;
-}
-
 template <class A> struct alignas(64) Chunk {
   A values[kChunk<A>];
   char gap[192];  // buffers at one distance of 4096 bytes would get in each other's way

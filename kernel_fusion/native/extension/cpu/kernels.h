@@ -68,6 +68,7 @@ struct Backward {
   bool rms;
   Dtype x_type, dy_type;
   bool streams;  // dx and dresidual go past the caches
+  bool is_far;   // rows come from memory, or from a cache that they nearly fill
 };
 
 // Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, prepared or yet to be; dweight and

@@ -31,4 +31,7 @@ inline bool past_caches(size_t bytes) {
   return bytes >= kCache;
 }
 
+// Whether it fills so much of the caches that it will hardly all be found there.
+inline bool nearly_past_caches(size_t bytes) { return past_caches(2 * bytes); }
+
 }  // namespace kf

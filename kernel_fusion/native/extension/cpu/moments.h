@@ -16,30 +16,25 @@ constexpr int64_t kStatisticsChunk = 2048;
 
 template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
   using A = AccOf<T>;
-  const auto [sum] = sums_over<A, 1>(
-      n, [&](int64_t i, auto& sums) { sums[0] = sums[0] + load_pair(x + i); },
-      [&](int64_t i, auto& sums) { sums[0] += load_one(x + i); });
+  const auto [sum] = sums_over<A, 1>(n, [&](int64_t i, auto& sums, auto part) { sums[0] = sums[0] + load_pair(x + i, part); });
   return static_cast<A>(sum / static_cast<double>(n));
 }
 
 template <class T> KF_INLINE Sums<AccOf<T>, 1> squares_of(const T* x, int64_t n) {
-  const auto add = [](auto v, auto& sum) { sum = fma(v, v, sum); };
-  return lanes_over<AccOf<T>, 1>(
-      n, [&](int64_t i, auto& sums) { add(load_pair(x + i), sums[0]); },
-      [&](int64_t i, auto& sums) { add(load_one(x + i), sums[0]); });
+  return lanes_over<AccOf<T>, 1>(n, [&](int64_t i, auto& sums, auto part) {
+    const auto v = load_pair(x + i, part);
+    sums[0] = fma(v, v, sums[0]);
+  });
 }
 
 // Sums of x - center and of its square over [0, n).
 template <class T> KF_INLINE Sums<AccOf<T>, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
-  using A = AccOf<T>;
   const auto centers = both(center);
-  const auto add = [](auto d, auto& sums) {
+  return lanes_over<AccOf<T>, 2>(n, [&](int64_t i, auto& sums, auto part) {
+    const auto d = first_of(load_pair(x + i, part) - centers, part);
     sums[0] = sums[0] + d;
     sums[1] = fma(d, d, sums[1]);
-  };
-  return lanes_over<A, 2>(
-      n, [&](int64_t i, auto& sums) { add(load_pair(x + i) - centers, sums); },
-      [&](int64_t i, auto& sums) { add(load_one(x + i) - center, sums); });
+  });
 }
 
 struct Moments {
@@ -51,10 +46,18 @@ template <class A> struct Deviations {
   double rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it
 };
 
-// The mean of a few elements, near which the others are likely to lie.
+// The mean of so many elements, the first ones, is the center, near which the others are likely to lie.
+template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
+
+// Their sum, in lanes.
+template <class T> inline Vectorized<AccOf<T>> sampled(const T* x, int64_t count) {
+  const auto sample = count < Pair<AccOf<T>>::kStep ? load_pair(x, Part{count}) : load_pair(x);
+  return sample.a + sample.b;
+}
+
 template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
-  constexpr int64_t kSample = Pair<AccOf<T>>::kStep;
-  return count < kSample ? mean_of(x, count) : static_cast<AccOf<T>>(total(load_pair(x)) / kSample);
+  using A = AccOf<T>;
+  return static_cast<A>(total(sampled(x, count)) / static_cast<double>(sample_of<A>(count)));
 }
 
 // Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
@@ -118,30 +121,22 @@ inline bool are_joined(int64_t count, int64_t n) { return n <= kStatisticsChunk 
 template <class T>
 void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
   using A = AccOf<T>;
-  constexpr int64_t kSample = Pair<A>::kStep;
-  const double share = 1 / static_cast<double>(n);
+  const double share = 1 / static_cast<double>(n), sample = static_cast<double>(sample_of<A>(n));
   A center[kMostRows];
   SumsOfRows<A, kMostRows> sums, squares;
   if (rms) {
-    for (int64_t r = 0; r < count; ++r) squares.put(r, squares_of(x[r], n), 0);
+    for (int64_t r = 0; r < count; ++r) squares.put(r, squares_of(x[r], n)[0]);
     squares.join(count, variance);
     for (int64_t r = 0; r < count; ++r) variance[r] *= share;
     return;
   }
-  if (n < kSample) {
-    for (int64_t r = 0; r < count; ++r) center[r] = mean_of(x[r], n);
-  } else {
-    for (int64_t r = 0; r < count; ++r) {
-      const auto sample = load_pair(x[r]);
-      sums.put(r, Sums<A, 1>{{sample.a + sample.b}, {}}, 0);
-    }
-    sums.join(count, mean);
-    for (int64_t r = 0; r < count; ++r) center[r] = static_cast<A>(mean[r] / kSample);
-  }
+  for (int64_t r = 0; r < count; ++r) sums.put(r, sampled(x[r], n));
+  sums.join(count, mean);
+  for (int64_t r = 0; r < count; ++r) center[r] = static_cast<A>(mean[r] / sample);
   for (int64_t r = 0; r < count; ++r) {
     const auto row = sums_around(x[r], n, center[r]);
-    sums.put(r, row, 0);
-    squares.put(r, row, 1);
+    sums.put(r, row[0]);
+    squares.put(r, row[1]);
   }
   sums.join(count, mean);
   squares.join(count, variance);

@@ -15,7 +15,6 @@ namespace {
 template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
   return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
 }
-template <class A> inline A plain_nan(A v) { return v == v ? v : std::numeric_limits<A>::quiet_NaN(); }
 
 // Elements [begin, end) to `out`.
 template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t end, AccOf<T>* out) {
@@ -23,16 +22,13 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
   const T* in = static_cast<const T*>(p.data) + begin;
   const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
   const auto offsets = both(offset);
-  sweep<A>(
-      end - begin,
-      [&](int64_t i) {
-        auto v = load_pair(in + i) + offsets;
-        v = {plain_nan(v.a), plain_nan(v.b)};
-        if constexpr (std::is_same_v<A, float>)
-          if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
-        store_pair(out + i, v);
-      },
-      [&](int64_t i) { out[i] = plain_nan(load_one(in + i) + offset); });
+  sweep<A>(end - begin, [&](int64_t i, auto part) {
+    auto v = load_pair(in + i, part) + offsets;
+    v = {plain_nan(v.a), plain_nan(v.b)};
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<decltype(part), Whole>)
+      if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
+    store_pair(out + i, v, part);
+  });
 }
 
 // The columns [start, start + n) of a parameter, prepared: where they lie, or in `room`.

@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "cpu/moments.h"
 #include "cpu/pairs.h"
+#include "cpu/results.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
@@ -43,42 +44,25 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
-// Where a loop leaves its results, as elements T.
-template <class T> struct Results {
-  using A = AccOf<T>;
-  Target<A> target;
-  explicit Results(T* p, bool streams = false) : target(Target<A>::streamed(kDtypeOf<T>, p, streams)) {}
-  KF_INLINE void put(int64_t i, const Pair<A>& v) const { target.template store<T>(i, v); }
-  KF_INLINE void put(int64_t i, A v) const { static_cast<T*>(target.data)[i] = static_cast<T>(v); }
-};
-
-// y = (x - mean) * rstd * weight + bias over [0, n); y may be x. `next`: how far ahead of x lies what will be read in its place,
-// which is fetched into the L2 cache; 0: nothing is.
+// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read
+// in its place, which is fetched into the L2 cache; 0: nothing is.
 template <class X, class Y>
-inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n, Y* y,
-                      bool streams = false, int64_t next = 0) {
+inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n,
+                      Results<Y> results, int64_t next = 0) {
   using A = AccOf<X>;
-  const Results<Y> results(y, streams);
   const auto means = both(mean), rstds = both(rstd);
   const auto write = [&](auto&& scale_shift) {
-    sweep<A>(
-        n,
-        [&](int64_t i) {
-          if constexpr (sizeof(X) == 2)
-            if (next) __builtin_prefetch(x + i + next, 0, 2);
-          results.put(i, scale_shift((load_pair(x + i) - means) * rstds, i));
-        },
-        [&](int64_t i) { results.put(i, scale_shift((load_one(x + i) - mean) * rstd, i)); });
+    sweep<A>(n, [&](int64_t i, auto part) {
+      if constexpr (sizeof(X) == 2)
+        if (next) __builtin_prefetch(x + i + next, 0, 2);
+      results.put(i, scale_shift((load_pair(x + i, part) - means) * rstds, i, part), part);
+    });
   };
-  // Loads from an accumulator array, as a pair or as one element, like `like`.
-  const auto at = [](const A* p, int64_t i, auto like) {
-    if constexpr (std::is_same_v<decltype(like), A>) return p[i];
-    else return load_pair(p + i);
-  };
-  if (weight && bias) write([&](auto v, int64_t i) { return fma(v, at(weight, i, v), at(bias, i, v)); });
-  else if (weight) write([&](auto v, int64_t i) { return v * at(weight, i, v); });
-  else if (bias) write([&](auto v, int64_t i) { return v + at(bias, i, v); });
-  else write([](auto v, int64_t) { return v; });
+  if (weight && bias)
+    write([&](auto v, int64_t i, auto part) { return fma(v, load_pair(weight + i, part), load_pair(bias + i, part)); });
+  else if (weight) write([&](auto v, int64_t i, auto part) { return v * load_pair(weight + i, part); });
+  else if (bias) write([&](auto v, int64_t i, auto part) { return v + load_pair(bias + i, part); });
+  else write([](auto v, int64_t, auto) { return v; });
 }
 
 template <class A> A saved_mean(const Backward& c, int64_t row) { return c.rms ? A(0) : static_cast<const A*>(c.mean)[row]; }
@@ -101,10 +85,6 @@ template <class DY> inline constexpr bool kBehind = requires { typename DY::Acti
 template <class DY, class V> KF_INLINE V dz_of(const V& dy, const V& xhat, const V& w, const V& b) {
   if constexpr (kBehind<DY>) return DY::dz(dy, fma(xhat, w, b));
   else return dy;
-}
-// The same of element i, for the end of a row.
-template <class X, class DY, class A> KF_INLINE A dz_of(const Row<X, DY>& row, int64_t i, A xhat, const A* weight) {
-  return dz_of<DY>(load_one(row.dy + i), xhat, weight ? weight[i] : A(1), row.bias ? row.bias[i] : A(0));
 }
 
 // The address of an element.
@@ -137,13 +117,27 @@ constexpr int kRowsAtOnce = 2;
 constexpr bool kHasRoom = false;
 #endif
 
+// Whether rows go one by one: those that come from afar. Processors see ahead best in two streams of addresses without a gap, and
+// the reads of a row overlap with the stores of the one before: of fp32 21845 x 384 takes 0.22 ns per element instead of 0.43, of
+// 16 bits 8192 x 1024 0.17 instead of 0.22. Shorter rows share the joining of their sums instead, longer ones the loads of dweight
+// and dbias, for which the L1 cache then has no room (EPYC with AVX-512, 1 thread).
+template <class X> bool goes_alone(const Backward& c) {
+  const int64_t bytes = c.cols * sizeof(X);
+  return c.is_far && (sizeof(X) != 2 ? bytes >= 512 && bytes <= 8192 : kHasRoom && bytes >= 768 && bytes <= 2048);
+}
+
+// Whether then x of the next row is fetched by the first pass, and its dy by the second: from a page on, at whose end processors
+// stop to see ahead. 1365 x 1536 fp32 takes 0.28 ns per element instead of 0.44, 8192 x 1024 0.23 instead of 0.31; shorter rows lose
+// by it (EPYC with AVX-512, 1 thread).
+template <class X> bool fetches_next(const Backward& c) { return goes_alone<X>(c) && c.cols * sizeof(X) >= 4096; }
+
 // Columns of a row that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
-// Whether both passes fetch what they read next, block by block: processors hardly see ahead in so many streams of addresses. Of 16
-// bits 1000 x 1024 takes 0.30 ns per element instead of 0.38, 4096 x 4096 0.54 instead of 0.64, 10000 x 10000 0.58 instead of 0.77; of
-// fp32 32768 x 768 0.8 instead of 1.0, but in the L3 cache 1000 x 1024 loses 4 % (Xeon, 1 thread).
-template <class X> bool fetches_blocks(const Backward& c) { return kHasRoom && (sizeof(X) == 2 || c.streams); }
+// Whether of several rows both passes fetch what they read next, block by block: processors hardly see ahead in so many streams of
+// addresses. Of 16 bits 1000 x 1024 takes 0.30 ns per element instead of 0.38, 4096 x 4096 0.54 instead of 0.64, 10000 x 10000 0.58
+// instead of 0.77 (Xeon, 1 thread).
+template <class X> bool fetches_blocks(const Backward& c) { return kHasRoom && !goes_alone<X>(c) && (sizeof(X) == 2 || c.streams); }
 
 // Fetches what will be read soon.
 KF_INLINE void fetch(const void* p, int64_t bytes) {
@@ -160,7 +154,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   using V = Vectorized<A>;
   constexpr size_t kRows = sizeof...(r);
   constexpr int64_t kBlock = kFetched<A>;
-  const bool fetches = fetches_blocks<X>(c);
+  const bool fetches = fetches_blocks<X>(c), fetches_rows = fetches_next<X>(c);
   const auto* weight = static_cast<const A*>(c.weight);
   auto* dweight = static_cast<A*>(c.dweight);
   auto* dbias = static_cast<A*>(c.dbias);
@@ -171,10 +165,10 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
   const A* bias = rows[0].bias;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
   // One vector for both halves of a pair, one after the other: there are not registers enough for more.
-  Sums<A, kRows> gs{{(static_cast<void>(r), V(0))...}, {}}, gxs = gs;
+  Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   int64_t i = start;
   while (i + P::kStep <= stop) {
-    std::array<V, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
+    Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
     const bool is_last = i + kBlock >= c.cols;  // what follows it is the first block of the next row
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : kBlock)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : kBlock)...};
@@ -187,6 +181,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
         (__builtin_prefetch(x[r] + i + next_x[r]), ...);
         (__builtin_prefetch(dy[r] + i + next_dy[r]), ...);
       }
+      if (kRows == 1 && fetches_rows) fetch(x[0] + i + rows[0].next_x, P::kStep * sizeof(X));
       const P w = weight ? load_pair(weight + i) : both<A>(1);
       const P b = kBehind<DY> && bias ? load_pair(bias + i) : both<A>(0);
       P dw = old_dweight ? load_pair(dweight + i) : both<A>(0), db = old_dbias ? load_pair(dbias + i) : both<A>(0);
@@ -207,29 +202,36 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
       if (dweight) store_pair(dweight + i, dw);
       if (dbias) store_pair(dbias + i, db);
     }
-    ((gs.lanes[r] = gs.lanes[r] + g_block[r], gxs.lanes[r] = gxs.lanes[r] + gx_block[r]), ...);
+    ((gs[r] = gs[r] + g_block[r], gxs[r] = gxs[r] + gx_block[r]), ...);
   }
-  for (; i < stop; ++i) {
-    A dw = old_dweight ? dweight[i] : A(0), db = old_dbias ? dbias[i] : A(0);
+  if (i < stop) {
+    const Part part{stop - i};
+    const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = kBehind<DY> && bias ? load_pair(bias + i, part) : both<A>(0);
+    P dw = old_dweight ? load_pair(dweight + i, part) : both<A>(0), db = old_dbias ? load_pair(dbias + i, part) : both<A>(0);
     const auto add = [&](size_t row) {
-      const A xhat = (load_one(x[row] + i) - rows[row].mean) * rows[row].rstd;
-      const A d = dz_of(rows[row], i, xhat, weight), g = weight ? d * weight[i] : d;
+      const P xhat = first_of(load_pair(x[row] + i, part) - P{mean[row], mean[row]}, part) * P{rstd[row], rstd[row]};
+      const P d = dz_of<DY>(load_pair(dy[row] + i, part), xhat, w, b), g = d * w, gx = g * xhat;
+      if constexpr (keeps) {
+        store_pair(kept[row] + 2 * i, xhat);
+        store_pair(kept[row] + 2 * i + P::kStep, g);
+      }
       dw = fma(d, xhat, dw);
-      db += d;
-      gs.rest[row] += g;
-      gxs.rest[row] = fma(g, xhat, gxs.rest[row]);
+      db = db + d;
+      gs[row] = gs[row] + (g.a + g.b);
+      gxs[row] = gxs[row] + (gx.a + gx.b);
     };
     (add(r), ...);
-    if (dweight) dweight[i] = dw;
-    if (dbias) dbias[i] = db;
+    if (dweight) store_pair(dweight + i, dw, part);
+    if (dbias) store_pair(dbias + i, db, part);
   }
-  const auto g = joined(gs), gx = joined(gxs);
+  const auto g = joined<A>(gs), gx = joined<A>(gxs);
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of the columns [start, stop), once the sums are those of the whole row, to all `results`, which begin at `start`.
+// dx of the columns [start, stop), once the sums are those of the whole row, to all `results`, which begin at `start`. These are
+// given by value, so that no store can be taken for a change of them.
 template <class X, class DY, class... R>
-void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop, const R&... results) {
+void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop, R... results) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const X* x = row.x + start;
@@ -242,57 +244,41 @@ void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t s
   // rounding dx.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
-  // Where blocks are not fetched, short rows that follow are: of fp32 in the L3 cache 384 columns take 0.45 ns per element instead of
-  // 0.47, but 1024 0.57 instead of 0.45, as what is fetched pushes out what is in use; memory is further away (Xeon, 1 thread).
-  const bool in_row = fetches_blocks<X>(c), is_short = c.cols * sizeof(X) <= (c.streams ? 8192 : 2048);
-  const int64_t next_x = in_row ? kFetched<A> : is_short ? row.next_x : 0;
-  const int64_t next_dy = in_row ? kFetched<A> : is_short ? row.next_dy : 0;
-  const auto gradient = [](auto g_shifted, auto x, auto mean, auto slope, auto rstd) {
-    if constexpr (!kFolds) x = x - mean;
-    return fma(x, slope, g_shifted) * rstd;
-  };
+  // Without room for blocks, short rows that follow are fetched here: of 16 bits 5461 x 1536 takes 0.18 ns per element instead of
+  // 0.34 (EPYC, AVX2, 1 thread).
+  const bool fetches_both = !kHasRoom && !goes_alone<X>(c) && c.streams && c.cols * sizeof(X) <= 8192;
+  const bool fetches = fetches_blocks<X>(c), fetches_dy = fetches_both || fetches_next<X>(c);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
+  const auto gradient = [&](const P& g_shifted, const P& v) { return fma(kFolds ? v : v - means, slopes, g_shifted) * rstds; };
   const A* bias = from(row.bias, start);
-  const auto put = [&](int64_t i, const auto& v) { (results.put(i, v), ...); };
-  sweep<A>(
-      stop - start,
-      [&](int64_t i) {
-        __builtin_prefetch(x + i + next_x);
-        __builtin_prefetch(dy + i + next_dy);
-        const P w = weight ? load_pair(weight + i) : both<A>(1);
-        const P v = load_pair(x + i), b = kBehind<DY> && bias ? load_pair(bias + i) : both<A>(0);
-        const P d = dz_of<DY>(load_pair(dy + i), (v - means) * rstds, w, b);
-        const P g = gradient(fma(d, w, shifts), v, means, slopes, rstds);
-        put(i, dh ? g + load_pair(dh + i) : g);
-      },
-      [&](int64_t i) {  // g rounded as it was for its sum: in rows of one element dx is exactly 0
-        const A v = load_one(x + i), dz = dz_of(row, start + i, (v - mean) * rstd, static_cast<const A*>(c.weight));
-        const A d = gradient((weight ? dz * weight[i] : dz) + shift, v, mean, slope, rstd);
-        put(i, dh ? d + load_one(dh + i) : d);
-      });
+  sweep<A>(stop - start, [&](int64_t i, auto part) {
+    if (fetches) {
+      __builtin_prefetch(x + i + kFetched<A>);
+      __builtin_prefetch(dy + i + kFetched<A>);
+    }
+    if (fetches_dy) fetch(dy + i + row.next_dy, P::kStep * sizeof(DY));
+    if (fetches_both) fetch(x + i + row.next_x, P::kStep * sizeof(X));
+    const P w = weight ? load_pair(weight + i, part) : both<A>(1);
+    const P v = load_pair(x + i, part), b = kBehind<DY> && bias ? load_pair(bias + i, part) : both<A>(0);
+    const P d = dz_of<DY>(load_pair(dy + i, part), (v - means) * rstds, w, b);
+    // In rows of one element dx is exactly 0: of a part, g is rounded as it was for its sum.
+    const P shifted = std::is_same_v<decltype(part), Whole> ? fma(d, w, shifts) : d * w + shifts;
+    const P g = gradient(shifted, v);
+    (results.put(i, dh ? g + load_pair(dh + i, part) : g, part), ...);
+  });
 }
 
 // dx of a whole row, from what was kept of it.
-template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, DY>& row) {
+template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, DY>& row, Results<X> results) {
   using A = AccOf<X>;
   using P = Pair<A>;
-  const auto* weight = static_cast<const A*>(c.weight);
-  const A rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols), shift = c.rms ? A(0) : static_cast<A>(-row.sum_g / c.cols);
-  const auto gradient = [](auto xhat, auto g, auto slope, auto shift, auto rstd) { return fma(xhat, slope, g + shift) * rstd; };
-  const Results<X> results(row.dx, c.streams);
-  const P rstds = both(rstd), slopes = both(slope), shifts = both(shift);
-  sweep<A>(
-      c.cols,
-      [&](int64_t i) {
-        const A* p = row.kept + 2 * i;
-        const P g = gradient(load_pair(p), load_pair(p + P::kStep), slopes, shifts, rstds);
-        results.put(i, row.dh ? g + load_pair(row.dh + i) : g);
-      },
-      [&](int64_t i) {
-        const A xhat = (load_one(row.x + i) - row.mean) * rstd, dz = dz_of(row, i, xhat, weight);
-        const A d = gradient(xhat, weight ? dz * weight[i] : dz, slope, shift, rstd);
-        results.put(i, row.dh ? d + load_one(row.dh + i) : d);
-      });
+  const P rstds = both(row.rstd), slopes = both(static_cast<A>(-row.sum_gx / c.cols));
+  const P shifts = both(c.rms ? A(0) : static_cast<A>(-row.sum_g / c.cols));
+  sweep<A>(c.cols, [&](int64_t i, auto part) {
+    const A* p = row.kept + 2 * i;
+    const P g = fma(load_pair(p), slopes, load_pair(p + P::kStep) + shifts) * rstds;
+    results.put(i, row.dh ? g + load_pair(row.dh + i, part) : g, part);
+  });
 }
 
 // What `add_columns` adds, of any number of rows.
@@ -317,12 +303,13 @@ constexpr int64_t kKept = 2048;
 constexpr int64_t kLongRow = 32768;
 
 // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
-// that ought to stay; beyond 8192 columns of fp32 too: 64 x 16384 takes 0.20 ns per element with four rows, 0.22 with two (EPYC with
-// AVX-512, 1 thread). Two of 16 bits where these can be kept (see kKept), but more cannot.
-template <class X> int rows_together(int64_t cols) {
-  if (cols > kLongRow) return 8;
-  if (sizeof(X) != 2) return cols > 8192 ? kRowsAtOnce : 2;
-  return kRowsAtOnce * cols > kKept && 2 * cols <= kKept ? 2 : kRowsAtOnce;
+// that ought to stay; beyond 2048 columns of fp32 too: 699 x 3000 takes 0.31 ns per element with four rows, 0.46 with two (EPYC
+// with AVX-512, 1 thread). Two of 16 bits where these can be kept (see kKept), but more cannot.
+template <class X> int rows_together(const Backward& c) {
+  if (c.cols > kLongRow) return 8;
+  if (goes_alone<X>(c)) return 1;
+  if (sizeof(X) != 2) return c.cols > 2048 ? kRowsAtOnce : 2;
+  return kRowsAtOnce * c.cols > kKept && 2 * c.cols <= kKept ? 2 : kRowsAtOnce;
 }
 
 // The sums of a few rows, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
@@ -333,13 +320,18 @@ template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* ro
 }
 
 // These and dx of a few rows, likewise.
-template <class X, class DY> void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
+template <class X, class DY>
+void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first, RowResults<X>& results) {
   if constexpr (sizeof(X) == 2 && kHasRoom)
-    if (rows[0].dx && rows_together<X>(c.cols) * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone
-      alignas(64) AccOf<X> room[2 * kKept];
-      for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * c.cols;
+    if (rows[0].dx && rows_together<X>(c) * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone
+      using A = AccOf<X>;
+      alignas(64) A room[2 * (kKept + kRowsAtOnce * Pair<A>::kStep)];
+      for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * whole_pairs<A>(c.cols);
       add_stretch<true>(c, rows, count, first, 0, c.cols);
-      for (int r = 0; r < count; ++r) write_kept_dx(c, rows[r]);
+      for (int r = 0; r < count; ++r) {
+        write_kept_dx(c, rows[r], results.open(rows[r].dx));
+        results.close(c.cols);
+      }
       return;
     }
   add_together(c, rows, count, first);
@@ -347,7 +339,8 @@ template <class X, class DY> void backward_together(const Backward& c, Row<X, DY
   for (int64_t start = 0; start < c.cols; start += kStretch)
     for (int r = 0; r < count; ++r) {
       const int64_t stop = std::min(start + kStretch, c.cols);
-      write_dx(c, rows[r], start, stop, Results<X>(rows[r].dx + start, c.streams));
+      write_dx(c, rows[r], start, stop, results.open(rows[r].dx + start));
+      results.close(stop - start);
     }
 }
 

@@ -41,16 +41,13 @@ template <Map map, class A> inline double sum_of_mapped(const Source<A>& in, int
     second = add_mapped(map, second, in.load(i + kStep));
   }
   for (; i + kStep <= n; i += kStep) first = add_mapped(map, first, in.load(i));
-  if (i < n) first = add_mapped(map, first, in.load_part(i, n - i));
+  if (i < n) first = add_mapped(map, first, in.load(i, Part{n - i}));
   return total(first + second);
 }
 
 // sums += f(in), whole pairs of them
 template <Map map, class A> inline void add_to(A* sums, const Source<A>& in, int64_t n) {
-  sweep<A>(
-      n, [&](int64_t i) { store_pair(sums + i, add_mapped(map, load_pair(sums + i), in.load(i))); }, [](int64_t) {});
-  const int64_t rest = n % Pair<A>::kStep, whole = n - rest;
-  if (rest) store_pair(sums + whole, add_mapped(map, load_pair(sums + whole), in.load_part(whole, rest)));
+  sweep<A>(n, [&](int64_t i, auto part) { store_pair(sums + i, add_mapped(map, load_pair(sums + i), in.load(i, part))); });
 }
 
 template <Map map, class A>

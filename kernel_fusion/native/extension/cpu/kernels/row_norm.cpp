@@ -24,6 +24,7 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
   const int64_t together = c.cols >= 8 * kStretch ? 8 : c.cols > kStretch ? 4 : short_rows;
   const bool fetches = fetches_next<X>(c);
   A room[2][kStretch];
+  RowResults<Y> results(c.y, c.cols, c.streams);
   for (int64_t first = begin; first < end; first += together) {
     const int64_t count = std::min(together, end - first);
     const X* x[kMostRows];
@@ -38,11 +39,11 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
       for (int64_t r = 0; r < count; ++r) {
         const int64_t row = first + r, next = row + together;
         const int64_t ahead = fetches && next < end ? row_offset(c.x_rows, next) - row_offset(c.x_rows, row) : 0;
-        normalize(x[r] + start, mean[r], rstd[r], w, b, n, y + r * c.cols + start, c.streams, ahead);
+        normalize(x[r] + start, mean[r], rstd[r], w, b, n, results.open(y + r * c.cols + start), ahead);
+        results.close(n);
       }
     }
   }
-  if (c.streams) finish_streams();
 }
 
 // A sum of gradients back from the order of `Interleaved`.
@@ -63,18 +64,18 @@ template <class X> void restore_sums(const Backward& c) {
 }
 
 template <class X, class DY> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
-  const int together = rows_together<X>(c.cols);
+  const int together = rows_together<X>(c);
   Row<X, DY> rows[8];
+  RowResults<X> results(c.dx, c.cols, c.streams);
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     for (int r = 0; r < count; ++r) {
       const int64_t row = first + r, next = row + together;
       rows[r] = row_of<X, DY>(c, row, next < end ? next : row);
     }
-    backward_together(c, rows, count, first == begin);
+    backward_together(c, rows, count, first == begin, results);
   }
   restore_sums<X>(c);
-  if (c.streams) finish_streams();
 }
 
 // n elements of dweight or dbias, which begin at `start`.
@@ -114,6 +115,7 @@ template <class X, class DY> void sums_of_stretches(const BackwardByColumns& c, 
 template <class X, class DY> void dx_of_stretches(const BackwardByColumns& c, int64_t begin, int64_t end, const RowSums* sums) {
   AccOf<X> room[kStretch];
   Backward stretch = c;
+  RowResults<X> results(c.dx, c.cols, c.streams);
   for (int64_t s = begin; s < end; ++s) {
     const int64_t start = s * kStretch, n = std::min(kStretch, c.cols - start);
     stretch.weight = stretch_of(c.parameter, start, n, room);
@@ -121,10 +123,10 @@ template <class X, class DY> void dx_of_stretches(const BackwardByColumns& c, in
       auto row = row_of<X, DY>(c, r, r, start);
       row.sum_g = sums[r].g;
       row.sum_gx = sums[r].gx;
-      write_dx(stretch, row, 0, n, Results<X>(row.dx, c.streams));
+      write_dx(stretch, row, 0, n, results.open(row.dx));
+      results.close(n);
     }
   }
-  if (c.streams) finish_streams();
 }
 
 // `with_type` for the pairs that occur: fp64 with itself, the others with each other; bf16 with itself is interleaved.

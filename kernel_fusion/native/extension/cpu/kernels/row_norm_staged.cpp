@@ -81,7 +81,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const X* 
   char* y = element(c.y_type, c.y, row * c.cols);
   if (!s.activation)
     return with_acc<A>(c.y_type, [&](auto* type) {
-      normalize(h, mean, rstd, weight, bias, c.cols, reinterpret_cast<decltype(type)>(y), c.streams);
+      normalize(h, mean, rstd, weight, bias, c.cols, Results(reinterpret_cast<decltype(type)>(y), c.streams));
     });
   Chunk<A> z;
   ChainLoop<A> activate;
@@ -89,7 +89,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const X* 
   activate.to_bf16 = c.y_type == Dtype::kBFloat16;
   activate.a.data = z;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, z.values);
+    normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, Results(z.values));
     activate.first = Target<A>::streamed(c.y_type, element(c.y_type, y, start), c.streams);
     run_values(activate, n);
   });
@@ -107,16 +107,6 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
   if (c.streams) finish_streams();
 }
 
-// One element in the notation of shared/activations.h.
-template <class A> struct OneMath {
-  using V = A;
-  static V of(double c) { return static_cast<A>(c); }
-  static V where_gt(V a, V b, V yes, V no) { return a > b ? yes : no; }
-  static V where_ge(V a, V b, V yes, V no) { return a >= b ? yes : no; }
-  static V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
-};
-
-template <class F, class A> KF_INLINE A times_slope(A g, A z) { return act::times_slope<F, OneMath<A>>(g, z); }
 template <class F, class A> KF_INLINE Vectorized<A> times_slope(const Vectorized<A>& g, const Vectorized<A>& z) {
   return act::times_slope<F, Math<A>>(g, z);
 }
@@ -128,17 +118,16 @@ template <class F, class T> struct Activated {
 template <class X> inline constexpr bool kActivated = false;
 template <class F, class T> inline constexpr bool kActivated<Activated<F, T>> = true;
 template <class F, class T> KF_INLINE auto load_pair(const Activated<F, T>* p) { return value_of<F>(load_pair(&p->value)); }
-template <class F, class T> KF_INLINE auto load_one(const Activated<F, T>* p) {
-  return F::template value<OneMath<AccOf<T>>>(load_one(&p->value));
+template <class F, class T> KF_INLINE auto load_pair(const Activated<F, T>* p, Part part) {
+  return value_of<F>(load_pair(&p->value, part));
 }
 
 // dx from the gradient of what such a row is for the norm.
 template <class F, class T> struct BeforeActivated {
   Results<T> dx;
   const T* x;
-  template <class V> KF_INLINE void put(int64_t i, const V& g) const {
-    if constexpr (std::is_same_v<V, AccOf<T>>) dx.put(i, times_slope<F>(g, load_one(x + i)));
-    else dx.put(i, times_slope<F>(g, load_pair(x + i)));
+  template <class P> KF_INLINE void put(int64_t i, const Pair<AccOf<T>>& g, P part) const {
+    dx.put(i, times_slope<F>(g, load_pair(x + i, part)), part);
   }
 };
 
@@ -149,7 +138,7 @@ template <class F, class T> struct Behind {
   template <class V> static KF_INLINE V dz(const V& dy, const V& z) { return times_slope<F>(dy, z); }
 };
 template <class F, class T> KF_INLINE auto load_pair(const Behind<F, T>* p) { return load_pair(&p->value); }
-template <class F, class T> KF_INLINE auto load_one(const Behind<F, T>* p) { return load_one(&p->value); }
+template <class F, class T> KF_INLINE auto load_pair(const Behind<F, T>* p, Part part) { return load_pair(&p->value, part); }
 
 // Whether backward makes h, what was normalised, again: it was kept nowhere.
 inline bool makes_h(const BackwardStages& s) { return !s.has_residual && (s.pre_activation || s.threshold); }
@@ -172,7 +161,7 @@ const A* make_dz(const Backward& c, const BackwardStages& s, const Row<X, A>& ro
   const auto *weight = static_cast<const A*>(c.weight), *bias = static_cast<const A*>(s.bias);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     Chunk<A> z;
-    normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, z.values);
+    normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results(z.values));
     ChainLoop<A> loop;
     loop.activation = s.activation;
     loop.a.data = z;
@@ -189,10 +178,9 @@ template <class T> struct BeforeDropout {
   Results<T> dx;
   const MaskOf<A>* kept;
   A scale;
-  KF_INLINE void put(int64_t i, const Pair<A>& g) const {
-    dx.put(i, (g * both(scale)) & load_pair(reinterpret_cast<const A*>(kept) + i));
+  template <class P> KF_INLINE void put(int64_t i, const Pair<A>& g, P part) const {
+    dx.put(i, (g * both(scale)) & load_pair(reinterpret_cast<const A*>(kept) + i, part), part);
   }
-  KF_INLINE void put(int64_t i, A g) const { dx.put(i, kept[i] ? g * scale : A(0)); }
 };
 
 // The gradient with respect to h, which is dresidual; back through dropout and pre-activation, dx.
@@ -237,10 +225,11 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
   const bool writes_dx = !s.pre_activation && !s.threshold && !s.dresidual && s.dx_type == c.x_type;
   Backward norm = c;
   if (!writes_dx) norm.dx = nullptr;
-  const int together = h || dz ? 2 : rows_together<X>(c.cols);  // with half the buffers, one row at a time took as long
+  const int together = h || dz ? 2 : rows_together<X>(c);  // with half the buffers, one row at a time took as long
   const auto* bias = static_cast<const A*>(s.bias);
   const std::unique_ptr<A[]> buffer(new A[(h + dz) * together * c.cols]);
   Row<X, DY> rows[8];
+  RowResults<X> results(norm.dx, c.cols, c.streams);
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     A* room = buffer.get();
@@ -262,7 +251,7 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
       if (kBehind<DY>) row.bias = bias;
     }
     if constexpr (kActivated<X>) add_together(norm, rows, count, first == begin);
-    else backward_together(norm, rows, count, first == begin);
+    else backward_together(norm, rows, count, first == begin, results);
     for (int r = 0; !writes_dx && (c.dx || s.dresidual) && r < count; ++r) store_gradients(c, s, first + r, rows[r]);
   }
   if (c.streams) finish_streams();

@@ -41,7 +41,7 @@ template <class A> struct Logits {
     const auto factor = both(scale);
     int64_t i = begin;
     for (; i + kStep <= end; i += kStep) f(i, in.load(i) * factor);
-    if (i < end) f(i, then_nothing(in.load_part(i, end - i) * factor, end - i));
+    if (i < end) f(i, then_nothing(in.load(i, Part{end - i}) * factor, end - i));
   }
 
   [[gnu::noinline]] static Pair<A> then_nothing(const Pair<A>& x, int64_t count) {
@@ -113,12 +113,9 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
 }
 
 template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, int64_t begin, int64_t end) {
-  const auto at = [end](const Source<A>& source, int64_t i) {
-    return i + Pair<A>::kStep <= end ? source.template load<T>(i) : source.load_part(i, end - i);
-  };
-  const auto [sum] = sums_over<A, 1>(
-      whole_pairs<A>(end - begin), [&](int64_t i, auto& sums) { sums[0] = fma(at(dy, begin + i), at(y, begin + i), sums[0]); },
-      [](int64_t, auto&) {});
+  const auto [sum] = sums_over<A, 1>(end - begin, [&](int64_t i, auto& sums, auto part) {
+    sums[0] = fma(dy.template load<T>(begin + i, part), y.template load<T>(begin + i, part), sums[0]);
+  });
   return sum;
 }
 
@@ -133,17 +130,14 @@ template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int6
     for (int64_t start = 0; start < c.cols; start += kChunk<A>) sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
     const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
     const auto gradient = [&](const Pair<A>& d, const Pair<A>& p) { return (d - sums) * p * scales; };
-    int64_t i = 0;
-    for (; i + kStep <= c.cols; i += kStep) {
+    sweep<A>(c.cols, [&](int64_t i, auto part) {
       if (c.streams)  // the next row, from memory: 2048 x 2048 fp32 takes 1.09 ms instead of 1.22 (EPYC with AVX-512, 1 thread)
         for (int64_t line = 0; line < kStep; line += 64 / element) {
           __builtin_prefetch(static_cast<const char*>(dy.data) + (i + line + c.cols) * dy_element);
           __builtin_prefetch(static_cast<const char*>(y.data) + (i + line + c.cols) * element);
         }
-      dx.template store<T>(i, gradient(dy.template load<T>(i), y.template load<T>(i)));
-    }
-    const int64_t rest = c.cols - i;
-    if (rest) dx.store_part(i, rest, gradient(dy.load_part(i, rest), y.load_part(i, rest)));
+      dx.template store<T>(i, gradient(dy.template load<T>(i, part), y.template load<T>(i, part)), part);
+    });
   }
   if (c.streams) finish_streams();
 }
