@@ -122,10 +122,10 @@ def published_b() -> Iterator[str]:
 
 
 _CPU_RUNS = {  # by file: how many threads, and what is to be said of it
-    "amd-epyc-avx512-2-cores/cpu.json": (
+    "amd-epyc-zen5-2-cores/cpu.json": (
         (1, 2),
-        "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers none`: AMD EPYC (family 25,"
-        " model 17), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
+        "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers none`: AMD EPYC (family 26,"
+        " model 2), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
     ),
     "intel-xeon-14-threads/cpu-quick.json": (
         (14,),
@@ -141,7 +141,8 @@ _CPU_COMPILED_RUNS = {
     "amd-epyc-avx512-2-cores/torch-compile/cpu.json": (
         (1, 2),
         "by `kernel-fusion bench cpu --threads 1,2 --dtypes f32,bf16 --directions forward,backward --peers"
-        " torch.compile` with these shapes: the AMD EPYC above.",
+        " torch.compile` with these shapes: AMD EPYC (family 25, model 17), 2 cores of a virtual machine, AVX-512, with"
+        " kernels older than those of the tables above.",
     ),
 }
 

@@ -75,8 +75,8 @@ def test_batches_of_any_size(verb: str, cols: int, rows: int, target: Target) ->
     assert_equal([torch.cat(p) for p in zip(*pieces, strict=True)], whole)
 
 
-# Grid rationale. Rows of which a CPU stores the results past its caches, from 32 MB on: that begin at every element of a cache line,
-# are shorter and longer than what it puts together at once, or fill their lines; of each, few enough to lie in the caches.
+# Grid rationale. Rows of which a CPU stores the results past its caches, from 32 MB on: that begin at every element of
+# a cache line, are shorter and longer than what it puts together at once, or fill their lines.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [5, 255, 768, 1023, 5001])
 def test_rows_past_the_caches(cols: int, dtype: torch.dtype) -> None:
