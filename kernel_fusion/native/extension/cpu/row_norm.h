@@ -45,9 +45,10 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
 }
 
 // y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read
-// in its place, which is fetched into the L2 cache; 0: nothing is.
+// in its place, which is fetched into the L2 cache; 0: nothing is. Always inline: handed over in memory, `results` cost every row some
+// 25 cycles, forward of 5242 x 100 fp32 0.24 ns per element instead of 0.19 (EPYC with AVX-512, 1 thread).
 template <class X, class Y>
-inline void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n,
+KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight, const AccOf<X>* bias, int64_t n,
                       Results<Y> results, int64_t next = 0) {
   using A = AccOf<X>;
   const auto means = both(mean), rstds = both(rstd);
@@ -231,7 +232,7 @@ void add_columns(const Backward& c, Row<X, DY>* rows, bool first, int64_t start,
 // dx of the columns [start, stop), once the sums are those of the whole row, to all `results`, which begin at `start`. These are
 // given by value, so that no store can be taken for a change of them.
 template <class X, class DY, class... R>
-void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop, R... results) {
+KF_INLINE void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t stop, R... results) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const X* x = row.x + start;
@@ -269,7 +270,7 @@ void write_dx(const Backward& c, const Row<X, DY>& row, int64_t start, int64_t s
 }
 
 // dx of a whole row, from what was kept of it.
-template <class X, class DY> void write_kept_dx(const Backward& c, const Row<X, DY>& row, Results<X> results) {
+template <class X, class DY> KF_INLINE void write_kept_dx(const Backward& c, const Row<X, DY>& row, Results<X> results) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const P rstds = both(row.rstd), slopes = both(static_cast<A>(-row.sum_gx / c.cols));
