@@ -14,6 +14,10 @@ PAGES = {
     "softmax": ("softmax", "attention_scores"),
 }
 _FUSED, _BESIDE = "families/fused-ops.json", "fused-ops.json"
+_SOURCE = (
+    f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}): NVIDIA H200, torch 2.11.0+cu130, by `kernel-fusion"
+    " bench fused-ops --device cuda --directions forward,backward --peers none`"
+)
 
 
 def fused(page: str) -> Iterator[str]:
@@ -35,8 +39,7 @@ def fused(page: str) -> Iterator[str]:
             figures = ("÷ floor", "PyTorch ÷ ours", "torch.compile ÷ ours")
             yield from table(["operation", "fp32 µs", *figures, "bf16 µs", *figures], rows)
     yield (
-        f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}): NVIDIA H200, torch 2.11.0+cu130, by `kernel-fusion"
-        " bench fused-ops --device cuda --directions forward,backward --peers none`; 2048×2048 is in the same file."
+        f"{_SOURCE}; 2048×2048 is in the same file."
         f" torch.compile beside ours of that day: [`{_BESIDE}`](../benchmarks/results/nvidia-h200/{_BESIDE}),"
         " the same with `--peers torch.compile`."
     )
@@ -110,16 +113,13 @@ def bytes_moved() -> Iterator[str]:
     rows = []
     for title, (operation, *counts) in _COUNTED.items():
         row = [title]
-        for direction, (apart, fused) in {"forward": counts[:2], "backward": counts[2:]}.items():
+        for direction, (apart, together) in {"forward": counts[:2], "backward": counts[2:]}.items():
             cell = cells[operation, "8192x8192", "bf16", direction]
-            row += [f"{apart:g}", f"{fused:g}", f"{apart / fused:.2f}", _times(cell, "pytorch")]
+            row += [f"{apart:g}", f"{together:g}", f"{apart / together:.2f}", _times(cell, "pytorch")]
         rows.append(row)
     head = ["fused", "ratio", "PyTorch's time ÷ ours"]
     yield from table(["chain", "forward, bytes: PyTorch", *head, "backward, bytes: PyTorch", *head], rows)
-    yield (
-        f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}): NVIDIA H200, torch 2.11.0+cu130, by `kernel-fusion"
-        " bench fused-ops --device cuda --directions forward,backward --peers none`."
-    )
+    yield f"{_SOURCE}."
     yield ""
 
 
@@ -142,5 +142,5 @@ def published_e() -> Iterator[str]:
         rows.append([title, *theirs, shape.replace("x", "×"), pytorch, ours, _times(cell, "pytorch"), floor])
     head = ["theirs: PyTorch", "fused", "speedup", "shape here", "PyTorch", "ours", "speedup", "floor"]
     yield from table(["operation", *head], rows)
-    yield f"[`{_FUSED}`](../benchmarks/results/nvidia-h200/{_FUSED}), by `kernel-fusion bench fused-ops --peers none`."
+    yield f"{_SOURCE}."
     yield ""

@@ -231,7 +231,7 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
     """
     narrow = ITEMSIZE[spec.x] == 2
     few = threads <= 12 * 32 and narrow and not spec.rms
-    most = (1 if spec.rms else 0) if narrow else 2
+    most = 2 if not narrow else 1 if spec.rms else 0
     return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few and _SLOPES.get(spec.activation, 3) <= most
 
 

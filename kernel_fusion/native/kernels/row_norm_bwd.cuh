@@ -35,7 +35,7 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
   Pack<T, kVec> loaded[kKeeping == kMemory ? 1 : kKept];  // until keep()
   A wide[kKeeping == kWide ? kKept : 1][kVec];
 
-  // By every thread: asks for what is to be kept. If shared memory shall, of some `threads` of the block.
+  // By every thread: asks for what is to be kept, by shared memory for `threads` threads of the block together.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
@@ -44,7 +44,7 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
-  // By every thread, before get(). What shared memory keeps is written by those that say so, and all must meet then.
+  // By every thread, before get(). Those that say so write what shared memory keeps, after which all must meet.
   __device__ void keep(bool writes = false) {
     if constexpr (kKeeping == kMemory) return;
 #pragma unroll

