@@ -169,8 +169,11 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     A mean, rstd;
     bool live;
   };
-  auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
-  auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
+  // A warp of several rows has the last one again in place of those that are not there. They count for nothing.
+  constexpr int kWarpRows = S::kWarps == 1 ? 32 / S::kLanes : 1;
+  const auto is_live = [&](const Row& r) { return kWarpRows == 1 || r.live; };
+  const auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
+  const auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
   auto fetch_dh = [&](i64 row, int i) {
     if constexpr (kPresent<DH>) return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
     else return Pack<absent, kVec>{};
@@ -198,12 +201,14 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   biases.keep();
   const Before<S, DY> before(args);
 
-  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows;
+  // Of the warp, whose rows go on together; several warps of a row have no other.
+  const int in_warp = kWarpRows == 1 ? 0 : at.row % kWarpRows;
+  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row - in_warp;
   int buffer = 0;
   Row next;
-  if (S::kPrefetch && first < args.rows) fetch(next, first + at.row);
-  for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all threads of a block
-    const i64 row = base + at.row;
+  if (S::kPrefetch && first < args.rows) fetch(next, first + in_warp);
+  for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all threads of a warp
+    const i64 row = base + in_warp;
     Row now;
     if constexpr (S::kPrefetch) {
       now = next;
@@ -212,7 +217,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       fetch(now, row);
     }
     // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
-    const Normalize<S> normalize{now.mean, S::kRows == 1 || now.live ? now.rstd : A(0)};
+    const Normalize<S> normalize{now.mean, is_live(now) ? now.rstd : A(0)};
     auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
     auto dh_at = [&](int i) { if constexpr (S::kResident) return now.dh[i]; else return fetch_dh(row, i); };
@@ -233,8 +238,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         for (int e = 0; e < kVec; ++e) {
           // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
           const bool inside = kCovers || at.col(i) < kCols;
-          const A centred = inside && (S::kRows == 1 || now.live) ? normalize.centred(x[e]) : A(0);
-          if (S::kRows > 1 && !now.live) dys[e] = 0;
+          const A centred = inside && is_live(now) ? normalize.centred(x[e]) : A(0);
+          if (!is_live(now)) dys[e] = 0;
           dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
           dyx[e] = row_sums.add(dys[e], centred, weight[e]);
         }
@@ -280,7 +285,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if (S::kRows == 1 || now.live)
+        if (is_live(now))
           outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
       }
     }
