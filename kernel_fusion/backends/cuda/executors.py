@@ -71,10 +71,11 @@ class Plan(Launch):
         return f"{shape}, {self.vec}-element vectors, {row}{sums}{split}"
 
 
-def direct_plan(tree: Tree, **options: Any) -> Plan:
-    """A plan that reads rows straight into registers: several rows per block, or a block or cluster per row."""
+def direct_plan(tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
+    """A plan that reads rows straight into registers: a block of `shared_by` threads for several rows, or a block or
+    cluster per row."""
     if tree.warps == 1:
-        per_block, threads = SMALL_ROW_THREADS // tree.lanes, SMALL_ROW_THREADS
+        per_block, threads = shared_by // tree.lanes, shared_by
     else:
         per_block, threads = 1, tree.warps // tree.cluster * 32
     return Plan(tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, threads=threads, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Plan, direct_plan, staged_plan
@@ -23,6 +24,7 @@ _FORWARD_BYTES = 64
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
 _FOUR_BLOCKS_COLS = 12288  # columns of 16 bits that do better as eight warps of six vectors
+_MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
 # bytes in longer rows reach the floor by themselves: 125490x255 fp32 1.01 on an H200, tiled 1.05.
@@ -56,6 +58,12 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         bytes_per_thread *= 2
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
     tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
+    if _takes_half(spec, tree, device):
+        tree = spread_row(spec, device, bytes_per_thread // 2, most_bytes=bytes_per_thread * 7 // 8)
+    elif tree.cluster > 1 and tree.vectors * tree.vec > _MAX_STAGED_ELEMENTS and spec.acc == "f32":
+        # So that its blocks can stream rows: LayerNorm of 1000x64000 bf16 on an H200 with 40 elements to a thread, in
+        # registers, 1.56 of the floor, staged 1.14; 1280x50002 with 34 1.94, and 1.23.
+        tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread)
     twice = _twice(spec, device, tree)
     if twice is not None:
         # Rows that begin anywhere take more registers than the bound leaves them.
@@ -69,7 +77,7 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         roomy = access.x >= 16 and spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
         return direct_plan(replace(tree, warps=8, vectors=6), min_blocks=4 if roomy else 1)
     per_thread = tree.vectors * tree.vec
-    most = 24 if spec.changes_x and spec.residual else 32  # in 128 registers
+    most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
     if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
         paced = device.arch == 90 and _keeps_pace(spec, tree)  # elsewhere unmeasured, and on sm_120 it spills
         staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
@@ -81,15 +89,44 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # afterwards 1.08.
     wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
     ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
+    if _takes_half(spec, tree, device):
+        # Not beyond eight warps, where it costs blocks: RMSNorm of 13107x5120 bf16 1.06, afterwards 1.01.
+        ahead = tree.warps <= 8
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
     plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
-    min_blocks = max(1, 1024 // direct_plan(tree).threads) if bound else 1
+    # Five vectors of 16 bits fit 64 registers, too, and then twice as many rows are under way: LayerNorm of 4096x1280
+    # bf16 1.15, bounded 1.02; 50000x1280 1.03 both ways. Seven spill.
+    bound = bound or (plain and itemsize == 2 and tree.warps == 1 and per_thread == 40 and device.arch == 90)
+    block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
+    min_blocks = max(1, 1024 // block().threads) if bound else 1
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
     batches = (0, 0) if resident else _batches(tree)
-    return direct_plan(tree, resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
+    return block(resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
+
+
+def _takes_half(spec: RowNormSpec, tree: Tree, device: Device) -> bool:
+    """Whether threads of a block take half as much of a row: of RMSNorm, which has no bias, in 16 bits.
+
+    bf16 on an H200: 2048x4096 1.08 of the floor with 32 elements to a thread, 0.98 with 16; 16384x4096 1.03 and 1.01;
+    8192x8192 1.03 and 1.02. LayerNorm, which has a bias too, takes 1.03 and 1.04 for 16384x4096.
+    """
+    if device.arch != 90 or not spec.rms or spec.has_stages or ITEMSIZE[spec.x] != 2:
+        return False
+    return tree.vec == 8 and tree.warps > 1 and spec.cols <= MAX_BLOCK_WARPS * 32 * 16
+
+
+def _shared_by(spec: RowNormSpec, tree: Tree, device: Device) -> int:
+    """How many threads a block has whose warps have rows of their own.
+
+    Smaller blocks leave less over when they end. On an H200, over the floor, blocks of 128 and of 64 threads:
+    LayerNorm 65536x1024 bf16 1.04 and 1.03, 65536x512 fp32 1.04 and 1.02, RMSNorm 1.04 and 1.02, 1.02 and 1.01. Not
+    where a thread reads but 32 bytes: LayerNorm 524288x128 bf16 1.09 and 1.23.
+    """
+    thread_bytes = tree.vectors * tree.vec * ITEMSIZE[spec.x]
+    return SMALL_ROW_THREADS // 2 if device.arch == 90 and thread_bytes > 32 else SMALL_ROW_THREADS
 
 
 def _tiled(spec: RowNormSpec, device: Device) -> Plan | None:
@@ -128,13 +165,15 @@ def _tiled(spec: RowNormSpec, device: Device) -> Plan | None:
 def _keeps_pace(spec: RowNormSpec, tree: Tree) -> bool:
     """Whether the blocks of a staged forward keep together (kernels/pace.cuh): where memory is what they wait for.
 
-    Single elements wait for arithmetic: 1273x50257 bf16 on an H200 takes 1.61 of the floor together, 1.44 apart. So
-    does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a block: 1024x131072 bf16 1.18 and
-    1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of 1024x131072 bf16
-    1.04 and 1.09.
+    On an H200, over the floor, together and apart. Vectors of up to 4 bytes wait for arithmetic: 1273x50257 bf16 1.61
+    and 1.44, LayerNorm of 637x50257 fp32 1.20 and 1.17, of 1280x50002 bf16 1.37 and 1.23; but RMSNorm of the latter two
+    1.19 and 1.22, 1.13 and 1.20. So does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a
+    block: 1024x131072 bf16 1.18 and 1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07,
+    and RMSNorm of 1024x131072 bf16 1.04 and 1.09.
     """
-    if tree.vec == 1:
-        return False
+    vector_bytes = tree.vec * ITEMSIZE[spec.x]
+    if vector_bytes <= 4:
+        return spec.rms and vector_bytes == 4
     return spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)
 
 
