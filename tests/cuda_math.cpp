@@ -1,10 +1,10 @@
 // Measures RoughMath and RoughestMath of native/kernels/math.cuh on the host: for every elementary function, and for value and
 // slope of every activation, the largest error over the given arguments, with instructions that err upwards or downwards as far
-// as they may.
+// as they may. And of Math in fp32, what is not CUDA's own.
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of normal_cdf absolute), "TYPE.name.value error" and "TYPE.name.slope error" (halves of
+// prints lines "name error" (relative; of normal_cdf and of fp32 absolute), "TYPE.name.value error" and "TYPE.name.slope error" (halves of
 // an ulp of TYPE, fp16 or bf16).
 #include <math.h>
 
@@ -18,7 +18,6 @@
 namespace {
 
 using namespace kf;
-using Single = Math<float>;
 using Exact = Math<double>;
 
 // The PTX ISA's bounds. A power of two has an exact reciprocal, of which infinities make use.
@@ -42,6 +41,8 @@ template <int kSign> struct Worst {
     return off(exact, frexp(exact, &exponent) == 0.5 ? 0.0 : exact * 0x1p-23);
   }
 };
+
+using Single = SingleMathOn<Worst<0>>;
 
 std::vector<float> read(const char* path) {
   std::FILE* file = std::fopen(path, "rb");
@@ -93,6 +94,18 @@ template <class M> void elementary(const std::vector<float>& xs) {
   KF_PRINT("log1p", positive, M::log1p, Single::log1p, Exact::log1p, relative)
 }
 
+template <class M> typename M::V power_of(typename M::V x) {
+  typename M::V power;
+  act::gelu::phi<M>(x, power);
+  return power;
+}
+
+template <class M> void single(const std::vector<float>& xs) {
+  const auto absolute = [](float, double) { return 1.0; };
+  KF_PRINT("fp32.normal_cdf", xs, M::normal_cdf, act::gelu::phi<Single>, act::gelu::phi<Exact>, absolute)
+  KF_PRINT("fp32.power", xs, power_of<M>, power_of<Single>, power_of<Exact>, absolute)
+}
+
 // `half` an ulp of what is just below 1. What is compared with: half an ulp of the result or, where a formula cancels, of 1/64 of
 // its argument.
 auto halves_of_an_ulp(double half) {
@@ -122,11 +135,14 @@ struct HalfPrecision {
 static_assert(std::is_same_v<MathFor<float, bf16>::type, RoughestMath>);
 static_assert(std::is_same_v<MathFor<float, HalfPrecision>::type, RoughMath>);
 static_assert(std::is_same_v<MathFor<float, float>::type, Math<float>>);
+static_assert(std::is_base_of_v<SingleMathOn<Hardware>, Math<float>>);
 
 }  // namespace
 
 int main(int, char** argv) {
   const auto xs = read(argv[1]);
+  single<SingleMathOn<Worst<1>>>(xs);
+  single<SingleMathOn<Worst<-1>>>(xs);
   elementary<RoughMathOn<Worst<1>>>(xs);
   elementary<RoughMathOn<Worst<-1>>>(xs);
   activations<RoughMathOn<Worst<1>>>(xs);
