@@ -137,7 +137,7 @@ template <class A> inline Pair<A> first_of(const Pair<A>& v, Part part) {
 }
 
 // Calls f(i, Whole) for each full pair of [0, n), and f(i, Part) for what is left.
-template <class A, class F> inline void sweep(int64_t n, F&& f) {
+template <class A, class F> KF_INLINE void sweep(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + Pair<A>::kStep <= n; i += Pair<A>::kStep) f(i, Whole{});
   if (i < n) f(i, Part{n - i});

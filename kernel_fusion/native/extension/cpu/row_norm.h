@@ -322,7 +322,7 @@ template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* ro
 
 // These and dx of a few rows, likewise.
 template <class X, class DY>
-void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first, RowResults<X>& results) {
+KF_INLINE void backward_together(const Backward& c, Row<X, DY>* rows, int count, bool first, RowResults<X>& results) {
   if constexpr (sizeof(X) == 2 && kHasRoom)
     if (rows[0].dx && rows_together<X>(c) * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone
       using A = AccOf<X>;
