@@ -26,7 +26,9 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   using A = AccOf<T>;
   using V = Vectorized<double>;
   double means[kMostRows] = {}, variances[kMostRows] = {};
-  if (are_joined(count, c.cols)) {
+  if (are_read_twice<T>(c.cols, c.rms)) {
+    moments_read_twice(x, count, c.cols, means, variances);
+  } else if (are_joined(count, c.cols)) {
     moments_together(x, count, c.cols, c.rms, means, variances);
   } else {
     A center[kMostRows] = {};
