@@ -73,7 +73,7 @@ struct Backward {
 
 // Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, prepared or yet to be; dweight and
 // dbias are the results themselves.
-inline constexpr int64_t kFewRows = 16, kStretch = kParameterTile;
+inline constexpr int64_t kFewRows = 64, kStretch = kParameterTile;
 struct BackwardByColumns : Backward {
   int64_t rows;
   Parameter parameter;
