@@ -143,7 +143,7 @@ template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 template <class X> bool fetches_blocks(const Backward& c) { return kHasRoom && !goes_alone<X>(c) && (sizeof(X) == 2 || c.streams); }
 
 // Whether of these the first pass fetches two blocks ahead, and the second what comes after these rows, to the L2 cache: where rows are
-// in memory a block does not last as long as one is waited for. Of 16 bits 4096 x 4096 takes 3.3 ms instead of 3.6, 8192 x 2048 3.2
+// in memory a block does not last as long as one is waited for. Of 16 bits 4096 x 4096 takes 3.3 ms instead of 3.6, 8192 x 2048 3.3
 // instead of 3.5, and of two threads 1.8 instead of 1.9 and 1.7 instead of 1.9 (EPYC with AVX-512).
 template <class X> bool fetches_far(const Backward& c) { return fetches_blocks<X>(c) && sizeof(X) == 2 && c.is_far; }
 
@@ -318,7 +318,8 @@ constexpr int64_t kLongRow = 32768;
 // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there it is dweight and dbias
 // that ought to stay; beyond 2048 columns of fp32 too: 699 x 3000 takes 0.31 ns per element with four rows, 0.46 with two (EPYC
 // with AVX-512, 1 thread). Very short rows of fp32, for which loading these takes longest, while they are in the cache: 10000 x 64
-// takes 0.215 ms with four, 0.235 with two, but of memory 83886 x 100 5.4 instead of 4.0 (there too). Two of 16 bits where these can be kept (see kKept), but more cannot.
+// takes 0.215 ms with four, 0.235 with two, but of memory 83886 x 100 5.4 instead of 4.0 (there too). Two of 16 bits where these can
+// be kept (see kKept), but more cannot.
 template <class X> int rows_together(const Backward& c) {
   if (c.cols > kLongRow) return 8;
   if (goes_alone<X>(c)) return 1;
