@@ -1,6 +1,6 @@
 // Measures RoughMath and RoughestMath of native/kernels/math.cuh on the host: for every elementary function, and for value and
 // slope of every activation, the largest error over the given arguments, with instructions that err upwards or downwards as far
-// as they may. And of Math in fp32, what is not CUDA's own.
+// as they may. And of SingleMath what is not CUDA's own.
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
@@ -135,7 +135,8 @@ struct HalfPrecision {
 static_assert(std::is_same_v<MathFor<float, bf16>::type, RoughestMath>);
 static_assert(std::is_same_v<MathFor<float, HalfPrecision>::type, RoughMath>);
 static_assert(std::is_same_v<MathFor<float, float>::type, Math<float>>);
-static_assert(std::is_base_of_v<SingleMathOn<Hardware>, Math<float>>);
+static_assert(std::is_same_v<ChainMathFor<float, float>::type, SingleMath>);
+static_assert(std::is_same_v<ChainMathFor<float, bf16>::type, RoughestMath>);
 
 }  // namespace
 

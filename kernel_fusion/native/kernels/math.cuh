@@ -1,7 +1,7 @@
-// The policies of elementary functions for shared/activations.h on scalars: `Math`, which is CUDA's own functions but for one,
-// `RoughMath` for results that are rounded to fp16, in fewer instructions, and `RoughestMath` for bf16. `MathFor` chooses.
+// The policies of elementary functions for shared/activations.h on scalars: `Math`, which is CUDA's own functions, `RoughMath`
+// for results that are rounded to fp16, in fewer instructions, and `RoughestMath` for bf16. `MathFor` chooses.
 //
-// Math errs as CUDA's documentation says, in the normal_cdf of fp32 by 2^-22 and in its power by 2^-21, absolutely.
+// SingleMath, of pointwise chains in fp32, has another normal_cdf, which errs by 2^-22, and a power that errs by 2^-21, absolutely.
 //
 // RoughMath errs by far less than half an ulp of fp16, which is 2^-12 of the value at least:
 //
@@ -31,6 +31,30 @@ template <class A> struct ScalarMath {
 
 template <class A> struct Math;
 
+template <> struct Math<float> : ScalarMath<float> {
+  static KF_INLINE float exp(float x) { return ::expf(x); }
+  static KF_INLINE float expm1(float x) { return ::expm1f(x); }
+  static KF_INLINE float log1p(float x) { return ::log1pf(x); }
+  static KF_INLINE float tanh(float x) { return ::tanhf(x); }
+  static KF_INLINE float erf(float x, float& power) {
+    power = ::expf(-x * x);
+    return ::erff(x);
+  }
+  static KF_INLINE float reciprocal(float x) { return 1.0f / x; }
+};
+
+template <> struct Math<double> : ScalarMath<double> {
+  static KF_INLINE double exp(double x) { return ::exp(x); }
+  static KF_INLINE double expm1(double x) { return ::expm1(x); }
+  static KF_INLINE double log1p(double x) { return ::log1p(x); }
+  static KF_INLINE double tanh(double x) { return ::tanh(x); }
+  static KF_INLINE double erf(double x, double& power) {
+    power = ::exp(-x * x);
+    return ::erf(x);
+  }
+  static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
+};
+
 // The hardware's approximations, one instruction each; subnormal numbers count as zero. Errors as in the PTX ISA: exp2 2^-22 of
 // the value, log2 2^-22 of the value (between 0.5 and 2 absolutely), reciprocal 1 ulp.
 struct Hardware {
@@ -51,15 +75,9 @@ struct Hardware {
   }
 };
 
-// CUDA's functions in fp32, but the normal_cdf: erff chooses each of its coefficients by the argument, in twice as many
-// instructions, to be exact near 0 relatively, where normal_cdf is 1/2.
-template <class Instructions> struct SingleMathOn : ScalarMath<float> {
-  static KF_INLINE float exp(float x) { return ::expf(x); }
-  static KF_INLINE float expm1(float x) { return ::expm1f(x); }
-  static KF_INLINE float log1p(float x) { return ::log1pf(x); }
-  static KF_INLINE float tanh(float x) { return ::tanhf(x); }
-  static KF_INLINE float reciprocal(float x) { return 1.0f / x; }
-
+// erff chooses each of its coefficients by the argument, in twice as many instructions, to be exact near 0 relatively, where
+// normal_cdf is 1/2.
+template <class Instructions> struct SingleMathOn : Math<float> {
   // Of -|x| as a power of two. Of the polynomials for its exponent this one errs least against max(normal_cdf(-|x|), 1/128), by
   // 4e-9. It falls beyond all bounds.
   static KF_INLINE float normal_cdf(float x) {
@@ -77,19 +95,6 @@ template <class Instructions> struct SingleMathOn : ScalarMath<float> {
     power = Instructions::exp2(-root * root);
     return normal_cdf(x);
   }
-};
-template <> struct Math<float> : SingleMathOn<Hardware> {};
-
-template <> struct Math<double> : ScalarMath<double> {
-  static KF_INLINE double exp(double x) { return ::exp(x); }
-  static KF_INLINE double expm1(double x) { return ::expm1(x); }
-  static KF_INLINE double log1p(double x) { return ::log1p(x); }
-  static KF_INLINE double tanh(double x) { return ::tanh(x); }
-  static KF_INLINE double erf(double x, double& power) {
-    power = ::exp(-x * x);
-    return ::erf(x);
-  }
-  static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
 template <class Instructions> struct RoughMathOn : ScalarMath<float> {
@@ -136,6 +141,7 @@ template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> 
   }
 };
 
+using SingleMath = SingleMathOn<Hardware>;
 using RoughMath = RoughMathOn<Hardware>;
 using RoughestMath = RoughestMathOn<Hardware>;
 
@@ -146,6 +152,10 @@ template <class T>
   requires(sizeof(T) == 2)
 struct MathFor<float, T> { using type = RoughMath; };
 template <> struct MathFor<float, bf16> { using type = RoughestMath; };
+
+// The same of what no norm divides by a deviation, however small.
+template <class A, class T> struct ChainMathFor : MathFor<A, T> {};
+template <> struct ChainMathFor<float, float> { using type = SingleMath; };
 
 // ---- Activations by their code, the position in KF_ACTIVATIONS -------------------------------------------------------------
 

@@ -18,7 +18,7 @@ enum Dropout : int { kNoDropout, kAligned, kAnywhere };
 // S is the generated plan, and Result the type that the arithmetic may be rounded to.
 template <class S, class Result> struct Chain {
   using A = typename S::Acc;
-  using M = typename MathFor<A, Result>::type;
+  using M = typename ChainMathFor<A, Result>::type;
   using Act = typename Activation<S::kActivation>::type;
   static constexpr int kVec = S::kVec;
 
