@@ -90,8 +90,7 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
     ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
     if _takes_half(spec, tree, device):
-        # Not beyond eight warps, where it costs blocks: RMSNorm of 13107x5120 bf16 1.06, afterwards 1.01.
-        ahead = tree.warps <= 8
+        ahead = tree.warps <= 8  # 8192x8192 bf16 1.04, afterwards 1.03
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
     plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
     bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
@@ -110,12 +109,14 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 def _takes_half(spec: RowNormSpec, tree: Tree, device: Device) -> bool:
     """Whether threads of a block take half as much of a row: of RMSNorm, which has no bias, in 16 bits.
 
-    bf16 on an H200: 2048x4096 1.08 of the floor with 32 elements to a thread, 0.98 with 16; 16384x4096 1.03 and 1.01;
-    8192x8192 1.03 and 1.02. LayerNorm, which has a bias too, takes 1.03 and 1.04 for 16384x4096.
+    RMSNorm bf16 on an H200 in microseconds, with 32 elements to a thread and with 16: 4x4096 1.55 and 1.01, 2048x4096
+    10.3 and 9.9, 32768x4096 131 and 132; 1024x8192 10.7 and 10.1, 16384x8192 131 and 130. Not in blocks of ten to
+    fourteen warps: 16384x5120 81.9 and 84.4, 8929x7168 63.0 and 65.4. LayerNorm of 1024x8192 10.9 and 11.4.
     """
-    if device.arch != 90 or not spec.rms or spec.has_stages or ITEMSIZE[spec.x] != 2:
+    if device.arch != 90 or not spec.rms or spec.has_stages or ITEMSIZE[spec.x] != 2 or tree.vec < 8 or tree.warps == 1:
         return False
-    return tree.vec == 8 and tree.warps > 1 and spec.cols <= MAX_BLOCK_WARPS * 32 * 16
+    warps = ceil_div(spec.cols, 32 * 16)
+    return warps <= 8 or warps == MAX_BLOCK_WARPS
 
 
 def _shared_by(spec: RowNormSpec, tree: Tree, device: Device) -> int:
