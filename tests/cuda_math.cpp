@@ -4,8 +4,8 @@
 //
 //   cuda_math ARGUMENTS    a file of floats
 //
-// prints lines "name error" (relative; of normal_cdf and of fp32 absolute), "TYPE.name.value error" and "TYPE.name.slope error" (halves of
-// an ulp of TYPE, fp16 or bf16).
+// prints lines "name error" (relative; of normal_cdf and of fp32 absolute), "TYPE.name.value error" and "TYPE.name.slope error"
+// (halves of an ulp of TYPE, fp16 or bf16).
 #include <math.h>
 
 #include <cstdio>

@@ -335,6 +335,39 @@ def test_rows_that_are_read_twice(dtype: str, rms: bool, twice: tuple[int, ...],
             assert 9 * plan.batches[0] >= vectors >= max(plan.batches)
 
 
+def _elements(plan: Plan, cols: int) -> int:
+    return -(-cols // (plan.vec * plan.lanes * plan.warps)) * plan.vec
+
+
+# Grid rationale. Both sides of every edge of the rule: rows of several warps of full vectors, which become up to eight,
+# or sixteen.
+@pytest.mark.parametrize(
+    ("dtype", "half", "whole"),
+    [
+        ("bf16", (1536, 2048, 3000, 4096, 7936, 8192), (1024, 1792, 4608, 5120, 7168, 8704, 4100)),
+        ("f32", (), (2048, 4096)),
+    ],
+)
+def test_elements_of_a_thread_of_rms_norm(dtype: str, half: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """On sm_90 threads take 16 elements of 16 bits where that pays, neither of LayerNorm nor with stages."""
+    for cols in (*half, *whole):
+        spec = RowNormSpec("forward", True, cols, dtype, dtype, dtype, None)
+        plan = planned(spec, KNOWN_DEVICES[90])
+        layer_norm = planned(replace(spec, rms=False), KNOWN_DEVICES[90])
+        assert (_elements(plan, cols) < _elements(layer_norm, cols)) == (cols in half), cols
+        assert tree(planned(replace(spec, activation="relu"), KNOWN_DEVICES[90])) == tree(layer_norm)
+        if cols in half:
+            assert _elements(plan, cols) == 16
+
+
+@pytest.mark.parametrize(("dtype", "cols"), [("bf16", 50002), ("bf16", 64000), ("bf16", 128000), ("f32", 32000)])
+def test_rows_of_clusters_stream(dtype: str, cols: int) -> None:
+    """Lengths that more elements to a thread would divide are streamed like their neighbours."""
+    plan = planned(RowNormSpec("forward", False, cols, dtype, dtype, dtype, dtype), KNOWN_DEVICES[90])
+    assert plan.stages > 1
+    assert _elements(plan, cols) <= 32
+
+
 # Grid rationale. Both sides of every edge of the rule: vectors of 2 bytes up to 1024 columns, of 4 bytes up to 192 of
 # them, never wider ones.
 @pytest.mark.parametrize(

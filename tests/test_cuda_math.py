@@ -20,8 +20,13 @@ from kernel_fusion.core.activations import CODES
 _SOURCE = Path(__file__).with_name("cuda_math.cpp")
 # The contract of native/kernels/math.cuh.
 _ELEMENTARY = {
-    **{"exp": 2**-18, "tanh": 2**-17, "expm1": 2**-17, "log1p": 2**-17, "normal_cdf": 2**-20},
-    **{"fp32.normal_cdf": 2**-22, "fp32.power": 2**-21},
+    "exp": 2**-18,
+    "tanh": 2**-17,
+    "expm1": 2**-17,
+    "log1p": 2**-17,
+    "normal_cdf": 2**-20,
+    "fp32.normal_cdf": 2**-22,
+    "fp32.power": 2**-21,
 }
 # Of half an ulp of the result's type, for values and slopes of activations.
 _SHARE = 0.15
