@@ -97,7 +97,7 @@ bool is_bare(const BackwardCall& call) {
          call.x_dtype == call.input.scalar_type();
 }
 
-constexpr int64_t kVeryFewRows = 16;
+constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
 
 // Whether rows are few and long, so that there are more stretches of columns to share out than blocks of rows.
 bool are_few(const Rows& x, int64_t most) { return x.rows <= most && x.cols >= 8 * cpu::kStretch; }
