@@ -121,28 +121,21 @@ def published_b() -> Iterator[str]:
     yield ""
 
 
-_CPU_RUNS = {  # by file: how many threads, and what is to be said of it
+_CPU_COMPILED_RUNS = {  # by file: how many threads, and what is to be said of it
     "amd-epyc-zen5-2-cores/cpu.json": (
         (1, 2),
-        "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers none`: AMD EPYC (family 26,"
-        " model 2), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
+        "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers torch.compile`: AMD EPYC"
+        " (family 26, model 2), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
     ),
+}
+_CPU_RUNS = {
+    **_CPU_COMPILED_RUNS,
     "intel-xeon-14-threads/cpu-quick.json": (
         (14,),
         "by `kernel-fusion bench cpu --quick --device cpu --threads 14 --dtypes fp32,bf16,fp16 --verbs"
         " layer_norm,rms_norm --directions forward,backward --peers none` with the nine shapes: a Xeon, 32 cores, torch"
         " 2.11.0, while a GPU was measured from other cores. The figures below 1 led to another sharing among threads,"
         " which has not been measured there.",
-    ),
-}
-
-
-_CPU_COMPILED_RUNS = {
-    "amd-epyc-avx512-2-cores/torch-compile/cpu.json": (
-        (1, 2),
-        "by `kernel-fusion bench cpu --threads 1,2 --dtypes f32,bf16 --directions forward,backward --peers"
-        " torch.compile` with these shapes: AMD EPYC (family 25, model 17), 2 cores of a virtual machine, AVX-512, with"
-        " kernels older than those of the tables above.",
     ),
 }
 
