@@ -24,7 +24,7 @@ class Plan(Launch):
         center: how many of a lane's first vectors give the center of LayerNorm's statistics (see kernels/moments.cuh).
         batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, at
             first those of the center, and for y.
-        ahead: forward loads weight and bias beside x, before the statistics.
+        ahead: forward loads weight and bias beside x, before the statistics; else those of `together` vectors at a time.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
         unkept: of how many of a thread's vectors, its last ones, the weight is not kept.
@@ -43,6 +43,7 @@ class Plan(Launch):
     played: int = 1
     resident: bool = True
     ahead: bool = False
+    together: int = 1
     weight: str = "memory"
     unkept: int = 0
     bias: str = "memory"

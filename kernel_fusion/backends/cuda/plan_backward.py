@@ -32,6 +32,7 @@ _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their i
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
 _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
 _MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
+_THREE_VECTOR_GROUPS = 12  # `_groups`
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
 # How much arithmetic a slope takes, as far as `_keeps_pace` asks; the others take more.
@@ -153,7 +154,7 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     activated = device.arch == 90 and tree.vec > 1 and spec.residual is None and not spec.changes_x
     roomy = min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
     roomy = roomy and (not spec.has_stages or activated)
-    groups = _groups(tree, roomy and not spec.has_stages, device)
+    groups = _groups(spec, tree, roomy, device)
     plan = _staged_groups(spec, tree, access, device, groups, roomy)
     if tree.cluster > 1 and groups > 1 and (plan is None or plan.stages < 3):
         # Not for the third slot, without which rows go one after the other.
@@ -187,22 +188,23 @@ def _staged_groups(
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
     paced = _keeps_pace(spec, tree, groups * threads)
-    staged = partial(staged_plan, spec, access, device, tree, groups, paced=paced)
+    max_stages = 3 if groups == _THREE_VECTOR_GROUPS else 4
+    staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, paced)
     if spec.weight is None:
-        return staged(max_stages=4)
+        return staged()
     if elements <= 8 or (roomy and _keeps_weight(spec, tree, groups * threads, device)):
         keeps_bias = roomy and spec.bias is not None and spec.activation not in (IDENTITY, *_COSTLY)
-        return staged(max_stages=4, weight="wide", bias="wide" if keeps_bias else "memory")
+        return staged(weight="wide", bias="wide" if keeps_bias else "memory")
     if tree.vec == 1 and tree.cluster == 1:
-        return staged(max_stages=4)  # a short weight, which L1 holds beside the rows
+        return staged()  # a short weight, which L1 holds beside the rows
     # All of it, or so much, half at least, that a third slot has room: 1024x131072 bf16 on an H200 1.33 of the floor
     # with a weight from memory, 1.20 with three quarters of it from shared memory.
     for unkept in range(tree.vectors // 2 + 1):
         kept_bytes = (elements - unkept * tree.vec) * threads * ITEMSIZE[spec.weight]
-        shared = staged(max_stages=4, weight="shared", shared_bytes=kept_bytes, unkept=unkept)
+        shared = staged(weight="shared", shared_bytes=kept_bytes, unkept=unkept)
         if (shared is not None and shared.stages > 2) or spec.weight == "f32":
             return shared  # fp32 read from memory for every row takes registers that are not there
-    return staged(max_stages=4)
+    return staged()
 
 
 def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -> bool:
@@ -214,7 +216,7 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     elements = tree.vectors * tree.vec
     if spec.has_stages or device.arch != 90:
         return elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
-    registers = 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
+    registers = 168 if threads <= 384 else 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
     return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
 
 
@@ -222,28 +224,33 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
     """Whether blocks of so many threads keep together (kernels/pace.cuh): where memory is what they wait for.
 
     32768x2048 bf16 on an H200 takes 1.06 of the floor together, 1.18 apart. Where they wait for arithmetic, or the
-    blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block:
-    8192x12288 bf16 1.14 together, 1.07 apart, but fp32 1.03 and 1.08, and fourteen warps, 16384x7168 bf16, 1.07 and
-    1.09. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32 1.03 and 1.07; of sixteen: RMSNorm of
-    1024x131072 fp32 1.19 and 1.11. The slope of an activation after the norm, of 8192x8192: LayerNorm bf16 with relu
-    1.18 and 1.09, but RMSNorm 1.07 and 1.20, and LayerNorm fp32 1.08 and 1.13; RMSNorm bf16 with hardswish 1.29 and
-    1.22, but fp32 1.07 and 1.12; with sigmoid 1.35 and 1.26, fp32 1.25 and 1.18.
+    blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block,
+    several of which share a row: 8192x12288 bf16 1.14 together, 1.07 apart, but fp32 1.03 and 1.08, and fourteen warps,
+    16384x7168 bf16, 1.07 and 1.09. 16 bits in clusters of eight: 2048x65536 bf16 1.20 and 1.11, but fp32 1.03 and 1.07;
+    of sixteen: RMSNorm of 1024x131072 fp32 1.19 and 1.11. The slope of an activation after the norm, of 8192x8192:
+    LayerNorm bf16 with relu 1.18 and 1.09, but RMSNorm 1.07 and 1.20, and LayerNorm fp32 1.08 and 1.13; RMSNorm bf16
+    with hardswish 1.29 and 1.22, but fp32 1.07 and 1.12; with sigmoid 1.35 and 1.26, fp32 1.25 and 1.18.
     """
     narrow = ITEMSIZE[spec.x] == 2
-    few = threads <= 12 * 32 and narrow and not spec.rms
+    few = threads <= 12 * 32 and tree.warps > 1 and narrow and not spec.rms
     most = 2 if not narrow else 1 if spec.rms else 0
     return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few and _SLOPES.get(spec.activation, 3) <= most
 
 
-def _groups(tree: Tree, roomy: bool, device: Device) -> int:
+def _groups(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> int:
     """How many rows a persistent block or cluster takes at a time: 16 warps' worth a block, at 128 registers a thread.
 
     Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
     16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15; 13107x10240 in clusters of two such
-    blocks 1.22 and 1.05. Elsewhere 96 registers spill.
+    blocks 1.22 and 1.05. Elsewhere 96 registers spill. And there twelve rows of a warp with three vectors to a thread,
+    whose weight then has registers beside the sums, with three slots: LayerNorm of 16384x768 bf16 1.30, so 1.22, of
+    131072x768 1.07 and 1.04, RMSNorm 1.19 and 1.16, 1.06 and 1.03.
     """
     warps = tree.warps // tree.cluster
-    few = not roomy or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16
+    few = not roomy or spec.has_stages or device.arch != 90 or tree.vec == 1
+    if not few and tree.warps == 1 and tree.vectors == 3 and tree.vec * ITEMSIZE[spec.x] == 16:
+        return _THREE_VECTOR_GROUPS
+    few = few or tree.vectors * tree.vec > 16
     if few and tree.cluster > 1:
         return 1
     most = MAX_BLOCK_WARPS if few or MAX_BLOCK_WARPS % warps == 0 else 20

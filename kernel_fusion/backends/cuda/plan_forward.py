@@ -16,6 +16,7 @@ from kernel_fusion.backends.cuda.tree import (
     spread_row,
     vector_of,
 )
+from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
@@ -23,7 +24,7 @@ _FORWARD_BYTES = 64
 # By two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
-_FOUR_BLOCKS_COLS = 12288  # columns of 16 bits that do better as eight warps of six vectors
+_FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of which four blocks fit (`_is_bound`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
@@ -48,6 +49,23 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     tiled = _tiled(spec, device)
     if tiled is not None:
         return tiled
+    tree = _tree(spec, device)
+    twice = _twice(spec, device, tree)
+    if twice is not None:
+        # Rows that begin anywhere take more registers than the bound leaves them.
+        threads = direct_plan(twice).threads
+        min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * ITEMSIZE[spec.x] else 1
+        return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
+    most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
+    if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
+        paced = device.arch == 90 and _keeps_pace(spec, tree)  # elsewhere unmeasured, and on sm_120 it spills
+        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
+        if staged is not None:
+            return staged
+    return _direct(spec, access, device, tree)
+
+
+def _tree(spec: RowNormSpec, device: Device) -> Tree:
     itemsize = ITEMSIZE[spec.x]
     bytes_per_thread = _FORWARD_BYTES
     # Twice as many of fp32 beyond a block; but clusters that have the row, in full vectors, without do better with
@@ -56,67 +74,101 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     spread = device.has_clusters and vector_of(spec) * itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if itemsize == 4 and blocks > 1 and not spread:
         bytes_per_thread *= 2
+    narrow = device.arch == 90 and itemsize == 2 and not spec.has_stages
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
-    tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread * 7 // 4)
-    if _takes_half(spec, tree, device):
-        tree = spread_row(spec, device, bytes_per_thread // 2, most_bytes=bytes_per_thread * 7 // 8)
+    most_bytes = bytes_per_thread * 7 // 4
+    tree = spread_row(
+        spec, device, bytes_per_thread, most_bytes, prefer=lambda *shape: narrow and shape == _FOUR_BLOCKS_SHAPE
+    )
+    if narrow and spec.rms and _takes_half(spec, tree):
+        tree = spread_row(spec, device, bytes_per_thread // 2, most_bytes // 2)
     elif tree.cluster > 1 and tree.vectors * tree.vec > _MAX_STAGED_ELEMENTS and spec.acc == "f32":
         # So that its blocks can stream rows: LayerNorm of 1000x64000 bf16 on an H200 with 40 elements to a thread, in
         # registers, 1.56 of the floor, staged 1.14; 1280x50002 with 34 1.94, and 1.23.
         tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread)
-    twice = _twice(spec, device, tree)
-    if twice is not None:
-        # Rows that begin anywhere take more registers than the bound leaves them.
-        threads = direct_plan(twice).threads
-        min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * itemsize else 1
-        return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
-    if device.arch == 90 and itemsize == 2 and not spec.has_stages and spec.cols == _FOUR_BLOCKS_COLS:
-        # Of the twelve warps that it would be three blocks fit a multiprocessor, of eight with more vectors four, and
-        # so more bytes are on their way: LayerNorm 512x12288 bf16 on an H200 takes 9.5 and 8.0 microseconds, 8192x12288
-        # 99.5 both ways.
-        roomy = access.x >= 16 and spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
-        return direct_plan(replace(tree, warps=8, vectors=6), min_blocks=4 if roomy else 1)
-    per_thread = tree.vectors * tree.vec
-    most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
-    if tree.cluster > 1 and per_thread <= most and spec.acc == "f32":
-        paced = device.arch == 90 and _keeps_pace(spec, tree)  # elsewhere unmeasured, and on sm_120 it spills
-        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
-        if staged is not None:
-            return staged
-    # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
-    # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
-    # fp32 1.15, afterwards 1.04. So are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03,
-    # afterwards 1.08.
-    wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
-    ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
-    if _takes_half(spec, tree, device):
-        ahead = tree.warps <= 8  # 8192x8192 bf16 1.04, afterwards 1.03
-    # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
-    plain = access.x >= tree.vec * itemsize or spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
-    bound = ahead and plain and tree.vec > 1 and spec.acc == "f32" and device.arch == 90 and not spec.has_stages
-    # Five vectors of 16 bits fit 64 registers, too, and then twice as many rows are under way: LayerNorm of 4096x1280
-    # bf16 1.15, bounded 1.02; 50000x1280 1.03 both ways. Seven spill.
-    bound = bound or (plain and itemsize == 2 and tree.warps == 1 and per_thread == 40 and device.arch == 90)
-    block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
-    min_blocks = max(1, 1024 // block().threads) if bound else 1
-    # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
-    held = max(itemsize, 4) if tree.vec == 1 else itemsize
-    resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
-    batches = (0, 0) if resident else _batches(tree)
-    return block(resident=resident, batches=batches, ahead=ahead, min_blocks=min_blocks)
+    return tree
 
 
-def _takes_half(spec: RowNormSpec, tree: Tree, device: Device) -> bool:
+def _takes_half(spec: RowNormSpec, tree: Tree) -> bool:
     """Whether threads of a block take half as much of a row: of RMSNorm, which has no bias, in 16 bits.
 
     RMSNorm bf16 on an H200 in microseconds, with 32 elements to a thread and with 16: 4x4096 1.55 and 1.01, 2048x4096
     10.3 and 9.9, 32768x4096 131 and 132; 1024x8192 10.7 and 10.1, 16384x8192 131 and 130. Not in blocks of ten to
     fourteen warps: 16384x5120 81.9 and 84.4, 8929x7168 63.0 and 65.4. LayerNorm of 1024x8192 10.9 and 11.4.
     """
-    if device.arch != 90 or not spec.rms or spec.has_stages or ITEMSIZE[spec.x] != 2 or tree.vec < 8 or tree.warps == 1:
-        return False
     warps = ceil_div(spec.cols, 32 * 16)
-    return warps <= 8 or warps == MAX_BLOCK_WARPS
+    return tree.vec == 8 and tree.warps > 1 and (warps <= 8 or warps == MAX_BLOCK_WARPS)
+
+
+def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Plan:
+    """Rows in registers, or, where there are none for them, read again."""
+    itemsize = ITEMSIZE[spec.x]
+    per_thread = tree.vectors * tree.vec
+    # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
+    # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
+    # fp32 1.15, afterwards 1.04; and rows of 16 bits by 16 warps: 8192x8192 bf16 1.04, afterwards 1.03. So
+    # are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03, afterwards 1.08.
+    wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
+    ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
+    ahead = ahead and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
+    bound = _is_bound(spec, access, device, tree, ahead)
+    block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
+    # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
+    held = max(itemsize, 4) if tree.vec == 1 else itemsize
+    resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
+    return block(
+        resident=resident,
+        batches=(0, 0) if resident else _batches(tree),
+        ahead=ahead,
+        together=_together(spec, tree, bound),
+        min_blocks=max(1, 1024 // block().threads) if bound else 1,
+    )
+
+
+def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahead: bool) -> bool:
+    """Whether the compiler is to do with 64 registers a thread, so that 1024 threads share a multiprocessor.
+
+    Where weight and bias are loaded beside x; and where it lets as many rows of 16 bits be under way as that is bytes
+    for: five vectors of a warp, LayerNorm of 4096x1280 bf16 on an H200 1.15 of the floor, bound 1.02, 50000x1280 1.03
+    both ways; and six of each of eight warps, of which four blocks fit a multiprocessor, where of the twelve warps that
+    it would be three do: 512x12288 9.5 and 8.0 microseconds, 8192x12288 99.5 both ways. Seven vectors spill.
+    """
+    if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
+        return False
+    # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
+    plain = access.x >= tree.vec * ITEMSIZE[spec.x] or _covers(spec, tree)
+    if ahead:
+        return plain and not spec.has_stages
+    if (tree.warps, tree.vectors * tree.vec) == _FOUR_BLOCKS_SHAPE:
+        plain = access.x >= 16 and spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
+        return plain and not spec.has_stages and ITEMSIZE[spec.x] == 2
+    return plain and ITEMSIZE[spec.x] == 2 and tree.warps == 1 and tree.vectors * tree.vec == 40
+
+
+def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
+    """Of how many vectors weight and bias are loaded at a time, once the statistics are known.
+
+    Of 16 elements, since each wait for them is time in which a thread asks for nothing else. LayerNorm on an H200, over
+    the floor, one vector at a time and so: 8192x1024 bf16 1.14 and 1.07, 2048x4096 1.11 and 1.05, 32768x4096 1.03 both
+    ways; 4096x1280 fp32 1.10 and 1.02, 512x12288 1.31 and 1.14, 2730x12288 1.07 and 1.03; 16376x4098 bf16, in vectors
+    of 2, two at a time 1.08 and 1.04. Half as many where the registers would cost blocks: of 16 warps (8192x16384 fp32
+    1.03, and with 16 elements 1.10), with parameters wider than x (RMSNorm of 8192x8192 bf16 1.06 and 1.38); of
+    LayerNorm in 16 bits where registers are scarce as it is, an activation takes some (8192x8192 with gelu 1.12 and
+    1.22), or the rows of several warps end among a thread's vectors (12800x5000 1.05 and 1.08).
+    """
+    if spec.acc == "f64":
+        return max(1, 4 // tree.vec)
+    wide = spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]
+    few = wide or tree.warps == MAX_BLOCK_WARPS
+    if ITEMSIZE[spec.x] == 2 and tree.vec == 8 and not spec.rms:
+        uneven = tree.warps > 1 and not _covers(spec, tree)
+        few = few or bound or uneven or spec.activation not in (IDENTITY, "relu")
+    return max(1, min(8, (8 if few else 16) // tree.vec))
+
+
+def _covers(spec: RowNormSpec, tree: Tree) -> bool:
+    """Whether every vector of every thread lies within the row."""
+    return spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
 
 
 def _shared_by(spec: RowNormSpec, tree: Tree, device: Device) -> int:

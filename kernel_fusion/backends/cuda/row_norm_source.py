@@ -66,6 +66,7 @@ def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[st
         "kStats": spec.direction == "forward",
         "kAlignY": access.y,
         "kAhead": plan.ahead,
+        "kTogether": plan.together,
         "kCenter": plan.center,
         "kStridedResidual": access.strided_residual,
         "kAlignResidual": access.residual,

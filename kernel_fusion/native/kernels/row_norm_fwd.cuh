@@ -126,7 +126,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     residuals[i] = row.load_residual(at.col(i));
   }
   // Weight and bias of so many vectors are loaded together: no load passes a store that comes before it.
-  constexpr int kTogether = S::kAhead ? kVectors : kVec < 4 ? 4 / kVec : 1;
+  constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
   const auto load_parameters = [&](int first) {
