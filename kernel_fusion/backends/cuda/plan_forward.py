@@ -126,12 +126,13 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
 
 
 def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahead: bool) -> bool:
-    """Whether the compiler is to do with 64 registers a thread, so that 1024 threads share a multiprocessor.
+    """Whether the compiler is to do with the registers that 1024 threads of a multiprocessor have each: 64 or some more.
 
-    Where weight and bias are loaded beside x; and where it lets as many rows of 16 bits be under way as that is bytes
-    for: five vectors of a warp, LayerNorm of 4096x1280 bf16 on an H200 1.15 of the floor, bound 1.02, 50000x1280 1.03
-    both ways; and six of each of eight warps, of which four blocks fit a multiprocessor, where of the twelve warps that
-    it would be three do: 512x12288 9.5 and 8.0 microseconds, 8192x12288 99.5 both ways. Seven vectors spill.
+    Where weight and bias are loaded beside x. And on an H200, over the floor, free and bound: of 16 bits, five vectors
+    of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill); six of each of eight
+    warps, of which four blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0
+    microseconds, 8192x12288 99.5 both ways. Of fp32, blocks of more than eight warps, which load weight and bias of 16
+    elements together: 8576x12288 1.19 and 1.02, by the vector 1.03.
     """
     if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
         return False
@@ -139,10 +140,13 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     plain = access.x >= tree.vec * ITEMSIZE[spec.x] or _covers(spec, tree)
     if ahead:
         return plain and not spec.has_stages
-    if (tree.warps, tree.vectors * tree.vec) == _FOUR_BLOCKS_SHAPE:
-        plain = access.x >= 16 and spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
-        return plain and not spec.has_stages and ITEMSIZE[spec.x] == 2
-    return plain and ITEMSIZE[spec.x] == 2 and tree.warps == 1 and tree.vectors * tree.vec == 40
+    elements, narrow = tree.vectors * tree.vec, ITEMSIZE[spec.x] == 2
+    if narrow and tree.warps == 1 and elements == 40:
+        return plain
+    if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > 8:
+        as_x = spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
+        return access.x >= 16 and as_x and not spec.has_stages
+    return False
 
 
 def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
@@ -150,20 +154,23 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
 
     Of 16 elements, since each wait for them is time in which a thread asks for nothing else. LayerNorm on an H200, over
     the floor, one vector at a time and so: 8192x1024 bf16 1.14 and 1.07, 2048x4096 1.11 and 1.05, 32768x4096 1.03 both
-    ways; 4096x1280 fp32 1.10 and 1.02, 512x12288 1.31 and 1.14, 2730x12288 1.07 and 1.03; 16376x4098 bf16, in vectors
-    of 2, two at a time 1.08 and 1.04. Half as many where the registers would cost blocks: of 16 warps (8192x16384 fp32
-    1.03, and with 16 elements 1.10), with parameters wider than x (RMSNorm of 8192x8192 bf16 1.06 and 1.38); of
-    LayerNorm in 16 bits where registers are scarce as it is, an activation takes some (8192x8192 with gelu 1.12 and
-    1.22), or the rows of several warps end among a thread's vectors (12800x5000 1.05 and 1.08).
+    ways; 4096x1280 fp32 1.10 and 1.02, 512x12288 1.22 and 1.14, 8576x12288 1.03 and 1.02; 16376x4098 bf16, in vectors
+    of 2, two at a time 1.08 and 1.04. Fewer where the registers would cost blocks: with parameters wider than x
+    (RMSNorm of 8192x8192 bf16 1.06 and 1.38), in fp32 by more than eight warps that are not bound; in 16 bits by 16
+    warps (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
+    (8192x8192 with gelu 1.12 and 1.22), or the rows of several warps end among a thread's vectors (12800x5000 1.05 and
+    1.08).
     """
-    if spec.acc == "f64":
-        return max(1, 4 // tree.vec)
-    wide = spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]
-    few = wide or tree.warps == MAX_BLOCK_WARPS
-    if ITEMSIZE[spec.x] == 2 and tree.vec == 8 and not spec.rms:
+    elements = 16
+    if spec.acc == "f64" or (spec.x == "f32" and tree.warps > 8 and not bound):
+        elements = 4
+    elif spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]:
+        elements = 8
+    elif ITEMSIZE[spec.x] == 2 and tree.vec == 8:
         uneven = tree.warps > 1 and not _covers(spec, tree)
-        few = few or bound or uneven or spec.activation not in (IDENTITY, "relu")
-    return max(1, min(8, (8 if few else 16) // tree.vec))
+        scarce = bound or uneven or spec.activation not in (IDENTITY, "relu")
+        elements = 8 if tree.warps == MAX_BLOCK_WARPS or (scarce and not spec.rms) else 16
+    return max(1, min(8, elements // tree.vec))
 
 
 def _covers(spec: RowNormSpec, tree: Tree) -> bool:
