@@ -24,7 +24,8 @@ class Plan(Launch):
         center: how many of a lane's first vectors give the center of LayerNorm's statistics (see kernels/moments.cuh).
         batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, at
             first those of the center, and for y.
-        ahead: forward loads weight and bias beside x, before the statistics; else those of `together` vectors at a time.
+        ahead: forward loads weight and bias beside x, before the statistics.
+        together: of how many vectors it loads them at a time otherwise, after the statistics.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
         unkept: of how many of a thread's vectors, its last ones, the weight is not kept.

@@ -106,8 +106,8 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     per_thread = tree.vectors * tree.vec
     # Weight and bias of few elements are loaded beside x, before the statistics: 2048x2048 fp32 on an H200 0.79 of the
     # floor, afterwards 0.85. More of them cost more threads than that is worth, as do more than 64 registers: 2048x5120
-    # fp32 1.15, afterwards 1.04; and rows of 16 bits by 16 warps: 8192x8192 bf16 1.04, afterwards 1.03. So
-    # are 32 beside a residual that is wider than x: 8192x8192 bf16 and fp32 1.03, afterwards 1.08.
+    # fp32 1.15, afterwards 1.04; and 16 bits by 16 warps: 8192x8192 bf16 1.04, afterwards 1.03. So are 32 beside a
+    # residual that is wider than x: 8192x8192 bf16 and fp32 1.03, afterwards 1.08.
     wide_residual = spec.residual is not None and ITEMSIZE[spec.residual] > itemsize and not spec.changes_x
     ahead = per_thread <= (32 if wide_residual and device.arch == 90 else 16)
     ahead = ahead and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
@@ -126,7 +126,7 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
 
 
 def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahead: bool) -> bool:
-    """Whether the compiler is to do with the registers that 1024 threads of a multiprocessor have each: 64 or some more.
+    """Whether the compiler is to do with the registers that 1024 threads of a multiprocessor have: 64 or some more.
 
     Where weight and bias are loaded beside x. And on an H200, over the floor, free and bound: of 16 bits, five vectors
     of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill); six of each of eight

@@ -14,9 +14,9 @@ from kernel_fusion.core.spec import ITEMSIZE
 # 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
 # smaller blocks come and go too fast, 1.24. In bf16 the sums of columns of bias+gelu take 1.16 in blocks of 256, 1.08.
 _THREADS = 128
-# Twice as many bytes on their way where more has to be done with them: of operands that are looked up, and dropout of 16
-# bits, gelu+dropout in bf16 with 2 vectors 1.19 of the floor, with 4 1.08; in fp32 1.03 and 1.06 (trials). Not beside
-# one row that meets all: bias+gelu in bf16 takes 1.00 with 2, 1.03 with 4.
+# Twice as many bytes on their way where more has to be done with them: of operands that are looked up, and dropout of
+# 16 bits, gelu+dropout in bf16 with 2 vectors 1.19 of the floor, with 4 1.08; in fp32 1.03 and 1.06 (trials). Not
+# beside one row that meets all: bias+gelu in bf16 takes 1.00 with 2, 1.03 with 4.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
 # What 128 registers a thread allow, which leave room for all that is on its way; but for both factors' gradients with
