@@ -158,8 +158,8 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     of 2, two at a time 1.08 and 1.04. Fewer where the registers would cost blocks: with parameters wider than x
     (RMSNorm of 8192x8192 bf16 1.06 and 1.38), in fp32 by more than eight warps that are not bound; in 16 bits by 16
     warps (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
-    (8192x8192 with gelu 1.12 and 1.22), or the rows of several warps end among a thread's vectors (12800x5000 1.05 and
-    1.08).
+    (8192x8192 with gelu 1.12 and 1.22, behind relu 1.02 and 1.06), or the rows of several warps end among a thread's
+    vectors (12800x5000 1.05 and 1.08).
     """
     elements = 16
     if spec.acc == "f64" or (spec.x == "f32" and tree.warps > 8 and not bound):
@@ -168,7 +168,8 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
         elements = 8
     elif ITEMSIZE[spec.x] == 2 and tree.vec == 8:
         uneven = tree.warps > 1 and not _covers(spec, tree)
-        scarce = bound or uneven or spec.activation not in (IDENTITY, "relu")
+        costly = spec.pre_activation != IDENTITY or spec.activation not in (IDENTITY, "relu")
+        scarce = bound or uneven or costly
         elements = 8 if tree.warps == MAX_BLOCK_WARPS or (scarce and not spec.rms) else 16
     return max(1, min(8, elements // tree.vec))
 
