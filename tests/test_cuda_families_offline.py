@@ -137,6 +137,16 @@ def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, 
     assert "using Result = kf::f16;" in text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "vectors"), [("f32", False, 2), ("f32", True, 2), ("bf16", False, 2), ("bf16", True, 4)]
+)
+def test_vectors_of_a_chain_that_are_on_their_way(dtype: str, dropout: bool, vectors: int) -> None:
+    """A thread reads 32 bytes at a time, and 64 where it has dropout of 16 bits to compute meanwhile."""
+    spec = PointwiseSpec("first", "gelu", dropout, dtype, None, y=dtype)
+    plan = planner.plan_for(spec, PointwiseAccess(1, _vec(dtype)), _SM90)
+    assert plan.unroll == vectors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 120])
 @pytest.mark.parametrize("family", _FAMILIES)

@@ -360,6 +360,63 @@ def test_elements_of_a_thread_of_rms_norm(dtype: str, half: tuple[int, ...], who
             assert _elements(plan, cols) == 16
 
 
+# Grid rationale. Both sides of every edge of the rule, of whole vectors unless said otherwise: rows that end among the
+# vectors of several warps (3000), five vectors of a warp (1280), eight warps of six (12288), sixteen warps (16384), in
+# fp32 more than eight warps (9216) with a bound and without; vectors of four, two and one elements (1604, 4098, 10007).
+_NORM = {"weight": "bf16", "bias": "bf16"}
+_NORM32 = {"x": "f32", "y": "f32", "weight": "f32", "bias": "f32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "elements"),
+    [
+        (_NORM, {1024: 16, 1600: 16, 5120: 16, 1280: 8, 3000: 8, 12288: 8, 16384: 8, 1604: 16, 4098: 16, 10007: 8}),
+        ({"rms": True, "weight": "bf16"}, {1024: 16, 1280: 16, 5000: 16, 12288: 16, 8192: 8, 16384: 8}),
+        ({**_NORM, "activation": "relu"}, {4096: 16}),
+        ({**_NORM, "activation": "gelu"}, {4096: 8}),
+        ({**_NORM, "pre_activation": "relu"}, {4096: 8}),
+        ({"rms": True, "weight": "bf16", "activation": "gelu"}, {4096: 16}),
+        ({"weight": "f32", "bias": "f32"}, {1024: 8, 4096: 8}),
+        (_NORM32, {1280: 16, 9216: 16, 16384: 16}),
+        ({**_NORM32, "activation": "relu"}, {1280: 16, 9216: 4}),
+    ],
+)
+def test_weight_and_bias_are_loaded_together(options: dict[str, Any], elements: dict[int, int]) -> None:
+    """On sm_90, once the statistics are known, of 16 elements at a time where registers allow it, else of fewer."""
+    for cols, each in elements.items():
+        spec = RowNormSpec(**{"direction": "forward", "rms": False, "cols": cols, "x": "bf16", "y": "bf16", **options})
+        plan = planned(spec, KNOWN_DEVICES[90])
+        assert plan.resident
+        assert not plan.ahead
+        assert plan.together * plan.vec == each, cols
+
+
+@pytest.mark.parametrize("cols", [9216, 10240, 12288, 16384])
+def test_large_blocks_of_fp32_are_bound(cols: int) -> None:
+    """On sm_90 to the registers of 1024 threads, where vectors are aligned and nothing but the norm takes registers."""
+    device, spec = KNOWN_DEVICES[90], RowNormSpec("forward", False, cols, "f32", "f32", "f32", "f32")
+    bound = planned(spec, device)
+    assert bound.min_blocks == 1024 // bound.threads > 1
+    free = [planned(replace(spec, activation="relu"), device), plan_row_norm(spec, anywhere(spec), device)]
+    assert all(plan.min_blocks == 1 and plan.together == 1 for plan in free)
+
+
+# Grid rationale. Both sides of every edge of the rule: one warp with two, three vectors, or more of them.
+@pytest.mark.parametrize(
+    ("dtype", "three", "other"),
+    [("bf16", (520, 640, 768), (512, 516, 776, 1536)), ("f32", (260, 384), (256, 388, 768))],
+)
+def test_backward_of_three_vectors(dtype: str, three: tuple[int, ...], other: tuple[int, ...]) -> None:
+    """On sm_90 twelve rows of a warp with three vectors a thread share a block, with the weight in registers."""
+    for cols in (*three, *other):
+        spec = RowNormSpec("backward", False, cols, dtype, dtype, dtype, dtype)
+        plan = planned(spec, KNOWN_DEVICES[90])
+        assert ((plan.per_block, plan.stages) == (12, 3)) == (cols in three), cols
+        if cols in three:
+            assert (plan.weight, plan.paced, plan.threads) == ("wide", True, 384)
+            assert planned(replace(spec, activation="gelu"), KNOWN_DEVICES[90]).per_block != 12
+
+
 @pytest.mark.parametrize(("dtype", "cols"), [("bf16", 50002), ("bf16", 64000), ("bf16", 128000), ("f32", 32000)])
 def test_rows_of_clusters_stream(dtype: str, cols: int) -> None:
     """Lengths that more elements to a thread would divide are streamed like their neighbours."""

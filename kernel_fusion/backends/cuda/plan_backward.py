@@ -32,7 +32,6 @@ _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their i
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
 _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
 _MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
-_THREE_VECTOR_GROUPS = 12  # `_groups`
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
 # How much arithmetic a slope takes, as far as `_keeps_pace` asks; the others take more.
@@ -188,7 +187,7 @@ def _staged_groups(
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
     paced = _keeps_pace(spec, tree, groups * threads)
-    max_stages = 3 if groups == _THREE_VECTOR_GROUPS else 4
+    max_stages = 3 if _has_three_vectors(spec, tree, roomy, device) else 4
     staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, paced)
     if spec.weight is None:
         return staged()
@@ -242,16 +241,24 @@ def _groups(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> int:
 
     Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
     16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15; 13107x10240 in clusters of two such
-    blocks 1.22 and 1.05. Elsewhere 96 registers spill. And there twelve rows of a warp with three vectors to a thread,
-    whose weight then has registers beside the sums, with three slots: LayerNorm of 16384x768 bf16 1.30, so 1.22, of
-    131072x768 1.07 and 1.04, RMSNorm 1.19 and 1.16, 1.06 and 1.03.
+    blocks 1.22 and 1.05. Elsewhere 96 registers spill. Rows of three vectors a thread go twelve at a time.
     """
+    if _has_three_vectors(spec, tree, roomy, device):
+        return 12
     warps = tree.warps // tree.cluster
-    few = not roomy or spec.has_stages or device.arch != 90 or tree.vec == 1
-    if not few and tree.warps == 1 and tree.vectors == 3 and tree.vec * ITEMSIZE[spec.x] == 16:
-        return _THREE_VECTOR_GROUPS
-    few = few or tree.vectors * tree.vec > 16
+    few = not roomy or spec.has_stages or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16
     if few and tree.cluster > 1:
         return 1
     most = MAX_BLOCK_WARPS if few or MAX_BLOCK_WARPS % warps == 0 else 20
     return max(1, most // warps)
+
+
+def _has_three_vectors(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> bool:
+    """Whether a row is a warp's, with three vectors to a thread, and is taken by such blocks as suit that on sm_90.
+
+    Twelve warps leave registers for the weight beside the sums, and three slots are enough: on an H200, over the floor,
+    sixteen warps with four slots and so, LayerNorm of 16384x768 bf16 1.30 and 1.22, of 131072x768 1.07 and 1.04,
+    RMSNorm 1.19 and 1.16, 1.06 and 1.03.
+    """
+    whole = roomy and tree.vec * ITEMSIZE[spec.x] == 16
+    return whole and tree.warps == 1 and tree.vectors == 3 and device.arch == 90 and not spec.has_stages

@@ -25,6 +25,7 @@ _FORWARD_BYTES = 64
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
 _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of which four blocks fit (`_is_bound`)
+_SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
@@ -66,6 +67,7 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 
 def _tree(spec: RowNormSpec, device: Device) -> Tree:
+    """How a row is spread, unless a block takes many rows together or reads a row twice."""
     itemsize = ITEMSIZE[spec.x]
     bytes_per_thread = _FORWARD_BYTES
     # Twice as many of fp32 beyond a block; but clusters that have the row, in full vectors, without do better with
@@ -74,13 +76,13 @@ def _tree(spec: RowNormSpec, device: Device) -> Tree:
     spread = device.has_clusters and vector_of(spec) * itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if itemsize == 4 and blocks > 1 and not spread:
         bytes_per_thread *= 2
-    narrow = device.arch == 90 and itemsize == 2 and not spec.has_stages
+    tuned = device.arch == 90 and itemsize == 2 and not spec.has_stages  # what follows was measured for these alone
     # 2048x1600 on an H200, bf16: 1.28 of the floor as 2 warps with up to 4 vectors, 1.06 as 1 warp with 7.
     most_bytes = bytes_per_thread * 7 // 4
     tree = spread_row(
-        spec, device, bytes_per_thread, most_bytes, prefer=lambda *shape: narrow and shape == _FOUR_BLOCKS_SHAPE
+        spec, device, bytes_per_thread, most_bytes, prefer=lambda *shape: tuned and shape == _FOUR_BLOCKS_SHAPE
     )
-    if narrow and spec.rms and _takes_half(spec, tree):
+    if tuned and spec.rms and _takes_half(spec, tree):
         tree = spread_row(spec, device, bytes_per_thread // 2, most_bytes // 2)
     elif tree.cluster > 1 and tree.vectors * tree.vec > _MAX_STAGED_ELEMENTS and spec.acc == "f32":
         # So that its blocks can stream rows: LayerNorm of 1000x64000 bf16 on an H200 with 40 elements to a thread, in
@@ -143,7 +145,7 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     elements, narrow = tree.vectors * tree.vec, ITEMSIZE[spec.x] == 2
     if narrow and tree.warps == 1 and elements == 40:
         return plain
-    if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > 8:
+    if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
         as_x = spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
         return access.x >= 16 and as_x and not spec.has_stages
     return False
@@ -162,7 +164,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     vectors (12800x5000 1.05 and 1.08).
     """
     elements = 16
-    if spec.acc == "f64" or (spec.x == "f32" and tree.warps > 8 and not bound):
+    if spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
     elif spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]:
         elements = 8
