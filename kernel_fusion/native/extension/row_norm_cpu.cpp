@@ -14,26 +14,31 @@
 namespace kf {
 namespace {
 
-// weight or bias as the kernels take it, which is made once per call where it is not given like that; or, `later`, by them.
+// weight or bias as it is given, side by side.
+struct Given {
+  Given(const OptionalTensor& t, double offset, bool interleaved) {
+    if (!present(t)) return;
+    tensor = t->contiguous();
+    parameter = {tensor.const_data_ptr(), offset, cpu_dtype(tensor.scalar_type()), interleaved};
+  }
+  Tensor tensor;
+  cpu::Parameter parameter{};  // absent
+};
+
+// A parameter as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes its own: made once
+// for all, it would have to come from the caches of the core that made it.
 class Prepared {
  public:
-  Prepared(const OptionalTensor& t, double offset, at::ScalarType acc, bool interleaved, bool later = false) {
-    if (!present(t)) return;
-    given = t->contiguous();
-    parameter = {given.const_data_ptr(), offset, cpu_dtype(given.scalar_type()), interleaved};
-    if (later || parameter.as_is(cpu_dtype(acc))) return;
-    const int64_t size = given.numel();
+  Prepared(const Given& given, at::ScalarType acc, bool later = false) : parameter(given.parameter) {
+    if (later || !parameter.data || parameter.as_is(cpu_dtype(acc))) return;
+    const int64_t size = given.tensor.numel();
     made = c10::GetCPUAllocator()->allocate(size * c10::elementSize(acc));
-    const int64_t tiles = (size + cpu::kParameterTile - 1) / cpu::kParameterTile;
-    share(tiles, cpu::kParameterTile, [&](int64_t begin, int64_t end) {
-      cpu::kernels().prepare(parameter, begin * cpu::kParameterTile, std::min(size, end * cpu::kParameterTile), made.get());
-    });
+    cpu::kernels().prepare(given.parameter, size, made.get());
     parameter = {made.get(), 0.0, cpu_dtype(acc), false};
   }
-  cpu::Parameter parameter{};  // absent
+  cpu::Parameter parameter;
 
  private:
-  Tensor given;
   at::DataPtr made;
 };
 
@@ -62,23 +67,29 @@ struct OptionalRows {
   RowLayout layout() const { return rows ? rows->layout : RowLayout{}; }
 };
 
-void forward_staged(const cpu::Forward& args, const ForwardCall& call, int64_t rows, Tensor& h) {
-  const Stages& s = *call.stages;
-  const OptionalRows residual(s.residual, call.num_dims);
-  const cpu::ForwardStages stages{common(s), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
-                                  cpu_dtype(dtype_of(s.residual).value_or(at::kFloat))};
-  share(rows, args.cols, [&](int64_t begin, int64_t end) { cpu::kernels().forward_staged(args, stages, begin, end); });
-}
+// The stages of a forward call as pointers, and what they point to.
+struct StagedForward {
+  OptionalRows residual;
+  cpu::ForwardStages args;
+
+  StagedForward(const ForwardCall& call, Tensor& h) : residual(call.stages->residual, call.num_dims) {
+    const Stages& s = *call.stages;
+    args = {common(s), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
+            cpu_dtype(dtype_of(s.residual).value_or(at::kFloat))};
+  }
+};
 
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
   OptionalRows x;
+  Given given_bias;
   Prepared bias;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
       : x(call.stages->x, call.num_dims),
-        bias(call.stages->bias, 0.0, acc_dtype(call.input), false) {
+        given_bias(call.stages->bias, 0.0, false),
+        bias(given_bias, acc_dtype(call.input)) {
     const BackwardStages& s = *call.stages;
     args = {common(s), s.has_residual, x.data(), bias.parameter.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
             x.layout(), cpu_dtype(call.x_dtype)};
@@ -97,10 +108,31 @@ bool is_bare(const BackwardCall& call) {
          call.x_dtype == call.input.scalar_type();
 }
 
+// Whether rows are so long that they are cut into stretches of columns.
+bool are_long(const Rows& x) { return x.cols >= 8 * cpu::kStretch; }
+
+// Whether rows are long and so few that threads would wait for others to be done with theirs. They share the stretches then, of which
+// the results are the same: with 16 threads 8 x 131072 fp16 takes NN us instead of NN (Xeon).
+bool shares_stretches(const Rows& x) {
+  const int64_t threads = at::get_num_threads();
+  return are_long(x) && x.rows % threads != 0 && x.rows < 2 * threads;
+}
+
+void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
+  const int64_t pieces = rows * cpu::stretches_of(args.cols);
+  std::vector<cpu::StretchMoments> moments(pieces);
+  share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
+    cpu::kernels().forward_moments(args, begin, end, moments.data());
+  });
+  share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
+    cpu::kernels().forward_stretches(args, begin, end, moments.data());
+  });
+}
+
 constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
 
 // Whether rows are few and long, so that there are more stretches of columns to share out than blocks of rows.
-bool are_few(const Rows& x, int64_t most) { return x.rows <= most && x.cols >= 8 * cpu::kStretch; }
+bool are_few(const Rows& x, int64_t most) { return x.rows <= most && are_long(x); }
 
 // Whether then threads share the columns in backward, and every column of dweight and dbias has one sum: a function of the shape too.
 // Of more than a few rows while the L3 cache still has them when dx is computed. Two cores without a cache in common take 64 x 16384
@@ -111,7 +143,7 @@ bool goes_by_columns(const Rows& x, size_t bytes) {
 }
 
 void backward_by_columns(const cpu::BackwardByColumns& args) {
-  const int64_t rows = args.rows, stretches = (args.cols + cpu::kStretch - 1) / cpu::kStretch;
+  const int64_t rows = args.rows, stretches = cpu::stretches_of(args.cols);
   std::vector<cpu::RowSums> sums(stretches * rows);
   share(stretches, rows * cpu::kStretch, [&](int64_t begin, int64_t end) {
     cpu::kernels().backward_sums(args, begin, end, sums.data());
@@ -133,10 +165,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.out_dtype);
   const bool interleaved = !call.stages && cpu::interleaves(x_type, y_type);
-  // Prepared before the rows are shared out, 14 threads took 0.26 ms for 8 x 131072 bf16, of which the rows take 0.05 (Xeon); it
-  // seems that each had to fetch what others had prepared from their caches.
-  const bool later = !call.stages && are_few(x, kVeryFewRows) && acc == at::kFloat;
-  const Prepared weight(call.weight, call.weight_offset, acc, interleaved, later), bias(call.bias, 0.0, acc, interleaved, later);
+  const Given weight(call.weight, call.weight_offset, interleaved), bias(call.bias, 0.0, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -149,8 +178,18 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
-  if (call.stages) return forward_staged(args, call, x.rows, h);
-  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().forward(args, begin, end); });
+  std::optional<StagedForward> staged;
+  if (call.stages) staged.emplace(call, h);
+  else if (shares_stretches(x)) return forward_by_stretches(args, x.rows);
+  share(x.rows, x.cols, [&](int64_t begin, int64_t end) {
+    const bool later = !staged && are_long(x) && end - begin <= cpu::kLongRowsTogether;
+    const Prepared w(weight, acc, later), b(bias, acc, later);
+    cpu::Forward mine = args;
+    mine.weight = w.parameter;
+    mine.bias = b.parameter;
+    if (staged) cpu::kernels().forward_staged(mine, staged->args, begin, end);
+    else cpu::kernels().forward(mine, begin, end);
+  });
 }
 
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
@@ -159,14 +198,13 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const bool bare = is_bare(call), by_columns = bare && goes_by_columns(x, call.input.nbytes());
   const OptionalRows dh(call.stages ? call.stages->dh : std::nullopt, call.num_dims);
-  const Prepared weight(call.weight, call.weight_offset, acc, bare && cpu::interleaves(x_type, dy_type),
-                        by_columns && acc == at::kFloat);
+  const Given weight(call.weight, call.weight_offset, bare && cpu::interleaves(x_type, dy_type));
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual);
   if (call.stages) moved += bytes_of(call.stages->dh) + bytes_of(call.stages->x);
-  cpu::Backward args{dy.data(), x.data(), mean, rstd, weight.parameter.data,
+  cpu::Backward args{dy.data(), x.data(), mean, rstd, nullptr,
                      call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
                      dh.layout(), call.rms, x_type, dy_type, past_caches(moved), !by_columns && nearly_past_caches(moved)};
   std::optional<StagedBackward> staged;
@@ -198,17 +236,16 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     if (!call.wants[1 + which]) return nullptr;
     return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
-  const auto with_sums = [&](int64_t block) {
-    cpu::Backward mine = args;
-    mine.dweight = partial(0, block);
-    mine.dbias = partial(1, block);
-    return mine;
-  };
   share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
+    const Prepared w(weight, acc);
+    cpu::Backward mine = args;
+    mine.weight = w.parameter.data;
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-      if (staged) cpu::kernels().backward_staged(with_sums(block), staged->args, first, last);
-      else cpu::kernels().backward(with_sums(block), first, last);
+      mine.dweight = partial(0, block);
+      mine.dbias = partial(1, block);
+      if (staged) cpu::kernels().backward_staged(mine, staged->args, first, last);
+      else cpu::kernels().backward(mine, first, last);
     }
   });
   if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);

@@ -36,7 +36,11 @@ struct Parameter {
   // Whether it is as rows of the accumulator type `acc` take it.
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
-inline constexpr int64_t kParameterTile = 2048;  // a range begins at a multiple of it
+
+// Columns that are taken at a time: what belongs to them stays in the L1 cache.
+inline constexpr int64_t kStretch = 2048;
+inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
+inline constexpr int64_t kLongRowsTogether = 8;  // rows of 8 stretches or more that forward takes a stretch after the other
 
 // weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.
 struct Forward {
@@ -73,7 +77,7 @@ struct Backward {
 
 // Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, prepared or yet to be; dweight and
 // dbias are the results themselves.
-inline constexpr int64_t kFewRows = 64, kStretch = kParameterTile;
+inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;
   Parameter parameter;
@@ -105,10 +109,17 @@ struct BackwardStages : Stages {
   Dtype dx_type;  // that of x as well
 };
 
-// Elements [begin, end), as rows take them, to `out`, where those begin that rows take.
-using PrepareParameter = void(const Parameter&, int64_t begin, int64_t end, void* out);
+// n elements as rows take them.
+using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
+// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what the row's statistics are made of,
+// at moments[piece]; and the results, from those of whole rows.
+struct StretchMoments {
+  double center, rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it; RMSNorm: of x
+};
+using RowNormForwardMoments = void(const Forward&, int64_t begin, int64_t end, StretchMoments* moments);
+using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
 // The stretches [begin, end) of kStretch columns each: what the row adds to the sums that it needs, at stretch * rows + row, with the
 // stretches of dweight and dbias; and dx, from the sums of the whole rows.
@@ -231,6 +242,8 @@ using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t 
 struct Kernels {
   PrepareParameter* prepare;
   RowNormForward* forward;
+  RowNormForwardMoments* forward_moments;
+  RowNormForwardStretches* forward_stretches;
   RowNormBackward* backward;
   RowNormBackwardSums* backward_sums;
   RowNormBackwardDx* backward_dx;

@@ -1,19 +1,18 @@
-// Mean and variance of a row in one pass over chunks that stay in the L1 cache; for the kernels, once per instruction set.
+// Mean and variance of a row in one pass over stretches that stay in the L1 cache; for the kernels, once per instruction set.
 //
-// Of each chunk its mean and the squared deviations from it, joined over chunks in double by Chan's formula, so that mean/std = 1e4
+// Of each stretch its mean and the squared deviations from it, joined in double by Chan's formula, so that mean/std = 1e4
 // and long rows lose nothing. The order of every sum depends on the length of the row alone.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
+#include "cpu/kernels.h"
 #include "cpu/pairs.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
-
-constexpr int64_t kStatisticsChunk = 2048;
 
 template <class T> inline AccOf<T> mean_of(const T* x, int64_t n) {
   using A = AccOf<T>;
@@ -84,30 +83,50 @@ template <class T> KF_INLINE Deviations<AccOf<T>> deviations_of(const T* x, int6
   return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
 }
 
-// `center` is that of the first chunk.
-template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool rms, AccOf<T> center) {
-  const double share = 1 / static_cast<double>(n);  // no division waits for the sums
-  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining chunks rounds small numbers
-  for (int64_t start = 0; start < n; start += kStatisticsChunk) {
-    const int64_t count = std::min(kStatisticsChunk, n - start);
+// Of a stretch, around `center`.
+template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count, bool rms, AccOf<T> center) {
+  if (rms) return {0, 0, joined(squares_of(x, count))[0]};
+  // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
+  const auto stretch = deviations_of(x, count, center);
+  return {stretch.center, stretch.rest, stretch.squares};
+}
+
+// Those of a row, from its stretches in order.
+class JoinedMoments {
+ public:
+  KF_INLINE void add(const StretchMoments& stretch, int64_t count, bool rms) {
     if (rms) {
-      squares += joined(squares_of(x + start, count))[0];
-      continue;
+      squares += stretch.squares;
+    } else if (seen == 0) {
+      base = stretch.center;
+      mean = stretch.rest;
+      squares = stretch.squares;
+    } else {  // Chan: join (seen elements, mean, squares) and (count elements, local, stretch.squares)
+      const double before = static_cast<double>(seen), added = static_cast<double>(count), joined = before + added;
+      const double local = (stretch.center - base) + stretch.rest, shift = local - mean;
+      mean += shift * added / joined;
+      squares += stretch.squares + shift * shift * before * added / joined;
     }
-    // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
-    const auto chunk = deviations_of(x + start, count, start == 0 ? center : center_of(x + start, count));
-    if (start == 0) {
-      base = chunk.center;
-      mean = chunk.rest;
-      squares = chunk.squares;
-      continue;
-    }
-    // Chan: join (start elements, mean, squares) and (count elements, local, chunk.squares).
-    const double local = (chunk.center - base) + chunk.rest, shift = local - mean, joined = static_cast<double>(start + count);
-    mean += shift * static_cast<double>(count) / joined;
-    squares += chunk.squares + shift * shift * static_cast<double>(start) * static_cast<double>(count) / joined;
+    seen += count;
   }
-  return {base + mean, squares * share};
+
+  // `share`: of one element. No division waits for the sums.
+  KF_INLINE Moments total(double share) const { return {base + mean, squares * share}; }
+
+ private:
+  int64_t seen = 0;
+  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining stretches rounds small numbers
+};
+
+// `center` is that of the first stretch.
+template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool rms, AccOf<T> center) {
+  const double share = 1 / static_cast<double>(n);
+  JoinedMoments row;
+  for (int64_t start = 0; start < n; start += kStretch) {
+    const int64_t count = std::min(kStretch, n - start);
+    row.add(moments_of(x + start, count, rms, start == 0 || rms ? center : center_of(x + start, count)), count, rms);
+  }
+  return row.total(share);
 }
 
 // As many rows as are normalised together, at most.
@@ -115,7 +134,7 @@ constexpr int64_t kMostRows = 16;
 
 // Whether so many rows of n elements are worth `moments_together`, which takes rows of one chunk: of fewer rows than it joins at
 // once, those that it fills up with cost more than is saved.
-inline bool are_joined(int64_t count, int64_t n) { return n <= kStatisticsChunk && count >= Vectorized<double>::size(); }
+inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
 // Whether rows are so short that joining lanes takes longest: these are read twice, which joins two sums of each instead of three.
 // Of 16 bits, of which so few add up in fp32 without an error that would show in the mean. Rows of 64 take 10.5 ns forward instead

@@ -31,14 +31,19 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
   });
 }
 
-// The columns [start, start + n) of a parameter, prepared: where they lie, or in `room`.
-template <class A> const A* stretch_of(const Parameter& p, int64_t start, int64_t n, A* room) {
-  if (!p.data) return nullptr;
-  if (p.as_is(kDtypeOf<A>)) return static_cast<const A*>(p.data) + start;
+// The columns [start, start + n) of a parameter, prepared.
+template <class A> [[gnu::noinline]] void prepare_stretch(const Parameter& p, int64_t start, int64_t n, A* out) {
   with_type(p.type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(p, start, start + n, room);
+    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(p, start, start + n, out);
   });
+}
+
+// The same where they lie, or in `room`.
+template <class A> KF_INLINE const A* stretch_of(const Parameter& p, int64_t start, int64_t n, A* room) {
+  if (!p.data) return nullptr;
+  if (p.as_is(kDtypeOf<A>)) return static_cast<const A*>(p.data) + start;
+  prepare_stretch(p, start, n, room);
   return room;
 }
 

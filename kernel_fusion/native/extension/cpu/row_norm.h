@@ -32,7 +32,7 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
     moments_together(x, count, c.cols, c.rms, means, variances);
   } else {
     A center[kMostRows] = {};
-    for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStatisticsChunk));
+    for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStretch));
     for (int64_t r = 0; r < count; ++r) {
       const Moments m = moments(x[r], c.cols, c.rms, center[r]);
       means[r] = m.mean;
@@ -44,6 +44,15 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   std::copy_n(variances, count, rstd);
   if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
+}
+
+// What `statistics` finds of one row, from the moments of its stretches.
+template <class A> std::pair<A, A> statistics_from(const Forward& c, const StretchMoments* stretches) {
+  JoinedMoments row;
+  for (int64_t start = 0; start < c.cols; start += kStretch)
+    row.add(stretches[start / kStretch], std::min(kStretch, c.cols - start), c.rms);
+  const auto [mean, variance] = row.total(1 / static_cast<double>(c.cols));
+  return {static_cast<A>(mean), static_cast<A>(1 / std::sqrt(variance + c.eps))};
 }
 
 // y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read

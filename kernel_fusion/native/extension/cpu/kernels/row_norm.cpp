@@ -21,7 +21,7 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
   using A = AccOf<X>;
   constexpr int64_t kBytes = 16384;
   const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
-  const int64_t together = c.cols >= 8 * kStretch ? 8 : c.cols > kStretch ? 4 : short_rows;
+  const int64_t together = c.cols >= 8 * kStretch ? kLongRowsTogether : c.cols > kStretch ? 4 : short_rows;
   const bool fetches = fetches_next<X>(c);
   A room[2][kStretch];
   RowResults<Y> results(c.y, c.cols, c.streams);
@@ -44,6 +44,37 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
       }
     }
   }
+}
+
+// f(piece, its row, its x, its first column, its columns).
+template <class X, class F> void each_piece(const Forward& c, int64_t begin, int64_t end, F&& f) {
+  const int64_t stretches = stretches_of(c.cols);
+  for (int64_t piece = begin; piece < end; ++piece) {
+    const int64_t row = piece / stretches, start = piece % stretches * kStretch;
+    f(piece, row, static_cast<const X*>(c.x) + row_offset(c.x_rows, row) + start, start, std::min(kStretch, c.cols - start));
+  }
+}
+
+template <class X> void moments_of_pieces(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
+  each_piece<X>(c, begin, end, [&](int64_t piece, int64_t, const X* x, int64_t, int64_t n) {
+    moments[piece] = moments_of(x, n, c.rms, c.rms ? 0 : center_of(x, n));
+  });
+}
+
+template <class X, class Y> void forward_pieces(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments) {
+  using A = AccOf<X>;
+  A room[2][kStretch];
+  A mean = 0, rstd = 0;
+  RowResults<Y> results(c.y, c.cols, c.streams);
+  each_piece<X>(c, begin, end, [&](int64_t piece, int64_t row, const X* x, int64_t start, int64_t n) {
+    if (piece == begin || start == 0) std::tie(mean, rstd) = statistics_from<A>(c, moments + row * stretches_of(c.cols));
+    if (start == 0 && c.mean) static_cast<A*>(c.mean)[row] = mean;
+    if (start == 0 && c.rstd) static_cast<A*>(c.rstd)[row] = rstd;
+    const A* w = stretch_of(c.weight, start, n, room[0]);
+    const A* b = stretch_of(c.bias, start, n, room[1]);
+    normalize(x, mean, rstd, w, b, n, results.open(static_cast<Y*>(c.y) + row * c.cols + start));
+    results.close(n);
+  });
 }
 
 // A sum of gradients back from the order of `Interleaved`.
@@ -147,6 +178,16 @@ template <class F> void with_types(Dtype first, Dtype second, F&& f) {
 void forward(const Forward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {
     forward_rows<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(c, begin, end);
+  });
+}
+
+void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
+  with_types(c.x_type, c.y_type, [&](auto* x, auto*) { moments_of_pieces<std::remove_pointer_t<decltype(x)>>(c, begin, end, moments); });
+}
+
+void forward_stretches(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments) {
+  with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {
+    forward_pieces<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(c, begin, end, moments);
   });
 }
 

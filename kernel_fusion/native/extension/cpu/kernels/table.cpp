@@ -6,6 +6,8 @@ namespace CPU_CAPABILITY {
 
 PrepareParameter prepare;
 RowNormForward forward;
+RowNormForwardMoments forward_moments;
+RowNormForwardStretches forward_stretches;
 RowNormBackward backward;
 RowNormBackwardSums backward_sums;
 RowNormBackwardDx backward_dx;
@@ -21,7 +23,8 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
-const Kernels kernels{prepare, forward, backward, backward_sums, backward_dx, forward_staged, backward_staged,
+const Kernels kernels{prepare, forward, forward_moments, forward_stretches, backward, backward_sums, backward_dx,
+                      forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
 
