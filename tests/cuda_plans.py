@@ -27,9 +27,9 @@ def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
 
 def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
     """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
-    itemsize = ITEMSIZE[spec.x]
-    assert spec.cols % plan.vec == 0
-    assert plan.vec * itemsize == 16 or (plan.vec * itemsize < 16 and spec.cols % (2 * plan.vec))
+    natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
+    widest = max(ITEMSIZE[dtype] for dtype in (spec.x, spec.y, spec.weight, spec.bias, spec.residual) if dtype)
+    assert plan.vec in (natural, min(natural, 16 // widest))
     assert 32 <= plan.threads <= 1024
     assert plan.threads % 32 == 0
     assert plan.min_blocks * plan.threads <= 1536

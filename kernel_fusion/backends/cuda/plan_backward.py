@@ -12,6 +12,8 @@ from kernel_fusion.backends.cuda.tree import (
     MAX_CLUSTER,
     Tree,
     ceil_div,
+    covers,
+    narrowed,
     power_of_two,
     spread_row,
     vector_of,
@@ -41,9 +43,10 @@ _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     """The plan of a backward: dx, dweight and dbias as they are wanted."""
-    row_bytes = spec.cols * ITEMSIZE[spec.x]
+    itemsize = ITEMSIZE[spec.x]
+    row_bytes = spec.cols * itemsize
     bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
-    if ITEMSIZE[spec.x] > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
+    if itemsize > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
         bytes_per_thread *= 2
     tree = _narrow_tree(spec, device) or spread_row(
         spec,
@@ -51,19 +54,26 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         bytes_per_thread,
         bytes_per_thread + 16,
         prefer=lambda warps, elements: device.arch == 90 and _fills_block(spec, warps, elements),
-        max_cluster=_MAX_CLUSTER_SM90 if device.arch == 90 and (spec.x == "f32" or spec.has_stages) else MAX_CLUSTER,
+        max_cluster=_MAX_CLUSTER_SM90
+        if device.arch == 90 and ("f32" in (spec.x, spec.y) or spec.has_stages)
+        else MAX_CLUSTER,
     )
+    if device.arch == 90 and not spec.has_stages and covers(spec, tree):
+        # dy of fp32 beside x of bf16, over the floor on an H200: LayerNorm 16384x5120 1.92, as 32 bytes spill, and
+        # 1.05; 2048x4096 1.30 and 1.28, RMSNorm 1.25 and 1.22, others 0 to 2 % less. Beside a residual in fp32 some
+        # lose, and rows that end among a thread's vectors spill.
+        tree = narrowed(spec, tree, (spec.y,))
     staged = _plan_staged_backward(spec, tree, access, device)
     if staged is not None:
         return staged
     wants_sums = spec.grads[1] or spec.grads[2]
     per_thread = tree.vectors * tree.vec
-    thread_bytes = per_thread * ITEMSIZE[spec.x]
+    thread_bytes = per_thread * itemsize
     # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums. One vector each
     # leaves room for twice as many, which do without the next row: 131072x256 bf16 on an H200 1.28 and 1.16.
     # Stages get 168 registers, where a block leaves them.
     # Many single elements need the next row more: 250980x255 bf16 1.32, and 1.40 with twice the threads.
-    singles = tree.vec * ITEMSIZE[spec.x] == 2
+    singles = tree.vec * itemsize == 2
     plain = spec.acc == "f32" and not spec.has_stages
     short = tree.warps == 1 and thread_bytes <= 16 and plain and not (singles and per_thread > 5)
     threads = 1024 if short else 384 if spec.has_stages else 512
@@ -76,10 +86,11 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         rows = direct_plan(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"
-        # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills; and so it does where many
-        # elements of 16 bits take a register each.
+        # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills, and on sm_80 where dy is wider;
+        # and so it does where many elements of 16 bits take a register each.
         longest = 16 if singles else bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
-        prefetch = not short and thread_bytes <= longest and not spec.has_stages
+        next_bytes = thread_bytes if device.arch == 90 else per_thread * max(itemsize, ITEMSIZE[spec.y])
+        prefetch = not short and next_bytes <= longest and not spec.has_stages
         prefetch = prefetch and not (spec.acc == "f64" and tree.cluster > 2)  # 16384 columns would spill
         weight = "wide" if per_thread <= 8 and spec.acc == "f32" else "memory"
         return plan(storage=storage, prefetch=prefetch, shared_bytes=table, weight=weight)
@@ -159,8 +170,12 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
         # Not for the third slot, without which rows go one after the other.
         plan = _staged_groups(spec, tree, access, device, 1, roomy)
     if plan is None and spec.has_stages:
-        # They may need larger slots: fewer rows at a time, then a share of the row for each of more blocks.
-        plan = _staged_groups(spec, tree, access, device, 1, roomy)
+        # They may need larger slots: as many rows at a time as have four each, then a share of the row for each of more
+        # blocks. A residual in fp32 beside bf16, on an H200, one row and so: RMSNorm 65536x768 1.65 and 1.06,
+        # 32768x1408 1.17 and 1.04; by three slots each 1.07 and 1.07.
+        fewer = (_staged_groups(spec, tree, access, device, n, roomy) for n in range(groups - 1, 1, -1))
+        plan = next((p for p in fewer if p is not None and p.stages == 4), None)
+        plan = plan or _staged_groups(spec, tree, access, device, 1, roomy)
         while plan is None and (larger := _larger_cluster(spec, tree)):
             tree = larger
             plan = _staged_groups(spec, tree, access, device, 1, roomy)
@@ -216,7 +231,8 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     if spec.has_stages or device.arch != 90:
         return elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
     registers = 168 if threads <= 384 else 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
-    return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - 2 * tree.vec
+    vectors = 2 * tree.vec * max(1, ITEMSIZE[spec.y] // ITEMSIZE[spec.x])  # registers of what is being worked on
+    return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - vectors
 
 
 def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
@@ -241,12 +257,14 @@ def _groups(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> int:
 
     Or on sm_90 up to 20 warps, at 96 registers, where 16 would not come out even: measured in backward on an H200,
     16384x5120 bf16, one row of 10 warps at a time 1.46 of the floor, two rows 1.15; 13107x10240 in clusters of two such
-    blocks 1.22 and 1.05. Elsewhere 96 registers spill. Rows of three vectors a thread go twelve at a time.
+    blocks 1.22 and 1.05. Elsewhere 96 registers spill, and where dy is wider than x and rows end among a thread's
+    vectors. Rows of three vectors a thread go twelve at a time.
     """
     if _has_three_vectors(spec, tree, roomy, device):
         return 12
     warps = tree.warps // tree.cluster
-    few = not roomy or spec.has_stages or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16
+    uneven = ITEMSIZE[spec.y] > ITEMSIZE[spec.x] and not covers(spec, tree)
+    few = not roomy or spec.has_stages or device.arch != 90 or tree.vec == 1 or tree.vectors * tree.vec > 16 or uneven
     if few and tree.cluster > 1:
         return 1
     most = MAX_BLOCK_WARPS if few or MAX_BLOCK_WARPS % warps == 0 else 20
@@ -260,5 +278,6 @@ def _has_three_vectors(spec: RowNormSpec, tree: Tree, roomy: bool, device: Devic
     sixteen warps with four slots and so, LayerNorm of 16384x768 bf16 1.30 and 1.22, of 131072x768 1.07 and 1.04,
     RMSNorm 1.19 and 1.16, 1.06 and 1.03.
     """
-    whole = roomy and tree.vec * ITEMSIZE[spec.x] == 16
-    return whole and tree.warps == 1 and tree.vectors == 3 and device.arch == 90 and not spec.has_stages
+    itemsize = ITEMSIZE[spec.x]
+    whole = roomy and tree.vec * max(itemsize, ITEMSIZE[spec.y]) == 16 and tree.vectors * tree.vec * itemsize == 48
+    return whole and tree.warps == 1 and device.arch == 90 and not spec.has_stages

@@ -12,6 +12,8 @@ from kernel_fusion.backends.cuda.tree import (
     MAX_CLUSTER,
     Tree,
     ceil_div,
+    covers,
+    narrowed,
     power_of_two,
     spread_row,
     vector_of,
@@ -51,8 +53,13 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     if tiled is not None:
         return tiled
     tree = _tree(spec, device)
+    # Over the floor on an H200, by 16 bytes of x and so. Weights in fp32, LayerNorm of 8192x1024 bf16 1.14 and 1.05,
+    # 2048x4096 1.27 and 1.12, 8192x16384 1.13 and 1.04, 5461x24576 1.18 and 1.13; y in fp32 as well 16384x4096 1.16 and
+    # 1.05, RMSNorm 1.52 and 1.05; a residual in fp32 before RMSNorm 1.06 and 1.03.
+    in_16_bytes = partial(narrowed, spec, dtypes=(spec.weight, spec.bias, spec.residual, spec.y))
     twice = _twice(spec, device, tree)
     if twice is not None:
+        twice = in_16_bytes(twice)
         # Rows that begin anywhere take more registers than the bound leaves them.
         threads = direct_plan(twice).threads
         min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * ITEMSIZE[spec.x] else 1
@@ -63,7 +70,7 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
         if staged is not None:
             return staged
-    return _direct(spec, access, device, tree)
+    return _direct(spec, access, device, in_16_bytes(tree))
 
 
 def _tree(spec: RowNormSpec, device: Device) -> Tree:
@@ -139,12 +146,12 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
         return False
     # Vectors put together from pieces and rows that end among a thread's vectors take a few registers more.
-    plain = access.x >= tree.vec * ITEMSIZE[spec.x] or _covers(spec, tree)
+    plain = access.x >= tree.vec * ITEMSIZE[spec.x] or covers(spec, tree)
     if ahead:
         return plain and not spec.has_stages
     elements, narrow = tree.vectors * tree.vec, ITEMSIZE[spec.x] == 2
     if narrow and tree.warps == 1 and elements == 40:
-        return plain
+        return plain and ITEMSIZE[spec.y] == 2 and spec.residual != "f32"  # which spill
     if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
         as_x = spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
         return access.x >= 16 and as_x and not spec.has_stages
@@ -158,8 +165,9 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     the floor, one vector at a time and so: 8192x1024 bf16 1.14 and 1.07, 2048x4096 1.11 and 1.05, 32768x4096 1.03 both
     ways; 4096x1280 fp32 1.10 and 1.02, 512x12288 1.22 and 1.14, 8576x12288 1.03 and 1.02; 16376x4098 bf16, in vectors
     of 2, two at a time 1.08 and 1.04. Fewer where the registers would cost blocks: with parameters wider than x
-    (RMSNorm of 8192x8192 bf16 1.06 and 1.38), in fp32 by more than eight warps that are not bound; in 16 bits by 16
-    warps (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
+    (RMSNorm of 8192x8192 bf16 1.03 and 1.27), except beside more than 40 elements of a row by a warp (2048x1600 1.15
+    and 1.02, LayerNorm 1.12 and 0.98); in fp32 by more than eight warps that are not bound; in 16 bits by 16 warps
+    (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
     (8192x8192 with gelu 1.12 and 1.22, behind relu 1.02 and 1.06), or the rows of several warps end among a thread's
     vectors (12800x5000 1.05 and 1.08).
     """
@@ -167,18 +175,13 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     if spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
     elif spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]:
-        elements = 8
+        elements = 16 if tree.warps == 1 and tree.vec >= 4 and tree.vectors * tree.vec > 40 else 8
     elif ITEMSIZE[spec.x] == 2 and tree.vec == 8:
-        uneven = tree.warps > 1 and not _covers(spec, tree)
+        uneven = tree.warps > 1 and not covers(spec, tree)
         costly = spec.pre_activation != IDENTITY or spec.activation not in (IDENTITY, "relu")
         scarce = bound or uneven or costly
         elements = 8 if tree.warps == MAX_BLOCK_WARPS or (scarce and not spec.rms) else 16
     return max(1, min(8, elements // tree.vec))
-
-
-def _covers(spec: RowNormSpec, tree: Tree) -> bool:
-    """Whether every vector of every thread lies within the row."""
-    return spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
 
 
 def _shared_by(spec: RowNormSpec, tree: Tree, device: Device) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.core.spec import ITEMSIZE, RowNormSpec
@@ -29,6 +29,21 @@ def vector_of(spec: RowNormSpec) -> int:
     So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector.
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
+
+
+def covers(spec: RowNormSpec, tree: Tree) -> bool:
+    """Whether every vector of every thread lies within the row."""
+    return spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
+
+
+def narrowed(spec: RowNormSpec, tree: Tree, dtypes: Iterable[str | None]) -> Tree:
+    """The same threads with vectors that have at most 16 bytes in each of these types, too.
+
+    What a thread has of a wider tensor than x would come in two loads of 16 bytes, side by side: neighbouring threads
+    32 bytes apart touch half of every sector with each of them, and twice as many lines of the L1 cache.
+    """
+    vec = min([tree.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
+    return replace(tree, vec=vec, vectors=ceil_div(spec.cols, vec * tree.lanes * tree.warps))
 
 
 def spread_row(
