@@ -30,7 +30,7 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.native import loader
 
 # One element; no whole vector; whole vectors and a tail, in several blocks of rows; a row longer than a chunk.
-SHAPES = ((1, 1), (3, 17), (64, 255), (5, 4099))
+SHAPES = ((1, 1), (3, 17), (64, 255), (5, 4099), (1, 16390))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DELIBERATE = "kf_use_cpu_variant"
 # One thread: valgrind runs one at a time. An allocator that valgrind sees, also for what Python allocates.

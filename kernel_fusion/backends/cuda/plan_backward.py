@@ -80,9 +80,10 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     plan = partial(direct_plan, tree, persistent=True, min_blocks=max(1, threads // direct_plan(tree).threads))
     held = _held_bytes(spec, tree)
     fits = held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
+    fits = fits or not (spec.has_stages or ITEMSIZE[spec.y] > itemsize)
     # Rows that share a block keep their sums in registers, of which they have 168: shared memory is where the block
     # adds them up.
-    if thread_bytes <= bytes_per_thread + 16 and (fits or not spec.has_stages or tree.warps == 1):
+    if thread_bytes <= bytes_per_thread + 16 and (fits or tree.warps == 1):
         rows = direct_plan(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"

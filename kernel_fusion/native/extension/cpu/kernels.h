@@ -40,7 +40,10 @@ struct Parameter {
 // Columns that are taken at a time: what belongs to them stays in the L1 cache.
 inline constexpr int64_t kStretch = 2048;
 inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
-inline constexpr int64_t kLongRowsTogether = 8;  // rows of 8 stretches or more that forward takes a stretch after the other
+
+// Whether rows are so long that threads may share their columns; and how many such rows forward takes together, stretch by stretch.
+inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
+inline constexpr int64_t kLongRowsTogether = 8;
 
 // weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.
 struct Forward {
@@ -113,8 +116,8 @@ struct BackwardStages : Stages {
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what the row's statistics are made of,
-// at moments[piece]; and the results, from those of whole rows.
+// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what its statistics are made of, at
+// moments[piece]; and the results, from the moments of all pieces.
 struct StretchMoments {
   double center, rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it; RMSNorm: of x
 };

@@ -132,7 +132,7 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
 // As many rows as are normalised together, at most.
 constexpr int64_t kMostRows = 16;
 
-// Whether so many rows of n elements are worth `moments_together`, which takes rows of one chunk: of fewer rows than it joins at
+// Whether so many rows of n elements are worth `moments_together`, which takes rows of one stretch: of fewer rows than it joins at
 // once, those that it fills up with cost more than is saved.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 

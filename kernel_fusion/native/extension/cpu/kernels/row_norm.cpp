@@ -21,7 +21,7 @@ template <class X, class Y> void forward_rows(const Forward& c, int64_t begin, i
   using A = AccOf<X>;
   constexpr int64_t kBytes = 16384;
   const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(X)), 1, kMostRows);
-  const int64_t together = c.cols >= 8 * kStretch ? kLongRowsTogether : c.cols > kStretch ? 4 : short_rows;
+  const int64_t together = are_long(c.cols) ? kLongRowsTogether : c.cols > kStretch ? 4 : short_rows;
   const bool fetches = fetches_next<X>(c);
   A room[2][kStretch];
   RowResults<Y> results(c.y, c.cols, c.streams);
