@@ -426,8 +426,18 @@ def test_rows_of_large_slots(cols: int, rows: int) -> None:
     assert (plan.per_block, plan.stages) == (rows, 4)
 
 
-@pytest.mark.parametrize(("change", "bound"), [({}, True), ({"weight": "f32"}, True), ({"y": "f32"}, False)])
-def test_five_vectors_of_a_warp_are_bound(change: dict[str, str], bound: bool) -> None:
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [
+        ({}, True),
+        ({"weight": "f32"}, True),
+        ({"y": "f32"}, False),
+        ({"residual": "bf16"}, True),
+        ({"residual": "f32"}, False),
+        ({"residual": "bf16", "dropout": True}, False),
+    ],
+)
+def test_five_vectors_of_a_warp_are_bound(change: dict[str, Any], bound: bool) -> None:
     """On sm_90 to the registers of 1024 threads, where that takes no spills."""
     spec = RowNormSpec("forward", False, 1280, "bf16", "bf16", "bf16", "bf16")
     assert (planned(replace(spec, **change), KNOWN_DEVICES[90]).min_blocks > 1) == bound

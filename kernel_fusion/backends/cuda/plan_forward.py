@@ -151,7 +151,8 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
         return plain and not spec.has_stages
     elements, narrow = tree.vectors * tree.vec, ITEMSIZE[spec.x] == 2
     if narrow and tree.warps == 1 and elements == 40:
-        return plain and ITEMSIZE[spec.y] == 2 and spec.residual != "f32"  # which spill
+        spills = ITEMSIZE[spec.y] > 2 or spec.residual == "f32" or (spec.residual and spec.changes_x)
+        return plain and not spills
     if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
         as_x = spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
         return access.x >= 16 and as_x and not spec.has_stages
