@@ -165,7 +165,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     Of 16 elements, since each wait for them is time in which a thread asks for nothing else. LayerNorm on an H200, over
     the floor, one vector at a time and so: 8192x1024 bf16 1.14 and 1.07, 2048x4096 1.11 and 1.05, 32768x4096 1.03 both
     ways; 4096x1280 fp32 1.10 and 1.02, 512x12288 1.22 and 1.14, 8576x12288 1.03 and 1.02; 16376x4098 bf16, in vectors
-    of 2, two at a time 1.08 and 1.04. Fewer where the registers would cost blocks: with parameters wider than x
+    of 2, two at a time 1.08 and 1.04. Fewer where the registers would cost blocks: with parameters or y wider than x
     (RMSNorm of 8192x8192 bf16 1.03 and 1.27), except beside more than 40 elements of a row by a warp (2048x1600 1.15
     and 1.02, LayerNorm 1.12 and 0.98); in fp32 by more than eight warps that are not bound; in 16 bits by 16 warps
     (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
@@ -175,7 +175,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     elements = 16
     if spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
-    elif spec.weight is not None and ITEMSIZE[spec.weight] > ITEMSIZE[spec.x]:
+    elif any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.y) if dtype):
         elements = 16 if tree.warps == 1 and tree.vec >= 4 and tree.vectors * tree.vec > 40 else 8
     elif ITEMSIZE[spec.x] == 2 and tree.vec == 8:
         uneven = tree.warps > 1 and not covers(spec, tree)
