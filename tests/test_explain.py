@@ -101,9 +101,15 @@ def test_arguments_that_do_not_fit() -> None:
 def test_plans_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the plan of a plain norm is a line per direction."""
     monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
-    call = {"input": torch.ones(4, 1024), "normalized_shape": 1024, "weight": torch.ones(1024)}
-    lines = cuda_explain.plan_lines("layer_norm", call | {"pre_activation": None, "activation": None})
+    half = torch.ones(4, 1024, dtype=torch.bfloat16)
+    call = {"input": half, "normalized_shape": 1024, "weight": half[0], "pre_activation": None, "activation": None}
+    lines = cuda_explain.plan_lines("layer_norm", call | {"out_dtype": None})
     assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
+    assert all("8-element vectors" in line for line in lines)
+    wider = cuda_explain.plan_lines("layer_norm", call | {"out_dtype": torch.float32})
+    assert all("4-element vectors" in line for line in wider)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert cuda_explain.plan_lines("layer_norm", call | {"out_dtype": None}) == wider
 
 
 def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:

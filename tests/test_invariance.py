@@ -11,6 +11,8 @@ from support import CPU, Target, call
 from torch import Tensor
 from verbs import VERBS, Verb, cotangents, gradients, results
 
+import kernel_fusion as kf
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -249,6 +251,35 @@ def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) 
                 results.append(run(verb, *inputs, CPU))
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
+
+
+# Grid rationale. What the stretches of few long rows, which two threads share and one does not, may lie in and go with:
+# rows apart from each other, each parameter or none, an offset, mixed dtypes, and results past the caches, the lines of
+# which begin and end in other stretches.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parameters", ["both", "weight", "bias", "none"])
+def test_stretches_of_few_long_rows(dtype: torch.dtype, parameters: str) -> None:
+    """On the CPU one thread and two give the same bits of strided rows, with an offset and parameters of fp32."""
+    x = torch.randn(3, 20011)[:, 5:20006].to(dtype)
+    weight, bias = (torch.randn(20001, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2))
+    weight = weight if parameters in ("both", "weight") else None
+    bias = bias if parameters in ("both", "bias") else None
+    offset = 0.0 if weight is None else 1.0
+    ys = []
+    for count in (1, 2):
+        with _threads(count), CPU.ran(forward=1):
+            ys.append(kf.layer_norm(x, 20001, weight, bias, weight_offset=offset))
+    assert torch.equal(ys[0], ys[1])
+
+
+def test_long_rows_past_the_caches() -> None:
+    """On the CPU one thread and two give the same bits of 36 MB whose rows begin anywhere in a cache line."""
+    x = torch.randn(3, 3_000_001)
+    ys = []
+    for count in (1, 2):
+        with _threads(count), CPU.ran(forward=1):
+            ys.append(kf.rms_norm(x, 3_000_001))
+    assert torch.equal(ys[0], ys[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,11 +29,12 @@ from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.native import loader
 
-# One element; no whole vector; whole vectors and a tail, in several blocks of rows; a row longer than a chunk.
+# One element; no whole vector; whole vectors and a tail, in several blocks of rows; a row longer than a stretch; one of
+# which two threads share the stretches.
 SHAPES = ((1, 1), (3, 17), (64, 255), (5, 4099), (1, 16390))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DELIBERATE = "kf_use_cpu_variant"
-# One thread: valgrind runs one at a time. An allocator that valgrind sees, also for what Python allocates.
+# An allocator that valgrind sees, also for what Python allocates.
 _ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1", "PYTHONMALLOC": "malloc"}
 
 
@@ -62,6 +63,7 @@ def run_everything() -> None:
     """What valgrind watches."""
     assert loader.cpu_variant() == "AVX2", loader.cpu_variant()
     for verb, (rows, cols), dtype in product(VERBS.values(), SHAPES, DTYPES):
+        torch.set_num_threads(2 if cols > 8192 else 1)  # valgrind runs one at a time
         run(verb, rows, cols, dtype)
     make_an_error()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from kernel_fusion.backends.cuda import planner
 
 _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
@@ -22,7 +24,10 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     if arguments["pre_activation"] is not None or arguments["activation"] is not None:
         return ()
-    return planner.explain(verb, arguments["input"], arguments["normalized_shape"], arguments["weight"])
+    input, out_dtype = arguments["input"], arguments["out_dtype"]
+    if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
+        out_dtype = torch.float32
+    return planner.explain(verb, input, arguments["normalized_shape"], arguments["weight"], out_dtype=out_dtype)
 
 
 _EXPLAINERS: dict[str, _Explainer] = {"layer_norm": _row_norm, "rms_norm": _row_norm}

@@ -28,7 +28,9 @@ _BACKWARD_BYTES = 32
 # which spill.
 _NARROW_ELEMENTS, _MAX_SINGLES = 6, 25
 _SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and there are twice as many threads
-_MAX_CLUSTER_SM90 = 16  # backward of fp32 rows: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8
+# Rows of fp32: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8. Beside dy of fp32 those have no
+# shared memory to stream such rows of 16 bits, and read directly these spill (16 is not measured there).
+_MAX_CLUSTER_SM90 = 16
 _MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
 # direct backward, beside the sums or without any; and elements in the staged one. More spill.
@@ -87,8 +89,8 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         rows = direct_plan(tree).per_block
         table = rows * spec.cols * ITEMSIZE[spec.acc] if wants_sums and rows > 1 else 0
         storage = "registers" if wants_sums else "none"
-        # A longer next row has registers on sm_90 alone, on sm_120 the compiler spills, and on sm_80 where dy is wider;
-        # and so it does where many elements of 16 bits take a register each.
+        # A next row of more than 32 bytes has registers on sm_90 alone; elsewhere dy counts where it is wider. Many
+        # single elements of 16 bits take a register each.
         longest = 16 if singles else bytes_per_thread if device.arch == 90 else _BACKWARD_BYTES
         next_bytes = thread_bytes if device.arch == 90 else per_thread * max(itemsize, ITEMSIZE[spec.y])
         prefetch = not short and next_bytes <= longest and not spec.has_stages
@@ -163,7 +165,8 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     # norm of whole vectors. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in registers, 1.47
     # without; and 1.22 where there is no relu.
     activated = device.arch == 90 and tree.vec > 1 and spec.residual is None and not spec.changes_x
-    roomy = min(access.x, access.y) >= tree.vec * ITEMSIZE[spec.x]
+    itemsize = ITEMSIZE[spec.x]
+    roomy = access.x >= tree.vec * itemsize and access.y >= min(16, tree.vec * max(itemsize, ITEMSIZE[spec.y]))
     roomy = roomy and (not spec.has_stages or activated)
     groups = _groups(spec, tree, roomy, device)
     plan = _staged_groups(spec, tree, access, device, groups, roomy)
@@ -273,7 +276,7 @@ def _groups(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> int:
 
 
 def _has_three_vectors(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> bool:
-    """Whether a row is a warp's, with three vectors to a thread, and is taken by such blocks as suit that on sm_90.
+    """Whether a row is a warp's, with 48 bytes to a thread, three vectors of x, and takes blocks that suit it on sm_90.
 
     Twelve warps leave registers for the weight beside the sums, and three slots are enough: on an H200, over the floor,
     sixteen warps with four slots and so, LayerNorm of 16384x768 bf16 1.30 and 1.22, of 131072x768 1.07 and 1.04,

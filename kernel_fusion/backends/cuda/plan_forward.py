@@ -53,9 +53,9 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     if tiled is not None:
         return tiled
     tree = _tree(spec, device)
-    # Over the floor on an H200, by 16 bytes of x and so. Weights in fp32, LayerNorm of 8192x1024 bf16 1.14 and 1.05,
-    # 2048x4096 1.27 and 1.12, 8192x16384 1.13 and 1.04, 5461x24576 1.18 and 1.13; y in fp32 as well 16384x4096 1.16 and
-    # 1.05, RMSNorm 1.52 and 1.05; a residual in fp32 before RMSNorm 1.06 and 1.03.
+    # Over the floor on an H200, in vectors of 16 bytes of x and narrowed. Weights in fp32: LayerNorm of 8192x1024 bf16
+    # 1.14 and 1.05, 2048x4096 1.27 and 1.12, 8192x16384 1.13 and 1.04, 5461x24576 1.18 and 1.13; y in fp32 as well:
+    # 16384x4096 1.16 and 1.05, RMSNorm 1.52 and 1.05; a residual in fp32: RMSNorm of 16384x4096 1.06 and 1.03.
     in_16_bytes = partial(narrowed, spec, dtypes=(spec.weight, spec.bias, spec.residual, spec.y))
     twice = _twice(spec, device, tree)
     if twice is not None:
@@ -138,7 +138,8 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     """Whether the compiler is to do with the registers that 1024 threads of a multiprocessor have: 64 or some more.
 
     Where weight and bias are loaded beside x. And on an H200, over the floor, free and bound: of 16 bits, five vectors
-    of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill); six of each of eight
+    of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill, and so do five where y
+    is wider than x, or a residual is or comes after other stages); six of each of eight
     warps, of which four blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0
     microseconds, 8192x12288 99.5 both ways. Of fp32, blocks of more than eight warps, which load weight and bias of 16
     elements together: 8576x12288 1.19 and 1.02, by the vector 1.03.
@@ -150,7 +151,7 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     if ahead:
         return plain and not spec.has_stages
     elements, narrow = tree.vectors * tree.vec, ITEMSIZE[spec.x] == 2
-    if narrow and tree.warps == 1 and elements == 40:
+    if narrow and tree.warps == 1 and ceil_div(spec.cols, 32 * vector_of(spec)) * vector_of(spec) == 40:
         spills = ITEMSIZE[spec.y] > 2 or spec.residual == "f32" or (spec.residual and spec.changes_x)
         return plain and not spills
     if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
@@ -175,9 +176,9 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     elements = 16
     if spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
-    elif any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.y) if dtype):
+    elif any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.bias, spec.y) if dtype):
         elements = 16 if tree.warps == 1 and tree.vec >= 4 and tree.vectors * tree.vec > 40 else 8
-    elif ITEMSIZE[spec.x] == 2 and tree.vec == 8:
+    elif ITEMSIZE[spec.x] == 2 and vector_of(spec) == 8:
         uneven = tree.warps > 1 and not covers(spec, tree)
         costly = spec.pre_activation != IDENTITY or spec.activation not in (IDENTITY, "relu")
         scarce = bound or uneven or costly

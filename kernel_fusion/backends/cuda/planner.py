@@ -225,6 +225,7 @@ def explain(verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, .
         dtype_name(input.dtype),
         None if weight is None else dtype_name(weight.dtype),
         rms=verb.endswith("rms_norm"),
+        y=dtype_name(given.get("out_dtype") or input.dtype),
         residual=None if residual is None else dtype_name(residual.dtype),
         pre_activation=given.get("pre_activation") or IDENTITY,
         activation=given.get("activation") or IDENTITY,

@@ -26,7 +26,8 @@ class Tree:
 def vector_of(spec: RowNormSpec) -> int:
     """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
 
-    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector.
+    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector. A plan may have
+    smaller ones (`narrowed`).
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
 

@@ -89,16 +89,12 @@ struct StagedForward {
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
   OptionalRows x;
-  Given given_bias;
-  Prepared bias;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
-      : x(call.stages->x, call.num_dims),
-        given_bias(call.stages->bias, 0.0, false),
-        bias(given_bias, acc_dtype(call.input)) {
+      : x(call.stages->x, call.num_dims) {
     const BackwardStages& s = *call.stages;
-    args = {common(s), s.has_residual, x.data(), bias.parameter.data, call.wants[3] ? dresidual.data_ptr() : nullptr,
+    args = {common(s), s.has_residual, x.data(), nullptr, call.wants[3] ? dresidual.data_ptr() : nullptr,
             x.layout(), cpu_dtype(call.x_dtype)};
     if (s.has_residual) return;
     args.x = input.data();
@@ -115,11 +111,12 @@ bool is_bare(const BackwardCall& call) {
          call.x_dtype == call.input.scalar_type();
 }
 
-// Whether rows are long and so few that threads would wait for others to be done with theirs. They share the stretches then, of which
-// the results are the same: 16 threads take 63 us for 8 x 131072 fp16 instead of 80, and 65 for bf16 instead of 100 (Xeon).
+// Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They share
+// the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65 for bf16
+// instead of 98 (Xeon).
 bool shares_stretches(const Rows& x) {
-  const int64_t threads = at::get_num_threads();
-  return cpu::are_long(x.cols) && x.rows % threads != 0 && x.rows < 2 * threads;
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads(), rounds = (x.rows + threads - 1) / threads;
+  return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * threads * rounds;
 }
 
 void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
@@ -135,15 +132,13 @@ void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
 
 constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
 
-// Whether rows are few and long, so that there are more stretches of columns to share out than blocks of rows.
-bool are_few(const Rows& x, int64_t most) { return x.rows <= most && cpu::are_long(x.cols); }
-
-// Whether then threads share the columns in backward, and every column of dweight and dbias has one sum: a function of the shape too.
+// Whether rows are few and long, so that there are more stretches of columns than blocks of rows: threads share the columns in backward
+// then, and every column of dweight and dbias has one sum. A function of the shape too.
 // Of more than a few rows while the L3 cache still has them when dx is computed. Two cores without a cache in common take 64 x 16384
 // fp16 in 0.12 ms instead of 0.17, as partial sums of blocks of rows pass from one to the other (EPYC with AVX-512).
 bool goes_by_columns(const Rows& x, size_t bytes) {
   constexpr size_t kNear = size_t{4} << 20;
-  return are_few(x, bytes <= kNear ? cpu::kFewRows : kVeryFewRows);
+  return cpu::are_long(x.cols) && x.rows <= (bytes <= kNear ? cpu::kFewRows : kVeryFewRows);
 }
 
 void backward_by_columns(const cpu::BackwardByColumns& args) {
@@ -213,6 +208,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
                      dh.layout(), call.rms, x_type, dy_type, past_caches(moved), !by_columns && nearly_past_caches(moved)};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
+  const Given bias(staged ? call.stages->bias : std::nullopt, 0.0, false);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   prefer_huge_pages(dresidual);
@@ -241,14 +237,17 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
   share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
-    const Prepared w(weight, acc);
+    const Prepared w(weight, acc), b(bias, acc);
     cpu::Backward mine = args;
     mine.weight = w.parameter.data;
+    cpu::BackwardStages stages{};
+    if (staged) stages = staged->args;
+    stages.bias = b.parameter.data;
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
       mine.dweight = partial(0, block);
       mine.dbias = partial(1, block);
-      if (staged) cpu::kernels().backward_staged(mine, staged->args, first, last);
+      if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
       else cpu::kernels().backward(mine, first, last);
     }
   });

@@ -78,8 +78,8 @@ struct Backward {
   bool is_far;   // rows come from memory, or from a cache that they nearly fill
 };
 
-// Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, prepared or yet to be; dweight and
-// dbias are the results themselves.
+// Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, as it is given; dweight and dbias
+// are the results themselves.
 inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;
@@ -106,7 +106,7 @@ struct ForwardStages : Stages {
 struct BackwardStages : Stages {
   bool has_residual;
   const void* x;     // the argument of the pre-activation; null: none
-  const void* bias;  // as in `Forward`
+  const void* bias;  // prepared; null: absent
   void* dresidual;   // null: not wanted
   RowLayout x_rows;
   Dtype dx_type;  // that of x as well
