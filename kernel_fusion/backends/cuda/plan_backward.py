@@ -45,29 +45,39 @@ _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
 def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     """The plan of a backward: dx, dweight and dbias as they are wanted."""
-    itemsize = ITEMSIZE[spec.x]
-    row_bytes = spec.cols * itemsize
-    bytes_per_thread = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
-    if itemsize > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * bytes_per_thread:
-        bytes_per_thread *= 2
+    bytes_per_thread = _bytes_per_thread(spec)
+    tree = _tree(spec, device, bytes_per_thread)
+    return _plan_staged_backward(spec, tree, access, device) or _direct(spec, device, tree, bytes_per_thread)
+
+
+def _bytes_per_thread(spec: RowNormSpec) -> int:
+    row_bytes = spec.cols * ITEMSIZE[spec.x]
+    each = _BACKWARD_BYTES if row_bytes > _SHORT_ROW_BYTES else _BACKWARD_BYTES // 2
+    return 2 * each if ITEMSIZE[spec.x] > 2 and row_bytes > MAX_BLOCK_WARPS * 32 * each else each
+
+
+def _tree(spec: RowNormSpec, device: Device, bytes_per_thread: int) -> Tree:
+    """How a row is spread."""
+    larger = device.arch == 90 and ("f32" in (spec.x, spec.y) or spec.has_stages)
     tree = _narrow_tree(spec, device) or spread_row(
         spec,
         device,
         bytes_per_thread,
         bytes_per_thread + 16,
         prefer=lambda warps, elements: device.arch == 90 and _fills_block(spec, warps, elements),
-        max_cluster=_MAX_CLUSTER_SM90
-        if device.arch == 90 and ("f32" in (spec.x, spec.y) or spec.has_stages)
-        else MAX_CLUSTER,
+        max_cluster=_MAX_CLUSTER_SM90 if larger else MAX_CLUSTER,
     )
     if device.arch == 90 and not spec.has_stages and covers(spec, tree):
         # dy of fp32 beside x of bf16, over the floor on an H200: LayerNorm 16384x5120 1.92, as 32 bytes spill, and
         # 1.05; 2048x4096 1.30 and 1.28, RMSNorm 1.25 and 1.22, others 0 to 2 % less. Beside a residual in fp32 some
         # lose, and rows that end among a thread's vectors spill.
         tree = narrowed(spec, tree, (spec.y,))
-    staged = _plan_staged_backward(spec, tree, access, device)
-    if staged is not None:
-        return staged
+    return tree
+
+
+def _direct(spec: RowNormSpec, device: Device, tree: Tree, bytes_per_thread: int) -> Plan:
+    """Rows in registers, or, where there are none for them, read again."""
+    itemsize = ITEMSIZE[spec.x]
     wants_sums = spec.grads[1] or spec.grads[2]
     per_thread = tree.vectors * tree.vec
     thread_bytes = per_thread * itemsize
@@ -81,8 +91,8 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     threads = 1024 if short else 384 if spec.has_stages else 512
     plan = partial(direct_plan, tree, persistent=True, min_blocks=max(1, threads // direct_plan(tree).threads))
     held = _held_bytes(spec, tree)
-    fits = held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
-    fits = fits or not (spec.has_stages or ITEMSIZE[spec.y] > itemsize)
+    scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
+    fits = not scarce or held + (2 * per_thread * ITEMSIZE[spec.acc] if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
     # Rows that share a block keep their sums in registers, of which they have 168: shared memory is where the block
     # adds them up.
     if thread_bytes <= bytes_per_thread + 16 and (fits or tree.warps == 1):

@@ -138,11 +138,11 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     """Whether the compiler is to do with the registers that 1024 threads of a multiprocessor have: 64 or some more.
 
     Where weight and bias are loaded beside x. And on an H200, over the floor, free and bound: of 16 bits, five vectors
-    of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill, and so do five where y
-    is wider than x, or a residual is or comes after other stages); six of each of eight
-    warps, of which four blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0
-    microseconds, 8192x12288 99.5 both ways. Of fp32, blocks of more than eight warps, which load weight and bias of 16
-    elements together: 8576x12288 1.19 and 1.02, by the vector 1.03.
+    of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill; so do five beside a y
+    or a residual of fp32, and where anything stands before a residual); six of each of eight warps, of which four
+    blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0 microseconds, 8192x12288 99.5
+    both ways. Of fp32, blocks of more than eight warps, which load weight and bias of 16 elements together: 8576x12288
+    1.19 and 1.02, by the vector 1.03.
     """
     if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
         return False
