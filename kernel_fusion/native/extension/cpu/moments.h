@@ -41,11 +41,6 @@ struct Moments {
   double mean, variance;
 };
 
-template <class A> struct Deviations {
-  A center;
-  double rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it
-};
-
 // The mean of so many elements, the first ones, is the center, near which the others are likely to lie.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
@@ -63,21 +58,22 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
 // Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// From the sums around `center`.
-template <class A> KF_INLINE Deviations<A> deviations_from(A center, const std::array<double, 2>& sums, double share) {
+// From the sums around `center`, which, rounded, leaves a small rest that corrects both moments: without it mean / std = 1e4 loses
+// digits.
+template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
 // Around the mean, in two passes. Out of line: inlined, it would have the loops beside it keep their sums in memory.
-template <class T> [[gnu::noinline, gnu::cold]] Deviations<AccOf<T>> deviations_from_mean(const T* x, int64_t count) {
+template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
 // One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose digits:
 // once more then, around the mean.
-template <class T> KF_INLINE Deviations<AccOf<T>> deviations_of(const T* x, int64_t count, AccOf<T> center) {
+template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
   return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
@@ -86,9 +82,7 @@ template <class T> KF_INLINE Deviations<AccOf<T>> deviations_of(const T* x, int6
 // Of a stretch, around `center`.
 template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count, bool rms, AccOf<T> center) {
   if (rms) return {0, 0, joined(squares_of(x, count))[0]};
-  // The rounded center leaves a small rest, which corrects both moments: without it mean / std = 1e4 loses digits.
-  const auto stretch = deviations_of(x, count, center);
-  return {stretch.center, stretch.rest, stretch.squares};
+  return deviations_of(x, count, center);
 }
 
 // Those of a row, from its stretches in order.
