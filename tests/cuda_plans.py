@@ -130,6 +130,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         persistent=backward,
         stages=0,
         paced=False,
+        shifted=False,
         tiled=False,
         shared_bytes=0,
         per_block=1,

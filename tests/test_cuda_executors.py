@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -88,6 +89,22 @@ def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.d
             results = y_and_dx(verb, inputs, alone=alone)
         for tensor, one, other in zip(("y", "dx"), results, expected, strict=True):
             assert torch.equal(one, other), f"{tensor} by {plan}"
+
+
+# Grid rationale. Rows of few warps, of a block and of clusters, with even and odd numbers of chunks to a warp. Of odd
+# lengths, so that rows begin everywhere within a sector.
+@pytest.mark.parametrize(
+    ("cols", "dtype"), product((1025, 2049, 4099, 16383, 20001, 32769, 50257, 131071), (F16, BF16, F32)), ids=str
+)
+def test_stores_by_whole_sectors_give_the_same_bits(verb: str, cols: int, dtype: torch.dtype) -> None:
+    """Single elements shifted to where sectors of memory begin, or stored as they come: the same y, all of it."""
+    x, weight, bias, _ = tensors(cols, dtype)
+    results = []
+    for shifted in (False, True):
+        changed = planner.override_plan(lambda _, plan, shifted=shifted: replace(plan, shifted=shifted))
+        with changed, torch.no_grad(), CUDA.ran(forward=1):
+            results.append(call(verb, x, weight, bias, backend="cuda"))
+    assert torch.equal(*results)
 
 
 # Grid rationale. Lengths of many rows at a time (254, 255), in a block, read twice or in a cluster, and of single

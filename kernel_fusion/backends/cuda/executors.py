@@ -34,6 +34,7 @@ class Plan(Launch):
         prefetch: backward loads the next row early.
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
         paced: the blocks that stream rows keep together (kernels/pace.cuh).
+        shifted: forward stores single elements by whole sectors (kernels/shifted_store.cuh).
         tiled: all rows of a block pass through shared memory together.
     """
 
@@ -52,6 +53,7 @@ class Plan(Launch):
     prefetch: bool = False
     stages: int = 0
     paced: bool = False
+    shifted: bool = False
     tiled: bool = False
     batches: tuple[int, int] = (0, 0)
 

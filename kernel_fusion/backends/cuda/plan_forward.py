@@ -28,6 +28,7 @@ _FORWARD_BYTES = 64
 _TWICE_BYTES = 2**16
 _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of which four blocks fit (`_is_bound`)
 _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
+_MAX_EIGHT_SINGLE_WARPS = 14  # of which a multiprocessor has two blocks of up to 72 registers (`_together`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
@@ -45,7 +46,7 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # where rows stream: LayerNorm 2048x65536 bf16 on an H200 1.10 of the floor with all of it, 1.08 with half;
     # 1273x50257 1.56 and, with a quarter, 1.45. Rows in registers gain nothing, and some lose.
     center = plan.batches[0] or (ceil_div(vectors, 2) if plan.stages else vectors)
-    return replace(plan, center=min(vectors, center))
+    return replace(plan, center=min(vectors, center), shifted=_shifts_stores(spec, plan, vectors, device))
 
 
 def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
@@ -171,10 +172,13 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     and 1.02, LayerNorm 1.12 and 0.98); in fp32 by more than eight warps that are not bound; in 16 bits by 16 warps
     (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
     (8192x8192 with gelu 1.12 and 1.22, behind relu 1.02 and 1.06), or the rows of several warps end among a thread's
-    vectors (12800x5000 1.05 and 1.08).
+    vectors (12800x5000 1.05 and 1.08). Eight single elements of 16 bits by 15 or 16 warps take so many registers that a
+    multiprocessor has one block instead of two: 3906x16383 bf16 2.17.
     """
     elements = 16
-    if spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
+    if tree.vec == 1 and ITEMSIZE[spec.x] == 2:
+        elements = 4 if tree.warps > _MAX_EIGHT_SINGLE_WARPS and not spec.rms else 8
+    elif spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
     elif any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.bias, spec.y) if dtype):
         elements = 16 if tree.warps == 1 and tree.vec >= 4 and tree.vectors * tree.vec > 40 else 8
@@ -228,6 +232,24 @@ def _tiled(spec: RowNormSpec, device: Device) -> Plan | None:
         shared_bytes=sum(ceil_div(rows * spec.cols * ITEMSIZE[t], 16) * 16 + 16 for t in tensors),
         min_blocks=(1024 if device.arch == 90 else 768) // threads,
     )
+
+
+def _shifts_stores(spec: RowNormSpec, plan: Plan, vectors: int, device: Device) -> bool:
+    """Whether single elements leave by whole sectors of memory (kernels/shifted_store.cuh), which takes shuffles.
+
+    On an H200, over the floor, as they come and shifted. RMSNorm of 1273x50257 bf16 1.28 and 1.17, fp32 1.20 and 1.13,
+    488x131071 1.29 and 1.15; in registers 6395x10007 1.19 and 1.18, 3906x16383 1.36 and 1.28; but 976x65537 bf16, which
+    has 17 elements to a thread, 1.48 and 1.70, and 3199x20001, which has 20, 1.24 and 1.19. LayerNorm of rows that
+    stream in fp32: 244x131071 1.23 and 1.18, 636x50257 1.17 and 1.16; in 16 bits arithmetic is what it waits for, 1.43
+    and 1.54; nor in registers, 6398x5001 fp32 1.24 and 1.50.
+    """
+    narrow = ITEMSIZE[spec.x] == 2
+    single = plan.vec == 1 and plan.per_block == 1 and plan.resident and spec.y == spec.x
+    if not single or device.arch != 90 or spec.acc != "f32" or spec.has_stages:
+        return False
+    if not spec.rms:
+        return plan.stages > 0 and not narrow
+    return plan.stages == 0 or not narrow or vectors >= 20
 
 
 def _keeps_pace(spec: RowNormSpec, tree: Tree) -> bool:

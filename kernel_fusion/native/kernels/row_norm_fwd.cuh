@@ -9,6 +9,7 @@
 
 #include "chain.cuh"
 #include "moments.cuh"
+#include "shifted_store.cuh"
 #include "stages.cuh"
 
 namespace kf {
@@ -22,6 +23,13 @@ template <class S> struct Affine {
   __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias,
                                                   double offset) const {
     A y[kVec];
+    unrounded(x, weight, bias, offset, y);
+    return narrow_pack<typename S::Y>(y);
+  }
+
+  template <int kVec, class Weight, class Bias>
+  __device__ void unrounded(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias, double offset,
+                            A (&y)[kVec]) const {
     widen_pack(x, y);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
@@ -38,7 +46,6 @@ template <class S> struct Affine {
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
     activate<S::kActivation, typename MathFor<A, typename S::Y>::type>(y);
-    return narrow_pack<typename S::Y>(y);
   }
 };
 
@@ -109,6 +116,7 @@ __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& a
 }
 
 template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
+  using A = typename S::Acc;
   using P = Place<S>;
   constexpr int kVec = S::kVec, kVectors = P::kVectors;
   const P at;
@@ -155,14 +163,21 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     });
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
   auto* const y = row.y();
+  const auto y_at = [&](int i, A (&v)[kVec]) {
+    if constexpr (!S::kAhead)
+      if (i % kTogether == 0) load_parameters(i);
+    auto& pack = resident[i];
+    if constexpr (!S::kRms) keep_packed(pack);
+    affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], args.weight_offset, v);
+  };
+  if constexpr (S::kShifted) {
+    store_shifted<S>(y, at, y_at);
+  } else {
 #pragma unroll
-  for (int first = 0; first < kVectors; first += kTogether) {
-    if constexpr (!S::kAhead) load_parameters(first);
-#pragma unroll
-    for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
-      auto& pack = resident[first + i];
-      if constexpr (!S::kRms) keep_packed(pack);
-      row.store_y(y, at.col(first + i), affine(pack, weights[i], biases[i], args.weight_offset));
+    for (int i = 0; i < kVectors; ++i) {
+      A v[kVec];
+      y_at(i, v);
+      row.store_y(y, at.col(i), narrow_pack<typename S::Y>(v));
     }
   }
 }

@@ -88,14 +88,22 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
     const Affine<S> affine{moments.mean, rstd};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
     auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    const auto y_at = [&](int i, A (&y)[kVec]) {
       if constexpr (kPresent<typename S::Weight>) keep_packed(weights[i]);
       if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
       const auto h = row_at(row, slot, i);
       if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
-      const auto y = affine(h, weights[i], biases[i], args.weight_offset);
-      store_cols<S::kAlignY, kVec, S::kCols, P::kCovers>(y_row, at.col(i), y);
+      affine.unrounded(h, weights[i], biases[i], args.weight_offset, y);
+    };
+    if constexpr (S::kShifted) {
+      store_shifted<S>(y_row, at, y_at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        A y[kVec];
+        y_at(i, y);
+        store_cols<S::kAlignY, kVec, S::kCols, P::kCovers>(y_row, at.col(i), narrow_pack<typename S::Y>(y));
+      }
     }
   };
   stream.run(args.rows, first, step, fill, first_pass, second_pass);
