@@ -93,9 +93,8 @@ def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.d
 
 # Grid rationale. Rows of few warps, of a block and of clusters, with even and odd numbers of chunks to a warp. Of odd
 # lengths, so that rows begin everywhere within a sector.
-@pytest.mark.parametrize(
-    ("cols", "dtype"), product((1025, 2049, 4099, 16383, 20001, 32769, 50257, 131071), (F16, BF16, F32)), ids=str
-)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", [1025, 2049, 4099, 16383, 20001, 32769, 50257, 131071])
 def test_stores_by_whole_sectors_give_the_same_bits(verb: str, cols: int, dtype: torch.dtype) -> None:
     """Single elements shifted to where sectors of memory begin, or stored as they come: the same y, all of it."""
     x, weight, bias, _ = tensors(cols, dtype)
