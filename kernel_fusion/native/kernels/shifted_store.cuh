@@ -1,7 +1,7 @@
 // Stores of rows that begin anywhere, by whole sectors of memory.
 //
 // A warp's single elements of such a row, neighbours in memory, mostly begin within a sector of 32 bytes, and end within one:
-// memory then takes half again as many sectors, many of them in two pieces. So the warp's elements are shifted by up to a sector,
+// memory then takes up to a third more sectors, many of them in two pieces. So the warp's elements are shifted by up to a sector,
 // by shuffles, until each store begins with one. Elements of 16 bits go two to a lane, those of two chunks in one store.
 #pragma once
 
