@@ -46,7 +46,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     assert rest == 0
     if plan.stages:
         _assert_staged(spec, plan, device)
-        assert plan.per_block * physical * 32 == plan.threads
+        assert (plan.per_block * physical + plan.helpers) * 32 == plan.threads
     elif plan.tiled:
         assert (plan.warps, device.has_clusters, spec.residual, spec.acc) == (1, True, None, "f32")
         assert plan.least_per_block == plan.threads // plan.lanes
@@ -66,7 +66,9 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert device.has_clusters
     assert spec.acc == "f32"
     assert (plan.lanes, plan.played) == (32, 1)
-    assert 2 <= plan.stages <= 4
+    assert 2 <= plan.stages <= (6 if plan.helpers else 4)
+    assert plan.helpers in ((0, 1, 2) if spec.direction in ("inference", "forward") else (0,))
+    assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.storage in ("none", "registers")
     # A block without columns would copy what lies behind the row.
     columns_per_block = columns_per_thread(spec, plan) * 32 * plan.warps // plan.cluster
@@ -82,10 +84,10 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
     # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if staged.
     sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
-    table_cols = per_thread * plan.threads // plan.per_block if plan.stages else spec.cols
+    members = (plan.threads - 32 * plan.helpers) // plan.per_block
+    table_cols = per_thread * members if plan.stages else spec.cols
     table = plan.per_block * table_cols * acc * (2 if plan.stages else 1) if sums else 0
     if plan.stages:
-        members = plan.threads // plan.per_block
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
@@ -94,7 +96,7 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
             (per_thread - unkept) * members * ITEMSIZE[t] for t, where, unkept in kept if where == "shared" and t
         )
         ring = plan.stages * plan.per_block * slot
-        barriers = (2 * plan.stages + 4) * 8
+        barriers = (2 * plan.stages + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
         each = barriers + 4 * plan.warps * 2 * acc + 16  # at most, for what keeps blocks together
         if spec.direction == "backward":
             each += plan.stages * 2 * acc  # statistics
@@ -129,6 +131,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         plan,
         persistent=backward,
         stages=0,
+        helpers=0,
         paced=False,
         shifted=False,
         tiled=False,
@@ -162,14 +165,17 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
 
 
 def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
-    """Fewer slots, blocks together or apart, fewer rows at a time, larger clusters: all fit where `plan` does."""
+    """Fewer slots, helpers or rows at a time, blocks together or apart, larger clusters: all fit where `plan` does."""
     if plan.stages:
         yield replace(plan, paced=not plan.paced)
+    for helpers in range(plan.helpers):
+        yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
     for stages in range(2, plan.stages):
         yield replace(plan, stages=stages)
     if plan.stages and plan.per_block > 1:
         yield replace(plan, per_block=1, threads=plan.threads // plan.per_block)
     if plan.stages and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
-        larger = replace(plan, cluster=2 * plan.cluster, threads=plan.threads // 2)
-        if columns_per_thread(spec, larger) * larger.threads * (larger.cluster - 1) < spec.cols:
+        of_rows = 32 * plan.warps // (2 * plan.cluster)
+        larger = replace(plan, cluster=2 * plan.cluster, threads=of_rows + 32 * plan.helpers)
+        if columns_per_thread(spec, larger) * of_rows * (larger.cluster - 1) < spec.cols:
             yield larger

@@ -33,6 +33,8 @@ class Plan(Launch):
         storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
         prefetch: backward loads the next row early.
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
+        helpers: warps of a staged block that have no columns (kernels/row_stream.cuh): one is the combiner, the second
+            one the producer.
         paced: the blocks that stream rows keep together (kernels/pace.cuh).
         shifted: forward stores single elements by whole sectors (kernels/shifted_store.cuh).
         tiled: all rows of a block pass through shared memory together.
@@ -52,6 +54,7 @@ class Plan(Launch):
     storage: str = "none"
     prefetch: bool = False
     stages: int = 0
+    helpers: int = 0
     paced: bool = False
     shifted: bool = False
     tiled: bool = False
@@ -93,6 +96,7 @@ def staged_plan(
     groups: int,
     max_stages: int,
     paced: bool,
+    helpers: int = 0,
     shared_bytes: int = 0,
     weight: str = "memory",
     unkept: int = 0,
@@ -114,13 +118,14 @@ def staged_plan(
         cluster=tree.cluster,
         per_block=groups,
         persistent=True,
-        threads=groups * threads,
+        threads=groups * threads + 32 * helpers,
         storage="registers" if spec.direction == "backward" else "none",
         shared_bytes=stages * groups * slot_bytes + shared_bytes,
         weight=weight,
         unkept=unkept,
         bias=bias,
         stages=stages,
+        helpers=helpers,
         paced=paced,
     )
 

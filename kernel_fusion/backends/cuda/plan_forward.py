@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Plan, direct_plan, staged_plan
@@ -30,6 +31,10 @@ _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of w
 _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
 _MAX_EIGHT_SINGLE_WARPS = 14  # of which a multiprocessor has two blocks of up to 72 registers (`_together`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
+# Rows of 16 bits in narrow vectors (`_streamed_narrow`): warps of a block and the most elements of a thread that leave
+# registers for weight and bias; and from how many columns on, single elements of LayerNorm and others.
+_NARROW_SHAPES = ((8, 44), (12, 38), (14, 37))
+_LEAST_SINGLE, _LEAST_NARROW = 6657, 9473
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
 # bytes in longer rows reach the floor by themselves: 125490x255 fp32 1.01 on an H200, tiled 1.05.
@@ -45,7 +50,7 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # Counting deviations from the mean of half a row saves an addition for each element of the other half, which shows
     # where rows stream: LayerNorm 2048x65536 bf16 on an H200 1.10 of the floor with all of it, 1.08 with half;
     # 1273x50257 1.56 and, with a quarter, 1.45. Rows in registers gain nothing, and some lose.
-    center = plan.batches[0] or (ceil_div(vectors, 2) if plan.stages else vectors)
+    center = plan.batches[0] or (ceil_div(vectors, 4 if plan.vec == 1 else 2) if plan.stages else vectors)
     return replace(plan, center=min(vectors, center), shifted=_shifts_stores(spec, plan, vectors, device))
 
 
@@ -53,6 +58,9 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     tiled = _tiled(spec, device)
     if tiled is not None:
         return tiled
+    streamed = _streamed_narrow(spec, access, device)
+    if streamed is not None:
+        return streamed
     tree = _tree(spec, device)
     # Over the floor on an H200, in vectors of 16 bytes of x and narrowed. Weights in fp32: LayerNorm of 8192x1024 bf16
     # 1.14 and 1.05, 2048x4096 1.27 and 1.12, 8192x16384 1.13 and 1.04, 5461x24576 1.18 and 1.13; y in fp32 as well:
@@ -67,8 +75,9 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
     most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
     if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
-        paced = device.arch == 90 and _keeps_pace(spec, tree)  # elsewhere unmeasured, and on sm_120 it spills
-        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced)
+        helpers = _helpers(spec, tree, device)
+        paced = device.arch == 90 and _keeps_pace(spec, tree, helpers)  # elsewhere unmeasured, and on sm_120 it spills
+        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced, helpers=helpers)
         if staged is not None:
             return staged
     return _direct(spec, access, device, in_16_bytes(tree))
@@ -180,7 +189,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
         elements = 4 if tree.warps > _MAX_EIGHT_SINGLE_WARPS and not spec.rms else 8
     elif spec.x == "f32" and tree.warps > _SMALL_BLOCK_WARPS and not bound:
         elements = 4
-    elif any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.bias, spec.y) if dtype):
+    elif _is_wide(spec):
         elements = 16 if tree.warps == 1 and tree.vec >= 4 and tree.vectors * tree.vec > 40 else 8
     elif ITEMSIZE[spec.x] == 2 and vector_of(spec) == 8:
         uneven = tree.warps > 1 and not covers(spec, tree)
@@ -188,6 +197,11 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
         scarce = bound or uneven or costly
         elements = 8 if tree.warps == MAX_BLOCK_WARPS or (scarce and not spec.rms) else 16
     return max(1, min(8, elements // tree.vec))
+
+
+def _is_wide(spec: RowNormSpec) -> bool:
+    """Whether the parameters or y are wider than x."""
+    return any(ITEMSIZE[dtype] > ITEMSIZE[spec.x] for dtype in (spec.weight, spec.bias, spec.y) if dtype)
 
 
 def _shared_by(spec: RowNormSpec, tree: Tree, device: Device) -> int:
@@ -247,12 +261,66 @@ def _shifts_stores(spec: RowNormSpec, plan: Plan, vectors: int, device: Device) 
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident and spec.y == spec.x
     if not single or device.arch != 90 or spec.acc != "f32" or spec.has_stages:
         return False
-    if not spec.rms:
-        return plan.stages > 0 and not narrow
-    return plan.stages == 0 or not narrow or vectors >= 20
+    if spec.rms:
+        return plan.helpers > 0 or plan.stages == 0 or not narrow or vectors >= 20
+    return plan.stages > 0 and (not narrow or (plan.helpers > 0 and vectors >= 28))
 
 
-def _keeps_pace(spec: RowNormSpec, tree: Tree) -> bool:
+def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan | None:
+    """A staged plan for long rows of 16 bits in vectors of fewer than 16 bytes; None where that does not apply.
+
+    Such rows take 13 instructions for an element of LayerNorm and 145 for each warp of a row, and a multiprocessor's
+    four schedulers share its warps one by one: the time of a block follows ceil(warps / 4) * (13 * elements + 145) of a
+    thread. So few warps, in fours, with many elements each. LayerNorm on an H200 over the floor, in blocks of 8, 12, 13
+    and 16 such warps: 1273x50257 bf16 1.18, 1.16, 1.32 and 1.24; 20001 columns 1.13, 1.21 and, by 16, 1.26; 10007
+    columns 1.14, 1.20, 1.37 and, in registers, 1.33. RMSNorm of 50257 columns 1.13, 1.14 and, by 16, 1.15. In vectors
+    of two or four: 10002 columns 1.13 and, in registers, 1.39, 16382 1.18 and 1.66; but 7002 1.14 and 1.09, 50004 1.20
+    and, as other rows are staged, 1.14; RMSNorm of 10002 1.11 and 1.02.
+    """
+    vec = vector_of(spec)
+    plain = spec.y == spec.x and not spec.has_stages
+    if device.arch != 90 or ITEMSIZE[spec.x] != 2 or not plain:
+        return None
+    if vec == 1:
+        least, most = (_LEAST_NARROW if spec.rms else _LEAST_SINGLE), 2**31
+    elif vec <= 4 and not spec.rms and not _is_wide(spec):
+        least, most = _LEAST_NARROW, MAX_BLOCK_WARPS * 32 * 32
+    else:
+        return None
+    if not least <= spec.cols <= most:
+        return None
+    for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), _NARROW_SHAPES):
+        vectors = ceil_div(spec.cols // vec, 32 * warps * cluster)
+        if vectors * vec <= elements:
+            tree = Tree(vec, 32, warps * cluster, cluster, vectors)
+            max_stages = 4 if spec.rms or cluster == 1 else 6  # of 20001 columns LayerNorm 1.13, with four 1.14
+            return staged_plan(spec, access, device, tree, groups=1, max_stages=max_stages, paced=vec > 1, helpers=2)
+    return None
+
+
+def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
+    """How many warps of a staged forward have no row: the combiner, and then the producer (kernels/row_stream.cuh).
+
+    Beside 16 warps they leave a thread 96 registers instead of 128, so not where that spills.
+    """
+    if device.arch != 90 or spec.residual or spec.dropout:
+        return 0
+    per_thread = tree.vectors * tree.vec
+    costly = any(stage not in (IDENTITY, "relu") for stage in (spec.pre_activation, spec.activation))
+    if spec.x == "f32":
+        if costly:
+            return 2 if per_thread <= 16 or not spec.changes_x else 0
+        return 2 if not (spec.rms or spec.has_stages) and (tree.vec == 1 or per_thread >= _MAX_STAGED_ELEMENTS) else 0
+    if tree.vec > 1 and _is_wide(spec):
+        return 0
+    if tree.vec == 1:
+        return 0 if spec.changes_x and not spec.rms and per_thread > 20 else 2
+    if spec.rms:
+        return 2 if costly and spec.changes_x else 1
+    return 2 if costly or per_thread < _MAX_STAGED_ELEMENTS else 1
+
+
+def _keeps_pace(spec: RowNormSpec, tree: Tree, helpers: int) -> bool:
     """Whether the blocks of a staged forward keep together (kernels/pace.cuh): where memory is what they wait for.
 
     On an H200, over the floor, together and apart. Vectors of up to 4 bytes wait for arithmetic: 1273x50257 bf16 1.61
@@ -262,6 +330,8 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree) -> bool:
     and RMSNorm of 1024x131072 bf16 1.04 and 1.09.
     """
     vector_bytes = tree.vec * ITEMSIZE[spec.x]
+    if helpers:
+        return vector_bytes > 2
     if vector_bytes <= 4:
         return spec.rms and vector_bytes == 4
     return spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)

@@ -68,6 +68,7 @@ def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[st
         "kAhead": plan.ahead,
         "kTogether": plan.together,
         "kCenter": plan.center,
+        "kHelpers": plan.helpers,
         "kShifted": plan.shifted,
         "kStridedResidual": access.strided_residual,
         "kAlignResidual": access.residual,

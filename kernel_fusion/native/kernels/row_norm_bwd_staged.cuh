@@ -16,6 +16,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   using A = float;
   using P = Place<S>;
   using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
+  using Pair = typename Stream::Pair;
   using X = Piece<typename S::Row, S::kAlignX, Stream::kCols>;
   using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols>;
   using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols>;
@@ -87,7 +88,6 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     if constexpr (S::kRms) normalize.mean = 0;
     return normalize;
   };
-  struct State { A first, second; };  // the warp's sums
   const auto read = [&](i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) {
     const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
     const auto* dy_row = dy_of(row).row_in(dy_slot(slot), first_col);
@@ -111,7 +111,6 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       return Pack<absent, kVec>{};
   };
   const auto first_pass = [&](i64 row, int slot) {
-    State state{};
     RowSums<A> row_sums{};
     const Normalize<S> normalize = stats_of(slot);
 #pragma unroll
@@ -126,21 +125,20 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }
-    if constexpr (S::kRms) {
-      state.second = sum_lanes<32>(row_sums.gx);
-    } else {
-      state.first = row_sums.g;
-      state.second = row_sums.gx;
-      sum_lanes<32>(state.first, state.second);
-    }
-    return state;
+    Pair own{S::kRms ? A(0) : row_sums.g, row_sums.gx};
+    if constexpr (S::kRms) own.second = sum_lanes<32>(own.second);
+    else sum_lanes<32>(own.first, own.second);
+    return own;
   };
-  const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums row_sums) {
-    A sum_g = state.first, sum_gx = state.second;
-    if constexpr (S::kWarps > 1) Exchange<S>::sum_pairs(at.lane, row_sums, sum_g, sum_gx);
+  const auto combine = [&](i64, typename Stream::Sums all) {
+    Pair pair{};
+    Exchange<S>::sum_pairs(at.lane, all, pair.first, pair.second);
+    return pair;
+  };
+  const auto second_pass = [&](i64 row, int slot, const Pair& sums_of_g) {
     if constexpr (S::kDX || S::kDResidual) {
       const Normalize<S> normalize = stats_of(slot);
-      const Derivative<S> derivative(normalize, sum_g, sum_gx);
+      const Derivative<S> derivative(normalize, sums_of_g.first, sums_of_g.second);
       const Outgoing<S> outgoing(args, before.dropout, row);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -153,7 +151,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       }
     }
   };
-  stream.run(args.rows, first, step, fill, first_pass, second_pass);
+  stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
 
   // One partial row per block. Several groups add up theirs, in order, in shared memory that the rows have left.
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;

@@ -15,21 +15,22 @@ namespace kf {
 template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& args) {
   using A = float;
   using P = Place<S>;
-  using Stream = RowStream<S>;
+  using Stream = RowStream<S, 1, S::kHelpers>;
+  using Pair = typename Stream::Pair;
   using X = Piece<typename S::X, S::kAlignX, Stream::kCols>;
   using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols>;
-  constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kRows;
+  constexpr int kVec = S::kVec, kVectors = P::kVectors;
   constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
-  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes]
-  __shared__ typename Stream::Shared shared[kGroups];
+  extern __shared__ __align__(128) char slots[];  // [kStages][kSlotBytes]
+  __shared__ typename Stream::Shared shared;
   __shared__ typename Stream::Pacing pacing;
 
-  const int group = threadIdx.x / Stream::kThreads, member = threadIdx.x % Stream::kThreads;
+  const int member = threadIdx.x;
   const P at(member);
-  Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
+  const Stream stream{*settled_shared(&shared), pacing, at, 0, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);
+  char* const ring = settled_shared(slots);
   const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
   const auto residual_slot = [&](int s) { return x_slot(s) + X::kBytes; };
   const auto x_of = [&](i64 row) {
@@ -47,9 +48,24 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
     x.copy(x_slot(slot), cols, full);
     residual.copy(residual_slot(slot), cols, full);
   };
-  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
-  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
+  const auto combine = [&](i64 row, typename Stream::Sums sums) {
+    const Moments<S> moments = join_moments<S>(at.lane, sums);
+    const A rstd = reciprocal_sqrt(moments.squares * kPerCol<S> + static_cast<A>(args.eps));
+    if (S::kStats && stream.leader()) store_stats<S>(args, row, moments.mean, rstd);
+    return Pair{moments.mean, rstd};
+  };
+  const i64 first = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
   wait_for_previous_kernel(x_of(first).source);
+  if (Stream::is_combiner()) {
+    stream.combine_all(args.rows, first, step, combine);
+    stream.join();
+    return;
+  }
+  if (Stream::is_producer()) {
+    stream.produce(args.rows, first, step, fill);
+    stream.join();
+    return;
+  }
   stream.start(args.rows, first, step, fill);
 
   const Before<S, typename S::Y> before(args);
@@ -67,7 +83,6 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
     biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
   }
 
-  struct State { A first, second; };  // the warp's mean and squared deviations
   const auto first_pass = [&](i64 row, int slot) {
     Moments<S> moments;
     if constexpr (kAddsResidual<S> || kChangesX<S>) {  // what is dear to read twice
@@ -78,14 +93,10 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
     } else {
       moments = moments_of_warp<S>(at, at.warp, [&](int i) { return row_at(row, slot, i); });
     }
-    return State{moments.mean, moments.squares};
+    return Pair{moments.mean, moments.squares};
   };
-  const auto second_pass = [&](i64 row, int slot, const State& state, typename Stream::Sums sums) {
-    Moments<S> moments{state.first, state.second};
-    if constexpr (S::kWarps > 1) moments = join_moments<S>(at.lane, sums);
-    const A rstd = reciprocal_sqrt(moments.squares * kPerCol<S> + static_cast<A>(args.eps));
-    if (S::kStats && at.leader()) store_stats<S>(args, row, moments.mean, rstd);
-    const Affine<S> affine{moments.mean, rstd};
+  const auto second_pass = [&](i64 row, int slot, const Pair& mean_and_rstd) {
+    const Affine<S> affine{mean_and_rstd.first, mean_and_rstd.second};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
     auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
     const auto y_at = [&](int i, A (&y)[kVec]) {
@@ -106,7 +117,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
       }
     }
   };
-  stream.run(args.rows, first, step, fill, first_pass, second_pass);
+  stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
   stream.join();
 }
 

@@ -3,6 +3,9 @@
 // A group of threads takes a row at a time and has a ring of kStages slots, into which the rows to come are copied whatever
 // the threads do. With three slots or more it works on two rows at once: while the sums of a row travel between its warps, and
 // between the blocks of a cluster, the first pass over the next row is under way.
+//
+// What is done once for a row may have a warp of its own, so that the others need not wait for it: the combiner makes of the sums
+// of all warps what the second pass needs, the producer starts the copies.
 #pragma once
 
 #include "async_copy.cuh"
@@ -42,8 +45,9 @@ template <int kAlign, int kCols> struct Piece<absent, kAlign, kCols> {
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
 
-// kFills: how often fill() arrives at a slot's barrier.
-template <class S, int kFills = 1> struct RowStream {
+// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps behind those of the only group; the first one is the
+// combiner, the second the producer.
+template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
   using P = Place<S>;
   static constexpr int kStages = S::kStages;
@@ -52,10 +56,14 @@ template <class S, int kFills = 1> struct RowStream {
   static constexpr int kCols = P::kLocalWarps * P::kChunks * P::kChunk;  // of a group at most
   // A warp that is ahead may announce its next two rows before another has read the sums of this one.
   static constexpr int kBuffers = 4;
+  static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
+  static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
 
+  struct Pair { A first, second; };  // the sums of a warp, or what has been made of all of them
   struct Shared {
-    Mbarrier full[kStages], empty[kStages], exchanged[kBuffers];
+    Mbarrier full[kStages], empty[kStages], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
+    Pair results[kBuffers];                      // of the combiner
   };
   using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
   using Pacing = typename Pace<S::kRows>::Shared;
@@ -74,11 +82,23 @@ template <class S, int kFills = 1> struct RowStream {
         mbarrier_init(&shared.empty[s], kThreads / 32);
       }
       // In a block each warp announces its sums; in a cluster their bytes are counted as they arrive.
-      for (int b = 0; b < kBuffers; ++b) mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
+      for (int b = 0; b < kBuffers; ++b) {
+        mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
+        if constexpr (kCombiner) mbarrier_init(&shared.combined[b], 1);
+      }
       mbarrier_init_fence();
     }
     __syncthreads();
     join();
+  }
+
+  __device__ static bool is_combiner() { return kCombiner && warp() == kThreads / 32; }
+  __device__ static bool is_producer() { return kProducer && warp() == kThreads / 32 + 1; }
+
+  // One thread of those that combine the sums of a row.
+  __device__ bool leader() const {
+    if constexpr (!kCombiner) return at.leader();
+    return at.lane == 0 && (S::kCluster == 1 || cluster_rank() == 0);
   }
 
   // No block writes to another's shared memory before that one runs, and none leaves while it may still be written to.
@@ -99,26 +119,30 @@ template <class S, int kFills = 1> struct RowStream {
   }
 
   // Rows first, first + step, ... below `rows`:
-  //   fill(row, slot)                     one thread starts the copies into the slot and announces their bytes on full[slot]
-  //   first_pass(row, slot) -> state      with the warp's two sums in state.first and state.second
-  //   second_pass(row, slot, state, sums) with those of all virtual warps; the slot is free after it
-  // start() fills the ring; what the caller loads before run() overlaps with that.
+  //   fill(row, slot)               one thread starts the copies into the slot and announces their bytes on full[slot]
+  //   first_pass(row, slot) -> own  the warp's two sums
+  //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all virtual warps; of a single one as they are
+  //   second_pass(row, slot, pair)  the slot is free after it
+  // start() fills the ring; what the caller loads before run() overlaps with that. The producer calls produce() instead of them, the
+  // combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
-    if (member != 0) return;
-    for (int s = 0; s < kStages && first + s * step < rows; ++s) fill(first + s * step, s);
+    if constexpr (!kProducer)
+      for (int s = 0; s < kStages && member == 0 && first + s * step < rows; ++s) fill(first + s * step, s);
   }
 
-  template <class Fill, class First, class Second>
-  __device__ void run(i64 rows, i64 first, i64 step, Fill&& fill, First&& first_pass, Second&& second_pass) const {
+  template <class Fill, class First, class Combine, class Second>
+  __device__ void run(i64 rows, i64 first, i64 step, Fill&& fill, First&& first_pass, Combine&& combine,
+                      Second&& second_pass) const {
     int slot = 0, last = 0, before_last = 0;  // of this row and of the two before it
     unsigned parity = 0, n = 0;
-    decltype(first_pass(first, 0)) state{}, next{};
+    Pair own{}, next{};
     Pace<S::kRows> pace{pacing};
-    if (S::kPaced && member == 0) pace.init(group, rows / step);
+    const bool fills = !kProducer && member == 0;
+    if (S::kPaced && fills) pace.init(group, rows / step);
     for (i64 row = first;; row += step, ++n) {
       const int free = kLag ? before_last : last;
       const i64 refill = row + (kStages - 1 - kLag) * step;
-      if (member == 0 && n > kLag && refill < rows) {
+      if (fills && n > kLag && refill < rows) {
         mbarrier_wait(&shared.empty[free], free >= slot ? parity ^ 1 : parity);
         if constexpr (S::kPaced) pace.step(group);
         fill(refill, free);
@@ -132,13 +156,22 @@ template <class S, int kFills = 1> struct RowStream {
       }
       if (n >= kLag) {
         const unsigned buffer = (n - kLag) % kBuffers;
-        if constexpr (S::kWarps > 1) mbarrier_wait(&shared.exchanged[buffer], (n - kLag) / kBuffers % 2);
-        second_pass(row - kLag * step, kLag ? last : slot, kLag ? state : next, static_cast<Sums>(shared.sums[buffer]));
+        const unsigned phase = (n - kLag) / kBuffers % 2;
+        const i64 passed = row - kLag * step;
+        Pair pair = kLag ? own : next;
+        if constexpr (kCombiner) {
+          mbarrier_wait(&shared.combined[buffer], phase);
+          pair = shared.results[buffer];
+        } else if constexpr (S::kWarps > 1) {
+          mbarrier_wait(&shared.exchanged[buffer], phase);
+          pair = combine(passed, static_cast<Sums>(shared.sums[buffer]));
+        }
+        second_pass(passed, kLag ? last : slot, pair);
         __syncwarp();
         if (at.lane == 0) mbarrier_arrive(&shared.empty[kLag ? last : slot]);
       }
       if (row >= rows) break;
-      state = next;
+      own = next;
       before_last = last;
       last = slot;
       if (++slot == kStages) {
@@ -148,13 +181,56 @@ template <class S, int kFills = 1> struct RowStream {
     }
   }
 
+  template <class Fill> __device__ void produce(i64 rows, i64 first, i64 step, Fill&& fill) const {
+    if (at.lane != 0) return;
+    Pace<S::kRows> pace{pacing};
+    if constexpr (S::kPaced) pace.init(group, rows / step);
+    int slot = 0;
+    unsigned parity = 1, n = 0;
+    for (i64 row = first; row < rows; row += step, ++n) {
+      if (n >= kStages) {
+        mbarrier_wait(&shared.empty[slot], parity);
+        if constexpr (S::kPaced) pace.step(group);
+      }
+      fill(row, slot);
+      if (++slot == kStages) {
+        slot = 0;
+        parity ^= 1;
+      }
+    }
+  }
+
+  template <class Combine> __device__ void combine_all(i64 rows, i64 first, i64 step, Combine&& combine) const {
+    unsigned n = 0;
+    for (i64 row = first; row < rows; row += step, ++n) {
+      const unsigned buffer = n % kBuffers;
+      if (at.lane == 0) expect_sums(buffer);
+      mbarrier_wait(&shared.exchanged[buffer], n / kBuffers % 2);
+      const Pair pair = combine(row, static_cast<Sums>(shared.sums[buffer]));
+      if (at.lane == 0) {
+        shared.results[buffer] = pair;
+        mbarrier_arrive(&shared.combined[buffer]);
+      }
+      __syncwarp();
+    }
+  }
+
  private:
+  // The number of this thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it
+  // keeps in registers of every lane what a warp has once.
+  __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
+  // By one thread, for each row: the bytes that come from all blocks of a cluster.
+  __device__ void expect_sums(unsigned buffer) const {
+    if constexpr (S::kCluster > 1) mbarrier_arrive_expect(&shared.exchanged[buffer], S::kWarps * sizeof(Pair));
+  }
+
   __device__ void announce(unsigned buffer, A first, A second) const {
     if constexpr (S::kWarps > 1) {
       auto& sums = shared.sums[buffer];
       Mbarrier* all = &shared.exchanged[buffer];
       if constexpr (S::kCluster > 1) {
-        if (member == 0) mbarrier_arrive_expect(all, S::kWarps * 2 * sizeof(A));
+        if (!kCombiner && member == 0) expect_sums(buffer);
         if (at.lane < S::kCluster) store_cluster_counted(sums[at.warp], at.lane, first, second, all);
       } else if (at.lane == 0) {
         sums[at.warp][0] = first;
