@@ -388,7 +388,7 @@ def test_elements_of_a_thread_of_rms_norm(dtype: str, half: tuple[int, ...], who
 
 # Grid rationale. Both sides of every edge of the rule, of whole vectors unless said otherwise: rows that end among the
 # vectors of several warps (3000), five vectors of a warp (1280), eight warps of six (12288), sixteen warps (16384), in
-# fp32 more than eight warps (9216) with a bound and without; vectors of four, two and one elements (1604, 4098, 10007).
+# fp32 more than eight warps (9216) with a bound and without; vectors of four, two and one elements (1604, 4098, 5001).
 _NORM = {"weight": "bf16", "bias": "bf16"}
 _NORM32 = {"x": "f32", "y": "f32", "weight": "f32", "bias": "f32"}
 
@@ -396,7 +396,7 @@ _NORM32 = {"x": "f32", "y": "f32", "weight": "f32", "bias": "f32"}
 @pytest.mark.parametrize(
     ("options", "elements"),
     [
-        (_NORM, {1024: 16, 1600: 16, 5120: 16, 1280: 8, 3000: 8, 12288: 8, 16384: 8, 1604: 16, 4098: 16, 10007: 8}),
+        (_NORM, {1024: 16, 1600: 16, 5120: 16, 1280: 8, 3000: 8, 12288: 8, 16384: 8, 1604: 16, 4098: 16, 5001: 8}),
         ({"rms": True, "weight": "bf16"}, {1024: 16, 1280: 16, 5000: 16, 12288: 16, 8192: 8, 16384: 8}),
         ({**_NORM, "activation": "relu"}, {4096: 16}),
         ({**_NORM, "activation": "gelu"}, {4096: 8}),
@@ -418,6 +418,65 @@ def test_weight_and_bias_are_loaded_together(options: dict[str, Any], elements: 
         assert plan.resident
         assert not plan.ahead
         assert plan.together * plan.vec == each, cols
+
+
+# Grid rationale. Single elements on both sides of every edge of the rule, and vectors of two and four, to which part
+# of it applies; then what keeps rows out of it: dtypes, stages, whole vectors, other architectures.
+@pytest.mark.parametrize(
+    ("rms", "cols", "blocks", "warps"),
+    [
+        (False, 6657, 1, 8), (False, 11263, 1, 8), (False, 11265, 1, 12), (False, 14591, 1, 12), (False, 14593, 1, 14),
+        (False, 16575, 1, 14), (False, 16577, 2, 8), (False, 32769, 2, 14), (False, 50257, 4, 12),
+        (False, 131071, 8, 14), (False, 9474, 1, 8), (False, 10004, 1, 8), (False, 16382, 2, 8), (True, 9473, 1, 8),
+        (True, 50257, 4, 12),
+    ],
+)  # fmt: skip
+def test_narrow_vectors_stream_by_few_warps(rms: bool, cols: int, blocks: int, warps: int) -> None:
+    """On sm_90 long rows of 16 bits in narrow vectors have 8, 12 or 14 warps to a block beside its two helpers."""
+    plan = planned(RowNormSpec("forward", rms, cols, "bf16", "bf16", "bf16"), KNOWN_DEVICES[90])
+    assert (plan.cluster, plan.warps, plan.helpers) == (blocks, blocks * warps, 2)
+    assert plan.threads == 32 * (warps + 2)
+    assert (plan.shifted, plan.paced) == (plan.vec == 1, plan.vec > 1)
+
+
+@pytest.mark.parametrize(
+    ("cols", "options", "arch"),
+    [
+        (6655, {}, 90), (9470, {}, 90), (18946, {}, 90), (10008, {}, 90), (10007, {}, 100), (9471, {"rms": True}, 90),
+        (10002, {"rms": True}, 90), (10007, {"activation": "gelu"}, 90), (10007, {"residual": "bf16"}, 90),
+        (10007, {"y": "f32"}, 90), (10002, {"weight": "f32"}, 90), (10007, {"x": "f32", "y": "f32"}, 90),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_rows_keep_as_many_warps_as_their_length_asks_for(cols: int, options: dict[str, Any], arch: int) -> None:
+    """Of none of these does a block have 8, 12 or 14 warps for its columns and two helpers."""
+    spec = RowNormSpec(**{"direction": "forward", "rms": False, "cols": cols, "x": "bf16", "y": "bf16", **options})
+    plan = planned(spec, KNOWN_DEVICES[arch])
+    assert not (plan.helpers == 2 and plan.warps // plan.cluster in (8, 12, 14))
+
+
+# Grid rationale. Each condition of the rule, once: whole vectors; cheap and costly activations, before and behind; fp32
+# with and without; single elements; wider parameters; what has no helpers at all.
+@pytest.mark.parametrize(
+    ("options", "helpers"),
+    [
+        ({"cols": 65536}, 1), ({"cols": 50004}, 2), ({"cols": 65536, "rms": True, "weight": "bf16"}, 0),
+        ({"cols": 131072, "rms": True}, 1), ({"cols": 65536, "activation": "relu"}, 1),
+        ({"cols": 65536, "activation": "gelu"}, 2), ({"cols": 65536, "rms": True, "activation": "silu"}, 1),
+        ({"cols": 65536, "pre_activation": "relu"}, 1), ({"cols": 65536, "rms": True, "pre_activation": "silu"}, 2),
+        ({"cols": 50257, "activation": "gelu"}, 2), ({"cols": 65536, "weight": "f32"}, 0),
+        ({"cols": 65536, "residual": "bf16"}, 0), ({"cols": 65536, "dropout": True}, 0),
+        ({"cols": 65536, "x": "f32", "y": "f32"}, 0), ({"cols": 131072, "x": "f32", "y": "f32"}, 2),
+        ({"cols": 50257, "x": "f32", "y": "f32"}, 2), ({"cols": 50257, "x": "f32", "y": "f32", "rms": True}, 0),
+        ({"cols": 65536, "x": "f32", "y": "f32", "activation": "gelu"}, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_helpers_of_staged_rows(options: dict[str, Any], helpers: int) -> None:
+    """On sm_90 a staged forward has a combiner and a producer where they pay, and elsewhere nobody has."""
+    spec = RowNormSpec(**{"direction": "forward", "rms": False, "x": "bf16", "y": "bf16", **options})
+    assert planned(spec, KNOWN_DEVICES[90]).helpers == helpers
+    assert planned(spec, KNOWN_DEVICES[100]).helpers == 0
 
 
 # Grid rationale. Each tensor by itself; rows of part of a warp, a warp, a block, of a block that reads them twice and

@@ -75,7 +75,9 @@ class Plan(Launch):
         row = "rows through shared memory" if self.stages or self.tiled else row
         sums = f", sums in {self.storage}" if self.storage != "none" else ""
         split = ", weight gradients in a pass of their own" if self.splits_weight else ""
-        return f"{shape}, {self.vec}-element vectors, {row}{sums}{split}"
+        helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.helpers]
+        stores = ", y stored by whole sectors" if self.shifted else ""
+        return f"{shape}{helpers}, {self.vec}-element vectors, {row}{stores}{sums}{split}"
 
 
 def direct_plan(tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:

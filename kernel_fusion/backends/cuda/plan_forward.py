@@ -182,7 +182,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     (8192x16384 1.03 both ways), and of LayerNorm where registers are scarce as it is, an activation takes some
     (8192x8192 with gelu 1.12 and 1.22, behind relu 1.02 and 1.06), or the rows of several warps end among a thread's
     vectors (12800x5000 1.05 and 1.08). Eight single elements of 16 bits by 15 or 16 warps take so many registers that a
-    multiprocessor has one block instead of two: 3906x16383 bf16 2.17; by four, two blocks fit, untimed.
+    multiprocessor has one block instead of two: 3906x16383 bf16 2.17, by four 1.50.
     """
     elements = 16
     if tree.vec == 1 and ITEMSIZE[spec.x] == 2:
@@ -252,10 +252,10 @@ def _shifts_stores(spec: RowNormSpec, plan: Plan, vectors: int, device: Device) 
     """Whether single elements leave by whole sectors of memory (kernels/shifted_store.cuh), which takes shuffles.
 
     On an H200, over the floor, as they come and shifted. RMSNorm of 1273x50257 bf16 1.28 and 1.17, fp32 1.20 and 1.13,
-    488x131071 1.29 and 1.15; in registers 6395x10007 1.19 and 1.18, 3906x16383 1.36 and 1.28; but 976x65537 bf16, which
-    has 17 elements to a thread, 1.48 and 1.70, and 3199x20001, which has 20, 1.24 and 1.19. LayerNorm of rows that
-    stream in fp32: 244x131071 1.23 and 1.18, 636x50257 1.17 and 1.16; in 16 bits arithmetic is what it waits for, 1.43
-    and 1.54; nor in registers, 6398x5001 fp32 1.24 and 1.50.
+    488x131071 1.29 and 1.15; in registers 6395x8191 1.19 and 1.14; without helpers not of less than 20 elements to a
+    thread. LayerNorm of rows that stream in fp32: 244x131071 1.23 and 1.18, 636x50257 1.17 and 1.16; in 16 bits with
+    helpers 1273x50257 1.25 and 1.16, 3199x20001 1.23 and 1.13, but of 26 elements to a thread or fewer 976x65537 1.27
+    and 1.43; without helpers 1273x50257 1.43 and 1.54; nor in registers, 6398x5001 fp32 1.24 and 1.50.
     """
     narrow = ITEMSIZE[spec.x] == 2
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident and spec.y == spec.x
@@ -263,7 +263,7 @@ def _shifts_stores(spec: RowNormSpec, plan: Plan, vectors: int, device: Device) 
         return False
     if spec.rms:
         return plan.helpers > 0 or plan.stages == 0 or not narrow or vectors >= 20
-    return plan.stages > 0 and (not narrow or (plan.helpers > 0 and vectors >= 28))
+    return plan.stages > 0 and (not narrow or (plan.helpers > 0 and vectors > 26))
 
 
 def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan | None:
@@ -299,9 +299,15 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
 
 
 def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
-    """How many warps of a staged forward have no row: the combiner, and then the producer (kernels/row_stream.cuh).
+    """How many warps of a staged forward have no columns: the combiner, then the producer (kernels/row_stream.cuh).
 
-    Beside 16 warps they leave a thread 96 registers instead of 128, so not where that spills.
+    A combiner saves every other warp 75 instructions of a row; beside 16 warps it leaves a thread 96 registers instead
+    of 128. LayerNorm on an H200 over the floor, without and with one: 2048x65536 bf16 1.06 and 1.04, 1024x131072 1.09
+    and 1.05, behind relu 5461x24576 1.14 and 1.05, behind gelu 2048x65536 fp32 1.37 and 1.05; RMSNorm of 2048x65536
+    bf16 behind silu 1.21 and 1.05; but without stages fp32 1.03 both ways, and none beside a residual (1.08 all ways).
+    A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu 2048x65536 bf16 1.61, with a
+    combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14. Elsewhere the first thread of a block that copies
+    rows keeps it from asking for more than memory has: 2048x65536 1.08 with a producer.
     """
     if device.arch != 90 or spec.residual or spec.dropout:
         return 0
@@ -323,11 +329,13 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
 def _keeps_pace(spec: RowNormSpec, tree: Tree, helpers: int) -> bool:
     """Whether the blocks of a staged forward keep together (kernels/pace.cuh): where memory is what they wait for.
 
-    On an H200, over the floor, together and apart. Vectors of up to 4 bytes wait for arithmetic: 1273x50257 bf16 1.61
-    and 1.44, LayerNorm of 637x50257 fp32 1.20 and 1.17, of 1280x50002 bf16 1.37 and 1.23; but RMSNorm of the latter two
-    1.19 and 1.22, 1.13 and 1.20. So does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a
-    block: 1024x131072 bf16 1.18 and 1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07,
-    and RMSNorm of 1024x131072 bf16 1.04 and 1.09.
+    On an H200, over the floor, together and apart. With helpers: LayerNorm of 1024x131072 bf16 1.05 and 1.08,
+    5461x24576 behind relu 1.05 and 1.14, 6553x20480 behind gelu 1.30 and 1.42; of single elements of 16 bits 1273x50257
+    1.16 both ways. Without them vectors of up to 4 bytes wait for arithmetic: 1273x50257 bf16 1.61 and 1.44, LayerNorm
+    of 637x50257 fp32 1.20 and 1.17, of 1280x50002 bf16 1.37 and 1.23; but RMSNorm of the latter two 1.19 and 1.22, 1.13
+    and 1.20. So does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a block: 1024x131072 bf16
+    1.18 and 1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of
+    1024x131072 bf16 1.04 and 1.09.
     """
     vector_bytes = tree.vec * ITEMSIZE[spec.x]
     if helpers:
