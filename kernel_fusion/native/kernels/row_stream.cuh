@@ -126,8 +126,10 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // start() fills the ring; what the caller loads before run() overlaps with that. The producer calls produce() instead of them, the
   // combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
-    if constexpr (!kProducer)
-      for (int s = 0; s < kStages && member == 0 && first + s * step < rows; ++s) fill(first + s * step, s);
+    if constexpr (!kProducer) {
+      if (member != 0) return;  // as a condition of the loop it made backward of 16384 columns take 2.4 times as long on an H200
+      for (int s = 0; s < kStages && first + s * step < rows; ++s) fill(first + s * step, s);
+    }
   }
 
   template <class Fill, class First, class Combine, class Second>
