@@ -32,9 +32,10 @@ _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`
 _MAX_EIGHT_SINGLE_WARPS = 14  # of which a multiprocessor has two blocks of up to 72 registers (`_together`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of 16 bits in narrow vectors (`_streamed_narrow`): warps of a block and the most elements of a thread that leave
-# registers for weight and bias; and from how many columns on, single elements of LayerNorm and others.
+# registers for weight and bias; from how many columns on, single elements of LayerNorm and others; and up to how many
+# vectors of two or four elements.
 _NARROW_SHAPES = ((8, 44), (12, 38), (14, 37))
-_LEAST_SINGLE, _LEAST_NARROW = 6657, 9473
+_LEAST_SINGLE, _LEAST_NARROW, _MOST_NARROW = 6657, 9473, 2**14
 # Rows of which a block takes many together (`_tiled`), about as many bytes of them: this many elements of a row per
 # lane, whose weight and bias then stay in its registers beside them, or up to twice as many without these. Vectors of 4
 # bytes in longer rows reach the floor by themselves: 125490x255 fp32 1.01 on an H200, tiled 1.05.
@@ -277,17 +278,14 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
     of two or four: 10002 columns 1.13 and, in registers, 1.39, 16382 1.18 and 1.66; but 7002 1.14 and 1.09, 50004 1.20
     and, as other rows are staged, 1.14; RMSNorm of 10002 1.11 and 1.02.
     """
+    if device.arch != 90 or ITEMSIZE[spec.x] != 2 or spec.y != spec.x or spec.has_stages:
+        return None
     vec = vector_of(spec)
-    plain = spec.y == spec.x and not spec.has_stages
-    if device.arch != 90 or ITEMSIZE[spec.x] != 2 or not plain:
-        return None
     if vec == 1:
-        least, most = (_LEAST_NARROW if spec.rms else _LEAST_SINGLE), 2**31
-    elif vec <= 4 and not spec.rms and not _is_wide(spec):
-        least, most = _LEAST_NARROW, MAX_BLOCK_WARPS * 32 * 32
+        applies = spec.cols >= (_LEAST_NARROW if spec.rms else _LEAST_SINGLE)
     else:
-        return None
-    if not least <= spec.cols <= most:
+        applies = vec <= 4 and not spec.rms and not _is_wide(spec) and _LEAST_NARROW <= spec.cols <= _MOST_NARROW
+    if not applies:
         return None
     for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), _NARROW_SHAPES):
         vectors = ceil_div(spec.cols // vec, 32 * warps * cluster)
@@ -302,12 +300,12 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
     """How many warps of a staged forward have no columns: the combiner, then the producer (kernels/row_stream.cuh).
 
     A combiner saves every other warp 75 instructions of a row; beside 16 warps it leaves a thread 96 registers instead
-    of 128. LayerNorm on an H200 over the floor, without and with one: 2048x65536 bf16 1.06 and 1.04, 1024x131072 1.09
-    and 1.05, behind relu 5461x24576 1.14 and 1.05, behind gelu 2048x65536 fp32 1.37 and 1.05; RMSNorm of 2048x65536
-    bf16 behind silu 1.21 and 1.05; but without stages fp32 1.03 both ways, and none beside a residual (1.08 all ways).
-    A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu 2048x65536 bf16 1.61, with a
-    combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14. Elsewhere the first thread of a block that copies
-    rows keeps it from asking for more than memory has: 2048x65536 1.08 with a producer.
+    of 128, so none where that spills. LayerNorm on an H200 over the floor, without and with one: 2048x65536 bf16 1.06
+    and 1.04, 1024x131072 1.09 and 1.05, behind relu 5461x24576 1.14 and 1.05, behind gelu 2048x65536 fp32 1.37 and
+    1.05; RMSNorm of 2048x65536 bf16 behind silu 1.21 and 1.05; but without stages fp32 1.03 both ways, and none beside
+    a residual (1.08 all ways). A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu
+    2048x65536 bf16 1.61, with a combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14. Elsewhere the first
+    thread of a block that copies rows keeps it from asking for more than memory has: 2048x65536 1.08 with a producer.
     """
     if device.arch != 90 or spec.residual or spec.dropout:
         return 0

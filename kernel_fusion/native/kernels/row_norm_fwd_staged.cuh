@@ -56,6 +56,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   };
   const i64 first = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
   wait_for_previous_kernel(x_of(first).source);
+  // Two branches that leave. As one, of all helpers, they made the code of odd rows 1.8 times as long.
   if (Stream::is_combiner()) {
     stream.combine_all(args.rows, first, step, combine);
     stream.join();

@@ -54,7 +54,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   static constexpr int kLag = kStages > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
   static constexpr int kCols = P::kLocalWarps * P::kChunks * P::kChunk;  // of a group at most
-  // A warp that is ahead may announce its next two rows before another has read the sums of this one.
+  // A warp that is ahead may announce its next two rows before another, or the combiner, has read the sums of this one.
   static constexpr int kBuffers = 4;
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
   static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
@@ -123,11 +123,12 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   //   first_pass(row, slot) -> own  the warp's two sums
   //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all virtual warps; of a single one as they are
   //   second_pass(row, slot, pair)  the slot is free after it
-  // start() fills the ring; what the caller loads before run() overlaps with that. The producer calls produce() instead of them, the
-  // combiner combine_all().
+  // start() fills the ring; what the caller loads before run() overlaps with that. The producer calls produce() instead of them,
+  // the combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
-      if (member != 0) return;  // as a condition of the loop it made backward of 16384 columns take 2.4 times as long on an H200
+      // As a condition of the loop this made backward of 16384 columns take 2.4 times as long on an H200.
+      if (member != 0) return;
       for (int s = 0; s < kStages && first + s * step < rows; ++s) fill(first + s * step, s);
     }
   }
@@ -218,8 +219,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
  private:
-  // The number of this thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it
-  // keeps in registers of every lane what a warp has once.
+  // This thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it keeps in
+  // registers of every lane what a warp has once.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
   // By one thread, for each row: the bytes that come from all blocks of a cluster.
