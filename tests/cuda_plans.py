@@ -44,6 +44,8 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     most_blocks = 16 if device.arch == 90 else 8
     assert 1 <= plan.cluster <= (most_blocks if device.has_clusters else 1)
     assert plan.warps == 1 or plan.lanes == 32
+    assert not plan.early or not plan.ahead
+    assert not plan.anew or plan.warps > 1
     physical, rest = divmod(plan.warps, plan.cluster * plan.played)
     assert rest == 0
     if plan.stages:
@@ -145,6 +147,8 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         cluster=1,
         played=1,
         ahead=False,
+        early=False,
+        anew=False,
         weight="memory",
         unkept=0,
         bias="memory",

@@ -26,6 +26,8 @@ class Plan(Launch):
             first those of the center, and for y.
         ahead: forward loads weight and bias beside x, before the statistics.
         together: of how many vectors it loads them at a time otherwise, after the statistics.
+        early: of the first ones before a row's warps exchange their sums.
+        anew: a thread of forward finds its columns again after the statistics, instead of keeping them in registers.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".
         unkept: of how many of a thread's vectors, its last ones, the weight is not kept.
@@ -48,6 +50,8 @@ class Plan(Launch):
     resident: bool = True
     ahead: bool = False
     together: int = 1
+    early: bool = False
+    anew: bool = False
     weight: str = "memory"
     unkept: int = 0
     bias: str = "memory"

@@ -28,6 +28,7 @@ _FORWARD_BYTES = 64
 # this many bytes, or one of twice as many, beside their weight.
 _TWICE_BYTES = 2**16
 _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of which four blocks fit (`_is_bound`)
+_EARLY_REGISTERS = 80  # in which weight and bias of 16 elements of fp32 have room beside 32 of a row (`_direct`)
 _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
 _MAX_EIGHT_SINGLE_WARPS = 14  # of which a multiprocessor has two blocks of up to 72 registers (`_together`)
 _MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
@@ -133,6 +134,11 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     ahead = ahead and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = _is_bound(spec, access, device, tree, ahead)
     block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
+    min_blocks = max(1, 1024 // block().threads) if bound else 1
+    # 512x12288 fp32 on an H200 1.11 of the floor, early 1.08, RMSNorm 1.06 and 1.04; 8576x12288 1.03 both ways. Where
+    # more threads hide the wait, as in all rows of 16 bits, it gains nothing: 2048x4096 bf16 1.03, 1024x8192 1.06.
+    early = bound and not ahead and itemsize == 4 and covers(spec, tree)
+    early = early and 2**16 // (min_blocks * block().threads) >= _EARLY_REGISTERS
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
@@ -141,7 +147,9 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
         batches=(0, 0) if resident else _batches(tree),
         ahead=ahead,
         together=_together(spec, tree, bound),
-        min_blocks=max(1, 1024 // block().threads) if bound else 1,
+        early=early,
+        anew=bound and (tree.warps, per_thread) == _FOUR_BLOCKS_SHAPE,
+        min_blocks=min_blocks,
     )
 
 
@@ -152,8 +160,9 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill; so do five beside a y
     or a residual of fp32, and where anything stands before a residual); six of each of eight warps, of which four
     blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0 microseconds, 8192x12288 99.5
-    both ways. Of fp32, blocks of more than eight warps, which load weight and bias of 16 elements together: 8576x12288
-    1.19 and 1.02, by the vector 1.03.
+    both ways, with weights in fp32 10.3 and 8.0, 100.0 and 100.5 (within 64 registers only because a thread finds its
+    columns anew for y; without a weight it spills all the same). Of fp32, blocks of more than eight warps, which load
+    weight and bias of 16 elements together: 8576x12288 1.19 and 1.02, by the vector 1.03.
     """
     if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
         return False
@@ -166,8 +175,8 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
         spills = ITEMSIZE[spec.y] > 2 or spec.residual == "f32" or (spec.residual and spec.changes_x)
         return plain and not spills
     if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
-        as_x = spec.y == spec.x and not spec.offset and (spec.rms or spec.weight == spec.x)
-        return access.x >= 16 and as_x and not spec.has_stages
+        weighted = covers(spec, tree) and spec.weight is not None if narrow else spec.rms or spec.weight == spec.x
+        return access.x >= 16 and spec.y == spec.x and weighted and not (spec.offset or spec.has_stages)
     return False
 
 
@@ -195,7 +204,7 @@ def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:
     elif ITEMSIZE[spec.x] == 2 and vector_of(spec) == 8:
         uneven = tree.warps > 1 and not covers(spec, tree)
         costly = spec.pre_activation != IDENTITY or spec.activation not in (IDENTITY, "relu")
-        scarce = bound or uneven or costly
+        scarce = (bound and tree.warps == 1) or uneven or costly
         elements = 8 if tree.warps == MAX_BLOCK_WARPS or (scarce and not spec.rms) else 16
     return max(1, min(8, elements // tree.vec))
 
@@ -304,8 +313,10 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
     and 1.04, 1024x131072 1.09 and 1.05, behind relu 5461x24576 1.14 and 1.05, behind gelu 2048x65536 fp32 1.37 and
     1.05; RMSNorm of 2048x65536 bf16 behind silu 1.21 and 1.05; but without stages fp32 1.03 both ways, and none beside
     a residual (1.08 all ways). A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu
-    2048x65536 bf16 1.61, with a combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14. Elsewhere the first
-    thread of a block that copies rows keeps it from asking for more than memory has: 2048x65536 1.08 with a producer.
+    2048x65536 bf16 1.61, with a combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14; or blocks have few
+    warps: 2730x49152 1.10, 1.11 and 1.06, 1365x98304 1.23, 1.10 and 1.05, 3276x40960 1.16, 1.15 and 1.09. Elsewhere the
+    first thread of a block that copies rows keeps it from asking for more than memory has: 2048x65536 1.08 with a
+    producer.
     """
     if device.arch != 90 or spec.residual or spec.dropout:
         return 0
@@ -321,7 +332,8 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
         return 0 if spec.changes_x and not spec.rms and per_thread > 20 else 2
     if spec.rms:
         return 2 if costly and spec.changes_x else 1
-    return 2 if costly or per_thread < _MAX_STAGED_ELEMENTS else 1
+    few_warps = tree.cluster > 2 and tree.warps <= 12 * tree.cluster
+    return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS else 1
 
 
 def _keeps_pace(spec: RowNormSpec, tree: Tree, helpers: int) -> bool:

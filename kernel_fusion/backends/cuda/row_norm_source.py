@@ -67,6 +67,8 @@ def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[st
         "kAlignY": access.y,
         "kAhead": plan.ahead,
         "kTogether": plan.together,
+        "kEarly": plan.early,
+        "kAnew": plan.anew,
         "kCenter": plan.center,
         "kHelpers": plan.helpers,
         "kShifted": plan.shifted,

@@ -137,14 +137,14 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
-  const auto load_parameters = [&](int first) {
+  const auto load_parameters = [&](const P& at, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
       weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(first + i));
       biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(first + i));
     }
   };
-  if constexpr (S::kAhead) load_parameters(0);
+  if constexpr (S::kAhead) load_parameters(at, 0);
   auto* const h = row.h();
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -161,23 +161,28 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
       if constexpr (!S::kRms) keep_packed(resident[w * P::kChunks + k]);
       return resident[w * P::kChunks + k];
     });
+  if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  const P place = [&] {
+    if constexpr (S::kAnew) return P::anew();
+    return at;
+  }();
   auto* const y = row.y();
   const auto y_at = [&](int i, A (&v)[kVec]) {
-    if constexpr (!S::kAhead)
-      if (i % kTogether == 0) load_parameters(i);
+    const bool loaded = S::kAhead || (S::kEarly && i == 0);
+    if (i % kTogether == 0 && !loaded) load_parameters(place, i);
     auto& pack = resident[i];
     if constexpr (!S::kRms) keep_packed(pack);
     affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], args.weight_offset, v);
   };
   if constexpr (S::kShifted) {
-    store_shifted<S>(y, at, y_at);
+    store_shifted<S>(y, place, y_at);
   } else {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A v[kVec];
       y_at(i, v);
-      row.store_y(y, at.col(i), narrow_pack<typename S::Y>(v));
+      row.store_y(y, place.col(i), narrow_pack<typename S::Y>(v));
     }
   }
 }

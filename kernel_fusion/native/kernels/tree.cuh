@@ -69,6 +69,14 @@ template <class S> struct Place {
     if constexpr (kNarrow) asm("" : "+r"(first));
   }
 
+  // The same place, which the compiler shall find again instead of keeping it in registers until here.
+  __device__ static Place anew() {
+    static_assert(S::kWarps > 1);
+    int member;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(member));
+    return Place(member);
+  }
+
   // First column of virtual warp w.
   __device__ static int start(int w) { return (w * kShare + (kMore ? min(w, kMore) : 0)) * kChunk; }
 
