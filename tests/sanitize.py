@@ -49,7 +49,7 @@ def row_norms() -> Iterator[Case]:
             yield RowNormCase(verb, _rows(cols), dtype, weight=weight, bias=weight)
         for layout in ("padded", "unaligned"):
             yield RowNormCase(verb, _rows(cols), BF16, weight=BF16, layout=layout)
-    for shape in ((4500, 1023), (3000, 4096), (600, 32768), (300, 65536)):
+    for shape in ((4500, 1023), (3000, 4096), (1000, 10007), (600, 32768), (300, 50257), (300, 65536)):
         yield RowNormCase("layer_norm", shape, BF16, weight=BF16, bias=BF16)
 
 
