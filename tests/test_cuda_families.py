@@ -279,6 +279,25 @@ def test_reductions(case: str, dtype: torch.dtype, kind: str) -> None:
     assert_draws_as_accurate([first, *(draw() for _ in range(15 // first[0].numel()))])
 
 
+# Grid rationale. Tiles of columns for fewer multiprocessors than pay for blocks that take all rows, for just enough and
+# for each; with rows that a block's lines share evenly, and not.
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("share", "launches"), [(0.5, 2), (0.56, 1), (1.0, 1)])
+def test_columns_by_blocks_that_take_all_rows(share: float, launches: int, dtype: torch.dtype) -> None:
+    """Where their tiles occupy most multiprocessors, columns are summed in one launch, else in two."""
+    tiles = math.ceil(share * torch.cuda.get_device_properties(0).multi_processor_count)
+    columns = tiles * 16 * (16 // dtype.itemsize)
+
+    def definition(x: Tensor) -> Tensor:
+        return eager.reduce(x, [0], False, "sum_squared", F64 if x.dtype == F64 else F32).to(F32)
+
+    for rows in (1024, 301):
+        x = randn(rows, columns, dtype=dtype, grad=False)
+        with CUDA.ran(forward=launches):
+            ours = ops.reduce(x, [0], False, "sum_squared", F32)
+        assert_draws_as_accurate([(ours, definition, (x,))])
+
+
 # Grid rationale. Rows by lanes of a warp, by blocks of every size, in one chunk to its last element, in two and three.
 @pytest.mark.parametrize(
     ("cols", "launches"), [(500, 1), (1024, 1), (2000, 1), (5001, 1), (16384, 1), (16385, 2), (40001, 2)]

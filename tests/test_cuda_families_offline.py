@@ -99,7 +99,8 @@ def _reduce_kernels() -> Iterator[_Kernel]:
         for capacity in (1, 2, 8, 64, 128, 256, 512, 1024, 4096):
             yield spec, ReduceAccess(_vec(t), capacity=capacity)
         for lanes, vec in product((1, 8, 16, 64), {1, _vec(t)}):
-            yield spec, ReduceAccess(vec, lanes=lanes, align_out=ITEMSIZE[t])
+            for threads in (64,) if lanes == 64 else (256, 512):
+                yield spec, ReduceAccess(vec, lanes=lanes, threads=threads, align_out=ITEMSIZE[t])
     for capacity, contiguous, nested in product((8, 128, 4096), (True, False), (True, False)):
         whole = ReduceAccess(8, capacity=capacity, contiguous=contiguous, chunked=capacity == 4096, nested=nested)
         for access in (whole, replace(whole, align=2)):

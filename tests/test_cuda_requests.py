@@ -137,9 +137,9 @@ REQUESTS: dict[str, tuple[int, ctypes.Structure, Any, Any]] = {
     ),
     "reduce": (
         6,
-        requests.ReduceFields(MAPS.index("abs"), BF16, F16, F32, 8, 64, 4, 0, 1, 0, 2, 4),
+        requests.ReduceFields(MAPS.index("abs"), BF16, F16, F32, 8, 256, 64, 4, 0, 1, 0, 2, 4),
         ReduceSpec("abs", "bf16", "f16", "f32"),
-        ReduceAccess(4, 8, 64, False, True, False, 2, 4),
+        ReduceAccess(4, 8, 256, 64, False, True, False, 2, 4),
     ),
     "softmax": (
         7,

@@ -100,6 +100,7 @@ class ReduceAccess:
     Attributes:
         vec: elements per vector, along the row where rows are summed, else across the columns.
         lanes: where columns are summed, the threads along them; 0 where rows are.
+        threads: of a block, where columns are summed.
         capacity: of rows: vectors per chunk of a row, rounded up to a power of two.
         contiguous: whether neighbours of a row are neighbours in memory.
         chunked: whether rows have several chunks.
@@ -109,6 +110,7 @@ class ReduceAccess:
 
     vec: int
     lanes: int = 0
+    threads: int = 0
     capacity: int = 0
     contiguous: bool = True
     chunked: bool = False

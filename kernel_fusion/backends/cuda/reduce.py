@@ -12,12 +12,10 @@ from kernel_fusion.core.spec import ITEMSIZE
 
 _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
-_COLUMN_THREADS = 256
 _LOADS = 4  # that a thread has in flight
-# Of a block that adds up few rows, as the extension decides (kFewThreads): one line, and the loads of a thread.
-_FEW_THREADS, _FEW_LOADS = 64, 8
-# Blocks of columns per multiprocessor, of which the extension launches as many (kColumnBlocks): 64 KB in flight.
-_COLUMN_BLOCKS = 4
+# Of columns the extension launches four blocks of so many threads to a multiprocessor (kColumnBlocks), 64 KB in flight;
+# or one of more threads, which takes all rows; or one of fewer, for few rows. What a thread of these has in flight.
+_COLUMN_THREADS, _COLUMN_BLOCKS, _MANY_LOADS = 256, 4, 8
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,13 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
     """Columns by tiles; short rows by lanes of a warp, long ones by a block."""
     if access.lanes:
         # Vectors of fewer bytes need more of them on their way.
-        unroll = _LOADS if access.vec * ITEMSIZE[spec.input] >= 8 else 2 * _LOADS
-        few = access.lanes == _FEW_THREADS
+        narrow = access.vec * ITEMSIZE[spec.input] < 8
         return ReducePlan(
-            threads=_FEW_THREADS if few else _COLUMN_THREADS,
+            threads=access.threads,
             per_block=access.lanes * access.vec,
             lanes=access.lanes,
-            unroll=_FEW_LOADS if few else unroll,
-            min_blocks=_COLUMN_BLOCKS,
+            unroll=_MANY_LOADS if narrow or access.threads != _COLUMN_THREADS else _LOADS,
+            min_blocks=_COLUMN_BLOCKS if access.threads <= _COLUMN_THREADS else 1,
         )
     if access.capacity <= _WARP_CAPACITY:
         # Two vectors to a lane where there are so many: neighbouring lanes then still read 32 bytes and more in a row.

@@ -74,7 +74,7 @@ class PointwiseFields(ctypes.Structure):
 class ReduceFields(ctypes.Structure):
     """`ReduceFields` of requests.h."""
 
-    _fields_: ClassVar = _int32("map in out acc lanes capacity vec contiguous chunked nested align align_out")
+    _fields_: ClassVar = _int32("map in out acc lanes threads capacity vec contiguous chunked nested align align_out")
 
 
 class SoftmaxFields(ctypes.Structure):
@@ -156,7 +156,7 @@ def _reduce(fields: Any) -> tuple[ReduceSpec, ReduceAccess]:
     f = ReduceFields.from_buffer_copy(fields)
     spec = ReduceSpec(MAPS[f.map], DTYPES[getattr(f, "in")], DTYPES[f.out], DTYPES[f.acc])
     ways = (bool(f.contiguous), bool(f.chunked), bool(f.nested))
-    return spec, ReduceAccess(f.vec, f.lanes, f.capacity, *ways, f.align, f.align_out)
+    return spec, ReduceAccess(f.vec, f.lanes, f.threads, f.capacity, *ways, f.align, f.align_out)
 
 
 def _softmax(fields: Any) -> tuple[SoftmaxSpec, SoftmaxAccess]:

@@ -60,6 +60,7 @@ struct ReduceFields {
   int32_t map;
   int32_t in, out, acc;
   int32_t lanes;     // threads along the columns, where columns are summed; 0 where rows are
+  int32_t threads;   // of a block, where columns are summed
   int32_t capacity;  // of rows: vectors per chunk, rounded up to a power of two
   int32_t vec;       // elements per vector
   int32_t contiguous;
