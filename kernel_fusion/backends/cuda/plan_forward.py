@@ -136,7 +136,7 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
     min_blocks = max(1, 1024 // block().threads) if bound else 1
     # 512x12288 fp32 on an H200 1.11 of the floor, early 1.08, RMSNorm 1.06 and 1.04; 8576x12288 1.03 both ways. Where
-    # more threads hide the wait, as in all rows of 16 bits, it gains nothing: 2048x4096 bf16 1.03, 1024x8192 1.06.
+    # more threads hide the wait it gains nothing: 2048x4096 bf16 1.03 both ways, 1024x8192 1.06.
     early = bound and not ahead and itemsize == 4 and covers(spec, tree)
     early = early and 2**16 // (min_blocks * block().threads) >= _EARLY_REGISTERS
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.

@@ -231,9 +231,9 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few columns.
   // Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a column to a thread,
   // so that many multiprocessors share the wait, and the next kernel's blocks find room beside it.
-  // Tiles for more than half of the multiprocessors are as well taken by a large block each, which leaves nothing to add up either:
-  // 8192x8192 fp32 63.5 us and, so, 61.5, 512x12288 bf16 6.3 and 5.8, but of 67 tiles 8000x4288 fp32 33.8 and 34.5. More partial rows
-  // than are few take two steps: 2048x2048 bf16 6.9 us by 32 of them, 5.3 by 16.
+  // Where tiles occupy five in nine multiprocessors, and none of them twice, a large block takes all rows of a tile, which leaves
+  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of 67 tiles
+  // 8000x4288 fp32 33.8 and 34.5. Elsewhere no more partial rows than are few, if it can be: 2048x2048 bf16 6.9 us by 32, 5.3 by 16.
   constexpr int64_t kThreads = 256, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;
