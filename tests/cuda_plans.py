@@ -44,8 +44,10 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     most_blocks = 16 if device.arch == 90 else 8
     assert 1 <= plan.cluster <= (most_blocks if device.has_clusters else 1)
     assert plan.warps == 1 or plan.lanes == 32
-    assert not plan.early or not plan.ahead
-    assert not plan.anew or plan.warps > 1
+    if plan.early or plan.anew:
+        assert plan.resident
+        assert plan.warps > 1
+        assert (plan.stages, plan.ahead) == (0, False)
     physical, rest = divmod(plan.warps, plan.cluster * plan.played)
     assert rest == 0
     if plan.stages:

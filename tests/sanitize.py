@@ -152,6 +152,7 @@ def reductions() -> Iterator[Case]:
     for verb, dtype in (("mean_abs", F16), ("sum_squared", F64)):
         yield ReduceCase(verb, (64, 255), dtype, dim=-1)
         yield ReduceCase(verb, (640, 64), dtype, dim=0)
+    yield ReduceCase("sum_squared", (70, 12288), BF16, dim=0)
 
 
 def softmaxes() -> Iterator[Case]:

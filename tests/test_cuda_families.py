@@ -279,10 +279,10 @@ def test_reductions(case: str, dtype: torch.dtype, kind: str) -> None:
     assert_draws_as_accurate([first, *(draw() for _ in range(15 // first[0].numel()))])
 
 
-# Grid rationale. Tiles of columns for fewer multiprocessors than pay for blocks that take all rows, for just enough and
-# for each; with rows that a block's lines share evenly, and not.
+# Grid rationale. Tiles of columns for fewer multiprocessors than pay for blocks that take all rows, for just enough of
+# them, for each and for more; with rows that a block's lines share evenly, and not.
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize(("share", "launches"), [(0.5, 2), (0.56, 1), (1.0, 1)])
+@pytest.mark.parametrize(("share", "launches"), [(0.5, 2), (0.56, 1), (1.0, 1), (1.01, 2)])
 def test_columns_by_blocks_that_take_all_rows(share: float, launches: int, dtype: torch.dtype) -> None:
     """Where their tiles occupy most multiprocessors, columns are summed in one launch, else in two."""
     tiles = math.ceil(share * torch.cuda.get_device_properties(0).multi_processor_count)

@@ -80,19 +80,19 @@ def anywhere(spec: RowNormSpec) -> Access:
 
 
 def _kernels(arch: int) -> dict[str, str]:
-    """What the kernels of the grid are, by source: each direction, and what finishes the weight gradients.
+    """What the kernels of the grid are, by source: forward and backward, and what finishes the weight gradients.
 
-    Inference is the forward without one store, and yet other registers were what spilled there. Of LayerNorm, which
-    takes more of them, also forward without a bias, dx alone and rows at any alignment, where loads of fewer bytes and
-    the arithmetic of addresses take registers too.
+    Of LayerNorm, which takes more registers, also dx alone and rows at any alignment, where loads of fewer bytes and
+    the arithmetic of addresses take registers too. On sm_90, where plans are tightest, also inference, which lacks but
+    one store of forward and still has spilled where that did not, and both without a bias.
     """
     device, kernels = KNOWN_DEVICES[arch], {}
     for rms, cols, (x, weight, y) in product((False, True), _LENGTHS, _MIXES):
         inference, forward, backward = planner.family(cols, x, weight, rms=rms, y=y)
-        wanted = [(spec, planner.contiguous_access(spec), "") for spec in (inference, forward, backward)]
-        if not rms:
-            biasless = [replace(spec, bias=None) for spec in (inference, forward)]
-            wanted += [(spec, planner.contiguous_access(spec), "") for spec in biasless]
+        specs = [forward, backward]
+        if arch == 90:
+            specs += [inference, *(replace(spec, bias=None) for spec in (inference, forward) if not rms)]
+        wanted = [(spec, planner.contiguous_access(spec), "") for spec in specs]
         if not rms and x == weight != "f16":
             dx = replace(backward, grads=(True, False, False))
             wanted.append((dx, planner.contiguous_access(dx), ", dx alone"))
@@ -149,7 +149,7 @@ def test_no_kernel_with_stages_spills(stages: dict[str, Any], arch: int) -> None
 def test_no_kernel_spills(arch: int) -> None:
     """Every kernel of the grid compiles for the architecture and keeps everything in registers."""
     kernels = _kernels(arch)
-    assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * 3
+    assert len(kernels) > 2 * len(_LENGTHS) * len(_MIXES) * (5 if arch == 90 else 2)
     assert_no_local_memory(kernels, arch)
 
 
@@ -425,12 +425,14 @@ def test_weight_and_bias_are_loaded_together(options: dict[str, Any], elements: 
 
 
 # Grid rationale. Each condition of either rule: rows that end among a thread's vectors (12280, 11776), wider and absent
-# parameters, other dtypes, fewer registers (10240, 16384), parameters beside x (6144), an offset, a stage.
+# parameters, other dtypes, fewer registers (10240, 16384), parameters beside x (6144), rows read again (12672), an
+# offset, a stage; and RMSNorm of 16 bits, which fits without.
 @pytest.mark.parametrize(
     ("cols", "options", "early", "anew"),
     [
         (12288, {}, False, True), (12288, {"weight": "f32", "bias": "f32"}, False, True),
-        (12288, {"bias": None}, False, True), (12288, {"rms": True, "bias": None}, False, True),
+        (12288, {"bias": None}, False, True), (12288, {"rms": True, "bias": None}, False, False),
+        (12672, _NORM32, False, False),
         (12288, {"weight": None, "bias": None}, False, False), (12288, {"offset": True}, False, False),
         (12288, {"activation": "relu"}, False, False), (12288, {"y": "f32"}, False, False),
         (12280, {}, False, False), (8192, {}, False, False), (12288, _NORM32, True, False),
@@ -447,8 +449,11 @@ def test_what_is_loaded_early_and_found_anew(cols: int, options: dict[str, Any],
     )
     plan = planned(spec, KNOWN_DEVICES[90])
     assert (plan.early, plan.anew) == (early, anew)
-    if early or anew:
-        assert plan.min_blocks * plan.threads <= 1024
+    if anew:
+        assert (plan.min_blocks, plan.threads) == (4, 256)
+    if early:
+        assert plan.min_blocks > 1
+        assert 2**16 // (plan.min_blocks * plan.threads) >= 80
     other = planned(spec, KNOWN_DEVICES[100])
     assert (other.early, other.anew) == (False, False)
 

@@ -26,7 +26,7 @@ class Plan(Launch):
             first those of the center, and for y.
         ahead: forward loads weight and bias beside x, before the statistics.
         together: of how many vectors it loads them at a time otherwise, after the statistics.
-        early: of the first ones before a row's warps exchange their sums.
+        early: forward loads those of the first `together` vectors before a row's warps exchange their sums.
         anew: a thread of forward finds its columns again after the statistics, instead of keeping them in registers.
         weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
             type), "shared" memory, or nowhere: "memory".

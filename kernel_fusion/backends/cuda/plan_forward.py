@@ -135,20 +135,21 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     bound = _is_bound(spec, access, device, tree, ahead)
     block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
     min_blocks = max(1, 1024 // block().threads) if bound else 1
-    # 512x12288 fp32 on an H200 1.11 of the floor, early 1.08, RMSNorm 1.06 and 1.04; 8576x12288 1.03 both ways. Where
-    # more threads hide the wait it gains nothing: 2048x4096 bf16 1.03 both ways, 1024x8192 1.06.
-    early = bound and not ahead and itemsize == 4 and covers(spec, tree)
-    early = early and 2**16 // (min_blocks * block().threads) >= _EARLY_REGISTERS
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
+    # 512x12288 fp32 on an H200 1.11 of the floor, early 1.08, RMSNorm 1.06 and 1.04; 8576x12288 1.03 both ways. Fewer
+    # registers spill, and so do rows that end among a thread's vectors: 614x10240 1.11 and 1.23. Where more threads
+    # hide the wait it gains nothing: 2048x4096 bf16 1.03 both ways, 1024x8192 1.06.
+    early = bound and resident and not ahead and itemsize == 4 and covers(spec, tree)
+    early = early and 2**16 // (min_blocks * block().threads) >= _EARLY_REGISTERS
     return block(
         resident=resident,
         batches=(0, 0) if resident else _batches(tree),
         ahead=ahead,
         together=_together(spec, tree, bound),
         early=early,
-        anew=bound and (tree.warps, per_thread) == _FOUR_BLOCKS_SHAPE,
+        anew=bound and not spec.rms and (tree.warps, per_thread) == _FOUR_BLOCKS_SHAPE,
         min_blocks=min_blocks,
     )
 
@@ -160,9 +161,10 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     of a warp, LayerNorm of 4096x1280 bf16 1.15 and 1.02, 50000x1280 1.03 both ways (seven spill; so do five beside a y
     or a residual of fp32, and where anything stands before a residual); six of each of eight warps, of which four
     blocks fit, where of twelve warps with four vectors three do: 512x12288 9.5 and 8.0 microseconds, 8192x12288 99.5
-    both ways, with weights in fp32 10.3 and 8.0, 100.0 and 100.5 (within 64 registers only because a thread finds its
-    columns anew for y; without a weight it spills all the same). Of fp32, blocks of more than eight warps, which load
-    weight and bias of 16 elements together: 8576x12288 1.19 and 1.02, by the vector 1.03.
+    both ways, with weights in fp32 10.3 and 8.0, 100.0 and 100.5. LayerNorm fits 64 registers only where a thread finds
+    its columns anew for y, and not without a weight, nor where rows end among a thread's vectors. Of fp32, blocks of
+    more than eight warps, which load weight and bias of 16 elements together: 8576x12288 1.19 and 1.02, by the vector
+    1.03.
     """
     if device.arch != 90 or spec.acc != "f32" or tree.vec == 1:
         return False
@@ -174,10 +176,12 @@ def _is_bound(spec: RowNormSpec, access: Access, device: Device, tree: Tree, ahe
     if narrow and tree.warps == 1 and ceil_div(spec.cols, 32 * vector_of(spec)) * vector_of(spec) == 40:
         spills = ITEMSIZE[spec.y] > 2 or spec.residual == "f32" or (spec.residual and spec.changes_x)
         return plain and not spills
-    if (tree.warps, elements) == _FOUR_BLOCKS_SHAPE if narrow else tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS:
-        weighted = covers(spec, tree) and spec.weight is not None if narrow else spec.rms or spec.weight == spec.x
-        return access.x >= 16 and spec.y == spec.x and weighted and not (spec.offset or spec.has_stages)
-    return False
+    if access.x < 16 or spec.y != spec.x or spec.offset or spec.has_stages:
+        return False
+    if narrow:
+        fits = spec.rms or (spec.weight is not None and covers(spec, tree))
+        return fits and (tree.warps, elements) == _FOUR_BLOCKS_SHAPE
+    return tree.vec == 4 and tree.warps > _SMALL_BLOCK_WARPS and (spec.rms or spec.weight == spec.x)
 
 
 def _together(spec: RowNormSpec, tree: Tree, bound: bool) -> int:

@@ -13,9 +13,10 @@ from kernel_fusion.core.spec import ITEMSIZE
 _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
 _LOADS = 4  # that a thread has in flight
-# Of columns the extension launches four blocks of so many threads to a multiprocessor (kColumnBlocks), 64 KB in flight;
-# or one of more threads, which takes all rows; or one of fewer, for few rows. What a thread of these has in flight.
-_COLUMN_THREADS, _COLUMN_BLOCKS, _MANY_LOADS = 256, 4, 8
+# Of columns the extension launches four blocks of so many threads to a multiprocessor (kColumnBlocks), 64 KB in flight.
+# Or one of more threads, which takes all rows, or small ones where rows are few.
+_COLUMN_THREADS, _COLUMN_BLOCKS = 256, 4
+_MANY_LOADS = 8  # in blocks of other sizes, and of narrow vectors
 
 
 @dataclass(frozen=True)

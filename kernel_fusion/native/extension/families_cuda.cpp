@@ -232,8 +232,9 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a column to a thread,
   // so that many multiprocessors share the wait, and the next kernel's blocks find room beside it.
   // Where tiles occupy five in nine multiprocessors, and none of them twice, a large block takes all rows of a tile, which leaves
-  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of 67 tiles
-  // 8000x4288 fp32 33.8 and 34.5. Elsewhere no more partial rows than are few, if it can be: 2048x2048 bf16 6.9 us by 32, 5.3 by 16.
+  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of 67
+  // tiles 8000x4288 fp32 33.8 and 34.5. Not of narrow vectors, which would have fewer bytes in flight. Elsewhere a thread has at
+  // least eight rows, so that 2048 of them have few shares: 2048x2048 bf16 6.0 us with 32 and 5.6 with 16.
   constexpr int64_t kThreads = 256, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;
@@ -241,7 +242,7 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   const bool few = call.reduced <= kFewRows && vectors >= kFewThreads;
   const int64_t lanes = few ? kFewThreads : std::min<int64_t>(whole ? 8 : 16, tile_lanes(vectors));
   const int64_t tiles = ceil_div(vectors, lanes) * call.outer, places = multiprocessors(call.device);
-  const bool alone = !whole && !few && tiles <= places && tiles * 9 >= places * 5;
+  const bool alone = !whole && !few && vec * size >= 8 && tiles <= places && tiles * 9 >= places * 5;
   const int64_t wanted = std::min(places * kColumnBlocks / tiles, call.reduced / (kThreads / lanes * kRowsPerThread));
   const int64_t chunks = whole || few || alone ? 1 : std::max<int64_t>(1, wanted);
   const Tensor sums = chunks > 1 ? r.partials(call.outer * chunks * call.inner) : out;

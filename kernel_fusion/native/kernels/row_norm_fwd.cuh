@@ -137,11 +137,11 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
-  const auto load_parameters = [&](const P& at, int first) {
+  const auto load_parameters = [&](const P& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
-      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(first + i));
-      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(first + i));
+      weights[i] = load_parameter<S, typename S::Weight>(args.weight, of.col(first + i));
+      biases[i] = load_parameter<S, typename S::Bias>(args.bias, of.col(first + i));
     }
   };
   if constexpr (S::kAhead) load_parameters(at, 0);
@@ -163,6 +163,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     });
   if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  // For y. With kAnew no column is found by `at` any more, or it would stay in registers until here.
   const P place = [&] {
     if constexpr (S::kAnew) return P::anew();
     return at;
