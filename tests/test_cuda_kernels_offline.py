@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cuda_plans import assert_sound, executors, tree
 from cuda_spills import assert_no_local_memory, local_memory
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
 
@@ -328,8 +328,11 @@ def test_other_types_than_that_of_x_decide_the_vectors_alone(
     spec: RowNormSpec, device: Device, other: RowNormSpec
 ) -> None:
     """The same lanes and warps share a row whatever the parameters and, forward, the output; so the tree differs only
-    where vectors do."""
-    y = spec.y if spec.direction.startswith("backward") else other.y
+    where vectors do. Long rows of 16 bits in narrow vectors apart, which stream by few warps on sm_90 only where y has
+    the type of x, and some only where the parameters are no wider either."""
+    backward = spec.direction.startswith("backward")
+    assume(backward or device.arch != 90 or ITEMSIZE[spec.x] != 2 or spec.cols % 8 == 0 or spec.cols <= 6656)
+    y = spec.y if backward else other.y
     varied = replace(other, direction=spec.direction, rms=spec.rms, cols=spec.cols, x=spec.x, y=y)
     one, two = planned(spec, device), planned(varied, device)
     assert (one.lanes, one.warps) == (two.lanes, two.warps)
