@@ -134,7 +134,8 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     ahead = ahead and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = _is_bound(spec, access, device, tree, ahead)
     block = partial(direct_plan, tree, shared_by=_shared_by(spec, tree, device))
-    min_blocks = max(1, 1024 // block().threads) if bound else 1
+    threads = block().threads
+    min_blocks = max(1, 1024 // threads) if bound else 1
     # Stages may hold the row in a wider type than x. Single elements take a register each: 40 of them spill on sm_120.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     resident = per_thread * held <= 2 * _FORWARD_BYTES and per_thread * ITEMSIZE[spec.row] <= 3 * _FORWARD_BYTES
@@ -142,7 +143,7 @@ def _direct(spec: RowNormSpec, access: Access, device: Device, tree: Tree) -> Pl
     # registers spill, and so do rows that end among a thread's vectors: 614x10240 1.11 and 1.23. Where more threads
     # hide the wait it gains nothing: 2048x4096 bf16 1.03 both ways, 1024x8192 1.06.
     early = bound and resident and not ahead and itemsize == 4 and covers(spec, tree)
-    early = early and 2**16 // (min_blocks * block().threads) >= _EARLY_REGISTERS
+    early = early and 2**16 // (min_blocks * threads) >= _EARLY_REGISTERS
     return block(
         resident=resident,
         batches=(0, 0) if resident else _batches(tree),
