@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.executors import Pace, Plan
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
@@ -140,7 +140,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         persistent=backward,
         stages=0,
         helpers=0,
-        paced=False,
+        pace=None,
         shifted=False,
         tiled=False,
         shared_bytes=0,
@@ -177,7 +177,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
 def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     """Fewer slots, helpers or rows at a time, blocks together or apart, larger clusters: all fit where `plan` does."""
     if plan.stages:
-        yield replace(plan, paced=not plan.paced)
+        yield replace(plan, pace=None if plan.pace else Pace())
     for helpers in range(plan.helpers):
         yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
     for stages in range(2, plan.stages):

@@ -14,6 +14,19 @@ SMALL_ROW_THREADS = 128  # of a block that several rows share
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How the blocks of a staged plan keep together (kernels/pace.cuh).
+
+    Attributes:
+        tolerance: how far a block may be ahead of the average, in quarters of the row that each of its groups takes.
+        least: rows of a group below which blocks go apart.
+    """
+
+    tolerance: int = 8
+    least: int = 15
+
+
+@dataclass(frozen=True)
 class Plan(Launch):
     """How a row-norm kernel runs. The first group decides how a row is summed: a function of spec and device.
 
@@ -37,7 +50,7 @@ class Plan(Launch):
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
         helpers: warps of a staged block that have no columns (kernels/row_stream.cuh): one is the combiner, the second
             one the producer.
-        paced: the blocks that stream rows keep together (kernels/pace.cuh).
+        pace: how the blocks that stream rows keep together; None: they go apart.
         shifted: forward stores single elements by whole sectors (kernels/shifted_store.cuh).
         tiled: all rows of a block pass through shared memory together.
     """
@@ -59,7 +72,7 @@ class Plan(Launch):
     prefetch: bool = False
     stages: int = 0
     helpers: int = 0
-    paced: bool = False
+    pace: Pace | None = None
     shifted: bool = False
     tiled: bool = False
     batches: tuple[int, int] = (0, 0)
@@ -101,7 +114,7 @@ def staged_plan(
     tree: Tree,
     groups: int,
     max_stages: int,
-    paced: bool,
+    pace: Pace | None,
     helpers: int = 0,
     shared_bytes: int = 0,
     weight: str = "memory",
@@ -132,7 +145,7 @@ def staged_plan(
         bias=bias,
         stages=stages,
         helpers=helpers,
-        paced=paced,
+        pace=pace,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.executors import Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.executors import Pace, Plan, direct_plan, staged_plan
 from kernel_fusion.backends.cuda.tree import (
     MAX_BLOCK_WARPS,
     MAX_CLUSTER,
@@ -38,7 +38,7 @@ _MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
 _MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
-# How much arithmetic a slope takes, as far as `_keeps_pace` asks; the others take more.
+# How much arithmetic a slope takes, as far as `_pace` asks; the others take more.
 _SLOPES = {IDENTITY: 0, "relu": 1, "relu_squared": 1, "leaky_relu": 1, "hardswish": 2}
 _STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
 
@@ -215,9 +215,9 @@ def _staged_groups(
     spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
-    paced = _keeps_pace(spec, tree, groups * threads)
+    pace = _pace(spec, tree, groups, groups * threads)
     max_stages = 3 if _has_three_vectors(spec, tree, roomy, device) else 4
-    staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, paced)
+    staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, pace)
     if spec.weight is None:
         return staged()
     if elements <= 8 or (roomy and _keeps_weight(spec, tree, groups * threads, device)):
@@ -249,8 +249,8 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - vectors
 
 
-def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
-    """Whether blocks of so many threads keep together (kernels/pace.cuh): where memory is what they wait for.
+def _pace(spec: RowNormSpec, tree: Tree, groups: int, threads: int) -> Pace | None:
+    """How blocks of so many groups and threads keep together (kernels/pace.cuh), where memory is what they wait for.
 
     32768x2048 bf16 on an H200 takes 1.06 of the floor together, 1.18 apart. Where they wait for arithmetic, or the
     blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block,
@@ -259,11 +259,24 @@ def _keeps_pace(spec: RowNormSpec, tree: Tree, threads: int) -> bool:
     of sixteen: RMSNorm of 1024x131072 fp32 1.19 and 1.11. The slope of an activation after the norm, of 8192x8192:
     LayerNorm bf16 with relu 1.18 and 1.09, but RMSNorm 1.07 and 1.20, and LayerNorm fp32 1.08 and 1.13; RMSNorm bf16
     with hardswish 1.29 and 1.22, but fp32 1.07 and 1.12; with sigmoid 1.35 and 1.26, fp32 1.25 and 1.18.
+
+    A block may be 2 rows ahead of the average. More, and the blocks are less together; less, and it waits where it had
+    work to do. 2.25 where LayerNorm of 16 bits takes four rows at a time or more, or a cluster of four a row: of
+    16384x1024 bf16 30.1 us by 2, 29.6 by 2.25 and 33.5 by 1.5; of 4096x32768 1.08 and 1.07; but of 16384x8192 1.035 and
+    1.047. 1.75 for fp32 in vectors: LayerNorm of 2048x6144 42.0 and 41.4 us, of 8192x16384 1.046 and 1.041, of
+    21333x3000 1.05 and 1.03; but RMSNorm of 1273x50257 1.12 and 1.16, of 8192x12288 bf16 1.05 and 1.13. Together from
+    15 rows on, of 16384x1024 bf16 31.4 us apart and 30.4 together; in fp32, with half as much arithmetic to a byte,
+    from seven: 512x12288 24.7 and 24.3.
     """
     narrow = ITEMSIZE[spec.x] == 2
     few = threads <= 12 * 32 and tree.warps > 1 and narrow and not spec.rms
     most = 2 if not narrow else 1 if spec.rms else 0
-    return tree.cluster <= 2 * ITEMSIZE[spec.x] and not few and _SLOPES.get(spec.activation, 3) <= most
+    if few or tree.cluster > 2 * ITEMSIZE[spec.x] or _SLOPES.get(spec.activation, 3) > most:
+        return None
+    if not narrow:
+        return Pace(tolerance=7 if tree.vec > 1 and not spec.has_stages else 8, least=7)
+    many = tree.cluster > 2 or (groups >= 4 and tree.warps > 1)
+    return Pace(tolerance=9 if many and not (spec.rms or spec.has_stages) else 8)
 
 
 def _groups(spec: RowNormSpec, tree: Tree, roomy: bool, device: Device) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Pace, Plan, direct_plan, staged_plan
 from kernel_fusion.backends.cuda.tree import (
     MAX_BLOCK_WARPS,
     MAX_CLUSTER,
@@ -78,8 +78,8 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
     if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
         helpers = _helpers(spec, tree, device)
-        paced = device.arch == 90 and _keeps_pace(spec, tree, helpers)  # elsewhere unmeasured, and on sm_120 it spills
-        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, paced=paced, helpers=helpers)
+        pace = _pace(spec, tree, helpers, device)
+        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, pace=pace, helpers=helpers)
         if staged is not None:
             return staged
     return _direct(spec, access, device, in_16_bytes(tree))
@@ -306,7 +306,8 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
         if vectors * vec <= elements:
             tree = Tree(vec, 32, warps * cluster, cluster, vectors)
             max_stages = 4 if spec.rms or cluster == 1 else 6  # of 20001 columns LayerNorm 1.13, with four 1.14
-            return staged_plan(spec, access, device, tree, groups=1, max_stages=max_stages, paced=vec > 1, helpers=2)
+            pace = _pace(spec, tree, 2, device)
+            return staged_plan(spec, access, device, tree, groups=1, max_stages=max_stages, pace=pace, helpers=2)
     return None
 
 
@@ -341,23 +342,35 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
     return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS else 1
 
 
-def _keeps_pace(spec: RowNormSpec, tree: Tree, helpers: int) -> bool:
-    """Whether the blocks of a staged forward keep together (kernels/pace.cuh): where memory is what they wait for.
+def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace | None:
+    """How the blocks of a staged forward keep together (kernels/pace.cuh), where memory is what they wait for.
 
     On an H200, over the floor, together and apart. With helpers: LayerNorm of 1024x131072 bf16 1.05 and 1.08,
-    5461x24576 behind relu 1.05 and 1.14, 6553x20480 behind gelu 1.30 and 1.42; of single elements of 16 bits 1273x50257
-    1.16 both ways. Without them vectors of up to 4 bytes wait for arithmetic: 1273x50257 bf16 1.61 and 1.44, LayerNorm
-    of 637x50257 fp32 1.20 and 1.17, of 1280x50002 bf16 1.37 and 1.23; but RMSNorm of the latter two 1.19 and 1.22, 1.13
-    and 1.20. So does LayerNorm of 16 bits in clusters of eight, or by at most twelve warps to a block: 1024x131072 bf16
-    1.18 and 1.08, 5461x24576 1.15 and 1.09; but 2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of
-    1024x131072 bf16 1.04 and 1.09.
+    5461x24576 behind relu 1.05 and 1.14, 6553x20480 behind gelu 1.30 and 1.42. Without them vectors of up to 4 bytes
+    wait for arithmetic: 1273x50257 bf16 1.61 and 1.44, LayerNorm of 637x50257 fp32 1.20 and 1.17, of 1280x50002 bf16
+    1.37 and 1.23; but RMSNorm of the latter two 1.19 and 1.22, 1.13 and 1.20. So does LayerNorm of 16 bits in clusters
+    of eight, or by at most twelve warps to a block: 1024x131072 bf16 1.18 and 1.08, 5461x24576 1.15 and 1.09; but
+    2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of 1024x131072 bf16 1.04 and 1.09.
+
+    A block may be 2 rows ahead of the average, or 1.75 where less is to be done for a row: RMSNorm bf16 1365x98304 1.07
+    and 1.06, fp32 2730x49152 1.07 and 1.05, LayerNorm bf16 4096x32768 1.06 and 1.04; but fp32 2730x49152 1.10 and 1.22,
+    bf16 2340x57344 1.04 and 1.11. A producer has nothing else to do: LayerNorm by 1.5, 1273x50257 bf16 1.15, by 2 as
+    apart 1.16, 3906x16382 1.14, by 2 1.19; RMSNorm by 1.75, 1273x50257 1.11, by 2 1.12 and apart 1.14. But a block of
+    single elements to a row: 6395x10007 bf16 1.15, apart 1.14.
     """
+    if device.arch != 90:  # unmeasured, and on sm_120 it spills
+        return None
     vector_bytes = tree.vec * ITEMSIZE[spec.x]
+    if helpers > 1 and not spec.has_stages:
+        return Pace(tolerance=7 if spec.rms else 6) if vector_bytes > 2 or tree.cluster > 1 else None
     if helpers:
-        return vector_bytes > 2
-    if vector_bytes <= 4:
-        return spec.rms and vector_bytes == 4
-    return spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)
+        together = vector_bytes > 2
+    elif vector_bytes <= 4:
+        together = spec.rms and vector_bytes == 4
+    else:
+        together = spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)
+    light = not spec.has_stages and (spec.rms or (helpers > 0 and tree.cluster == 2))
+    return Pace(tolerance=7 if light else 8) if together else None
 
 
 def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:

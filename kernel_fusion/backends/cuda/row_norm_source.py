@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.executors import Pace, Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.spec import Access, RowNormSpec
@@ -35,7 +35,8 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
     if plan.stages:
         header += "_staged"
-        constants |= {"kStages": plan.stages, "kPaced": plan.paced}
+        pace = plan.pace or Pace(tolerance=0)
+        constants |= {"kStages": plan.stages, "kPace": pace.tolerance, "kPaceLeast": pace.least}
     elif plan.tiled:
         header += "_tile"
     elif not (backward or plan.resident):

@@ -6,8 +6,12 @@ from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.spec import SumPartialsSpec
 
-_THREADS = 256
 _COLS = 32  # of a block
+_THREADS = 256
+# Of so few columns backward has several blocks to a multiprocessor, which leave a thousand partial rows and more, for
+# few blocks to add. LayerNorm bf16 on an H200 (torch 2.11.0+cu130, in no result file): 4096x256 7.6 us by 256 threads
+# and 6.4 by 1024, 131072x256 53.8 and 53.0.
+_FEW_COLS, _THREADS_OF_FEW = 256, 1024
 # A thread has 64 registers for eight loads of four sums on their way, and 40 beyond so many columns, of which there are
 # more blocks than run at once otherwise. Backward of LayerNorm bf16 on an H200 (torch 2.11.0+cu130, in no result file):
 # 2048x2048 13.1 us with 64 and 13.4 with 40, 512x12288 23.2 and 22.6.
@@ -16,6 +20,8 @@ _MANY_COLS = 8192
 
 def plan(spec: SumPartialsSpec) -> Launch:
     """32 columns per block, the partial rows spread over its threads."""
+    if spec.cols <= _FEW_COLS:
+        return Launch(threads=_THREADS_OF_FEW, per_block=_COLS, min_blocks=1)
     return Launch(threads=_THREADS, per_block=_COLS, min_blocks=4 if spec.cols <= _MANY_COLS else 6)
 
 

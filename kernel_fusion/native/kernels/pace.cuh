@@ -13,16 +13,17 @@ namespace kf {
 
 __device__ unsigned pace_word;  // of this kernel, as every kernel is compiled by itself
 
-template <int kGroups> struct Pace {
-  static constexpr int kAhead = 2;      // steps that a block may be ahead of the average
-  static constexpr int kLeast = 16;     // steps below which it is not worth it
+// S::kPace: by how many quarters of a step a block may be ahead of the average; 0: by any.
+// S::kPaceLeast: steps below which it is not worth it.
+template <class S> struct Pace {
+  static constexpr bool kOn = S::kPace > 0;
   static constexpr int kPatience = 16;  // readings, of more than half a microsecond each
 
   // In shared memory, since one thread of each group wants it once a step, and registers are scarce.
   struct Shared {
     unsigned progress;  // steps of all blocks since this one began, as it last knew; 0 before init()
     unsigned begun;     // what pace_word held then
-    struct { unsigned due, on; } groups[kGroups];  // due: the progress for the next step
+    struct { unsigned due, on; } groups[S::kRows];  // due: the progress for the next step
   };
 
   Shared& shared;
@@ -30,9 +31,9 @@ template <int kGroups> struct Pace {
 
   // By one thread of each group of the block, before about `steps` steps. The first group makes as many as any.
   __device__ void init(int group, i64 steps) {
-    const bool on = steps >= kLeast;
+    const bool on = steps >= S::kPaceLeast;
     shared.groups[group].on = on;
-    shared.groups[group].due = -kAhead * gridDim.x;
+    shared.groups[group].due = -(S::kPace * gridDim.x / 4);
     if (on && group == 0) shared.begun = coming = read();
   }
 

@@ -66,7 +66,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     Pair results[kBuffers];                      // of the combiner
   };
   using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
-  using Pacing = typename Pace<S::kRows>::Shared;
+  using Pacing = typename Pace<S>::Shared;
 
   Shared& shared;  // of the group
   Pacing& pacing;  // of the block
@@ -139,15 +139,15 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     int slot = 0, last = 0, before_last = 0;  // of this row and of the two before it
     unsigned parity = 0, n = 0;
     Pair own{}, next{};
-    Pace<S::kRows> pace{pacing};
+    Pace<S> pace{pacing};
     const bool fills = !kProducer && member == 0;
-    if (S::kPaced && fills) pace.init(group, rows / step);
+    if (Pace<S>::kOn && fills) pace.init(group, rows / step);
     for (i64 row = first;; row += step, ++n) {
       const int free = kLag ? before_last : last;
       const i64 refill = row + (kStages - 1 - kLag) * step;
       if (fills && n > kLag && refill < rows) {
         mbarrier_wait(&shared.empty[free], free >= slot ? parity ^ 1 : parity);
-        if constexpr (S::kPaced) pace.step(group);
+        if constexpr (Pace<S>::kOn) pace.step(group);
         fill(refill, free);
       }
       if (row < rows) {
@@ -186,14 +186,14 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
 
   template <class Fill> __device__ void produce(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if (at.lane != 0) return;
-    Pace<S::kRows> pace{pacing};
-    if constexpr (S::kPaced) pace.init(group, rows / step);
+    Pace<S> pace{pacing};
+    if constexpr (Pace<S>::kOn) pace.init(group, rows / step);
     int slot = 0;
     unsigned parity = 1, n = 0;
     for (i64 row = first; row < rows; row += step, ++n) {
       if (n >= kStages) {
         mbarrier_wait(&shared.empty[slot], parity);
-        if constexpr (S::kPaced) pace.step(group);
+        if constexpr (Pace<S>::kOn) pace.step(group);
       }
       fill(row, slot);
       if (++slot == kStages) {
