@@ -28,10 +28,11 @@ def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
 def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
     """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
     natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
-    # Of what a row meets beside x, backward asks dy alone how long its vectors may be.
-    beside = (spec.y,) if spec.direction == "backward" else (spec.y, spec.weight, spec.bias, spec.residual)
-    widest = max(ITEMSIZE[dtype] for dtype in (spec.x, *beside) if dtype)
-    assert plan.vec in (natural, min(natural, 16 // widest))
+    # Of what a row meets beside x, backward asks dy alone how long its vectors may be, and rows that stream in forward y.
+    asked = [(), (spec.y,)]
+    if spec.direction != "backward":
+        asked.append((spec.y, spec.weight, spec.bias, spec.residual))
+    assert plan.vec in [min([natural, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)]) for dtypes in asked]
     assert 32 <= plan.threads <= 1024
     assert plan.threads % 32 == 0
     assert plan.min_blocks * plan.threads <= 1536

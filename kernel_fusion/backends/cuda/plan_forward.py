@@ -24,9 +24,7 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # 64 bytes of x per thread are 4 loads in flight each and 16 registers for the row.
 _FORWARD_BYTES = 64
-# By two readings of a row (`_twice`). The second comes from the L1 cache: a multiprocessor's holds two rows of
-# this many bytes, or one of twice as many, beside their weight.
-_TWICE_BYTES = 2**16
+_MOST_TWICE = 24576  # columns up to which rows are read twice (`_twice`)
 _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of which four blocks fit (`_is_bound`)
 _EARLY_REGISTERS = 80  # in which weight and bias of 16 elements of fp32 have room beside 32 of a row (`_direct`)
 _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
@@ -77,9 +75,12 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
     most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
     if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
-        helpers = _helpers(spec, tree, device)
-        pace = _pace(spec, tree, helpers, device)
-        staged = staged_plan(spec, access, device, tree, groups=1, max_stages=4, pace=pace, helpers=helpers)
+        # y alone, as x comes from shared memory and the parameters from registers: of fp32, LayerNorm of 2048x65536 306
+        # and 212 us. With stages it is not measured.
+        stored = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
+        helpers = _helpers(spec, stored, device)
+        pace = _pace(spec, stored, helpers, device)
+        staged = staged_plan(spec, access, device, stored, groups=1, max_stages=4, pace=pace, helpers=helpers)
         if staged is not None:
             return staged
     return _direct(spec, access, device, in_16_bytes(tree))
@@ -317,12 +318,14 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
     A combiner saves every other warp 75 instructions of a row; beside 16 warps it leaves a thread 96 registers instead
     of 128, so none where that spills. LayerNorm on an H200 over the floor, without and with one: 2048x65536 bf16 1.06
     and 1.04, 1024x131072 1.09 and 1.05, behind relu 5461x24576 1.14 and 1.05, behind gelu 2048x65536 fp32 1.37 and
-    1.05; RMSNorm of 2048x65536 bf16 behind silu 1.21 and 1.05; but without stages fp32 1.03 both ways, and none beside
-    a residual (1.08 all ways). A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu
-    2048x65536 bf16 1.61, with a combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14; or blocks have few
-    warps: 2730x49152 1.10, 1.11 and 1.06, 1365x98304 1.23, 1.10 and 1.05, 3276x40960 1.16, 1.15 and 1.09. Elsewhere the
-    first thread of a block that copies rows keeps it from asking for more than memory has: 2048x65536 1.08 with a
-    producer.
+    1.05; RMSNorm of 2048x65536 bf16 behind silu 1.21 and 1.05, of 1365x98304 with weights in fp32 1.08 and 1.04; none
+    beside a residual (1.08 all ways). A producer pays where arithmetic is what a row waits for: LayerNorm behind gelu
+    2048x65536 bf16 1.61, with a combiner 1.26, with both 1.17; 1280x50004 1.42, 1.17 and 1.14; or blocks have fewer
+    than 16 warps: 2730x49152 1.10, 1.11 and 1.06, 1365x98304 1.23, 1.10 and 1.05, 2340x57344 1.16, 1.04 and 1.03; or
+    tensors are of fp32, without helpers and with both: weights beside 1024x131072 bf16 1.08 and 1.05, beside
+    1342x100002 1.38 and 1.12, all 2730x49152 1.10 and 1.02, 2340x28672 1.02 and 1.03.
+    Elsewhere the first thread of a block that copies rows keeps it from asking for more than memory has: 2048x65536
+    1.08 with a producer.
     """
     if device.arch != 90 or spec.residual or spec.dropout:
         return 0
@@ -331,15 +334,15 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
     if spec.x == "f32":
         if costly:
             return 2 if per_thread <= 16 or not spec.changes_x else 0
-        return 2 if not (spec.rms or spec.has_stages) and (tree.vec == 1 or per_thread >= _MAX_STAGED_ELEMENTS) else 0
-    if tree.vec > 1 and _is_wide(spec):
-        return 0
+        return 0 if spec.rms or spec.has_stages else 2
     if tree.vec == 1:
         return 0 if spec.changes_x and not spec.rms and per_thread > 20 else 2
+    if _is_wide(spec) and spec.has_stages:
+        return 0
     if spec.rms:
         return 2 if costly and spec.changes_x else 1
-    few_warps = tree.cluster > 2 and tree.warps <= 12 * tree.cluster
-    return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS else 1
+    few_warps = tree.warps < MAX_BLOCK_WARPS * tree.cluster and not spec.has_stages
+    return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS or _is_wide(spec) else 1
 
 
 def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace | None:
@@ -376,22 +379,21 @@ def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace |
 def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     """The tree of a row that a single block reads twice, where that beats `tree`; else None.
 
-    On an H200, over the floor. RMSNorm of rows up to 128 KB: 4096x32768 bf16 1.05, as a staged cluster 1.07; fp32 1.04
-    both ways. A bias takes room in the L1 cache too, so LayerNorm pays up to 64 KB, and where a cluster's blocks would
-    not be full: 5461x24576 bf16 1.05 and 1.14, but 4096x32768 1.08 and 1.06. Single elements do not pay: 6400x10007
-    bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
+    It pays while the L1 cache has room for the rows of a multiprocessor's blocks, two of up to 64 KB or one, beside the
+    parameters. On an H200, over the floor, read twice and as staged clusters: RMSNorm of 5461x24576 bf16 1.03 and 1.07,
+    with weights in fp32 1.04 and 1.03, fp32 2730x24576 1.03 and 1.06; but 4096x32768 bf16 1.04 both ways, with weights
+    in fp32 1.19 and 1.05, 2340x28672 fp32 1.04 and 1.01. LayerNorm has a bias too: bf16 7710x17408 1.08 and 1.12,
+    6553x20480 1.08 and 1.05, 4681x28672 1.12 and 1.05, with weights in fp32 1.30 and 1.09, 1.18 and 1.04, 1.29 and
+    1.04. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster
+    1.46.
     """
     itemsize = ITEMSIZE[spec.x]
-    row_bytes = spec.cols * itemsize
-    if device.arch != 90 or itemsize == 8 or spec.has_stages:
+    if device.arch != 90 or itemsize == 8 or spec.has_stages or not spec.rms:
         return None
-    if tree.vec * itemsize < 16 or tree.cluster == 1 or row_bytes > _TWICE_BYTES * (2 if spec.rms else 1):
-        return None
-    full = tree.cluster * MAX_BLOCK_WARPS * 32 * tree.vec * tree.vectors == spec.cols
-    if full and not spec.rms:
+    if tree.vec * itemsize < 16 or tree.cluster == 1 or spec.cols > _MOST_TWICE:
         return None
     slots = ceil_div(spec.cols, 32 * tree.vec)
-    warps = MAX_BLOCK_WARPS if row_bytes <= _TWICE_BYTES else 2 * MAX_BLOCK_WARPS
+    warps = MAX_BLOCK_WARPS if spec.cols * itemsize <= 2**16 else 2 * MAX_BLOCK_WARPS
     each = ceil_div(slots, warps)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
 
