@@ -28,7 +28,7 @@ def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
 def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
     """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
     natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
-    # Of what a row meets beside x, backward asks dy alone how long its vectors may be, and rows that stream in forward y.
+    # Of what a row meets beside x, backward asks dy alone how long its vectors may be, a streamed forward y.
     asked = [(), (spec.y,)]
     if spec.direction != "backward":
         asked.append((spec.y, spec.weight, spec.bias, spec.residual))
