@@ -74,6 +74,9 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert spec.acc == "f32"
     assert (plan.lanes, plan.played) == (32, 1)
     forward = spec.direction in ("inference", "forward")
+    if forward:  # x comes from shared memory, and parameters are in registers: y alone may ask for shorter vectors
+        natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
+        assert plan.vec == (natural if spec.has_stages else min(natural, 16 // ITEMSIZE[spec.y]))
     narrow = ITEMSIZE[spec.x] == 2 and plan.vec < 8 and plan.cluster > 1
     assert 2 <= plan.stages <= (6 if forward and narrow and not spec.rms else 4)
     assert plan.helpers in ((0, 1, 2) if forward else (0,))
@@ -178,7 +181,8 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
 def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     """Fewer slots, helpers or rows at a time, blocks together or apart, larger clusters: all fit where `plan` does."""
     if plan.stages:
-        yield replace(plan, pace=None if plan.pace else Pace())
+        yield replace(plan, pace=None)
+        yield replace(plan, pace=Pace(plan.pace.tolerance if plan.pace else 8, least=1))
     for helpers in range(plan.helpers):
         yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
     for stages in range(2, plan.stages):

@@ -23,10 +23,10 @@ from support import PACKAGE
 from kernel_fusion.backends.cuda import planner, python_launch, requests
 from kernel_fusion.backends.cuda.compile import compile_source, counters, cubin
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.executors import Plan
+from kernel_fusion.backends.cuda.executors import Pace, Plan
 from kernel_fusion.backends.cuda.plan import plan_row_norm
 from kernel_fusion.core.cache import CUBINS
-from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSpec
 from kernel_fusion.errors import CompileError
 
 _CONTROL = """
@@ -43,11 +43,11 @@ extern "C" __global__ void __launch_bounds__(1024, 2) control(float* p) {
 # Grid rationale. The lengths stand for a row in part of a warp (64), of odd length, whose vectors are single elements
 # (255, 1023, 4099, 32769, 50257), in one or a few warps (768, 1024, 1280, 1600, 3000, which divide in ways of their
 # own), in a block that takes several rows at a time (4096; 5120, at 96 registers a thread) or one (6144, 8192), read
-# twice or in a cluster (12288, 24576, 32768, 65536) that may take two rows at a time (9216, 10240, 20480), and in the
-# largest one (131072). The mixes of x, parameters and y are those of training: one dtype throughout, bf16 with float32
-# parameters, and what autocast makes of it.
+# twice (RMSNorm of 20480 and 24576) or in a cluster (12288, 32768, 65536; 65528 ends among a thread's vectors) that may
+# take two rows at a time (9216, 10240, 20480), and in the largest one (131072). The mixes of x, parameters and y are
+# those of training: one dtype throughout, bf16 with float32 parameters, and what autocast makes of it.
 _LENGTHS = (64, 255, 768, 1023, 1024, 1280, 1600, 3000, 4096, 4099, 5120, 6144, 8192, 9216, 10240, 12288, 20480, 24576)
-_LENGTHS += (32768, 32769, 50257, 65536, 131072)
+_LENGTHS += (32768, 32769, 50257, 65528, 65536, 131072)
 _MIXES = (
     ("f32", "f32", "f32"),
     ("bf16", "bf16", "bf16"),
@@ -84,8 +84,9 @@ def _kernels(arch: int) -> dict[str, str]:
     """What the kernels of the grid are, by source: forward and backward, and what finishes the weight gradients.
 
     Of LayerNorm, which takes more registers, also dx alone and rows at any alignment, where loads of fewer bytes and
-    the arithmetic of addresses take registers too. On sm_90, where plans are tightest, also inference, which lacks but
-    one store of forward and still has spilled where that did not, and both without a bias.
+    the arithmetic of addresses take registers too; and of RMSNorm that is read twice, as LayerNorm is not. On sm_90,
+    where plans are tightest, also inference, which lacks but one store of forward and still has spilled where that did
+    not, both without a bias, and any alignment beside parameters in fp32.
     """
     device, kernels = KNOWN_DEVICES[arch], {}
     for rms, cols, (x, weight, y) in product((False, True), _LENGTHS, _MIXES):
@@ -94,9 +95,10 @@ def _kernels(arch: int) -> dict[str, str]:
         if arch == 90:
             specs += [inference, *(replace(spec, bias=None) for spec in (inference, forward) if not rms)]
         wanted = [(spec, planner.contiguous_access(spec), "") for spec in specs]
-        if not rms and x == weight != "f16":
+        if (not rms or cols == 24576) and x == weight != "f16":
             dx = replace(backward, grads=(True, False, False))
             wanted.append((dx, planner.contiguous_access(dx), ", dx alone"))
+        if wanted[-1][2] or (arch == 90 and not rms and (x, weight, y) == ("bf16", "f32", "bf16")):
             wanted += [(spec, anywhere(spec), ", at any alignment") for spec in (forward, backward)]
         for spec, access, words in wanted:
             for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
@@ -317,9 +319,15 @@ def test_the_tree_depends_on_length_and_types_alone(spec: RowNormSpec, device: D
     assert tree(planned(spec, device)) == tree(planned(varied, device)) == tree(moved)
 
 
-# The examples: a row that is read twice, whose weight, were it wider, would leave the cache no room for it; and one
-# that streams by few warps, with parameters and without.
+# The examples: a row that is read twice, whose weight, were it wider, would leave the cache no room for it; one that
+# streams by helpers of which wider parameters ask for more; and one that streams by few warps, with parameters and
+# without.
 @given(spec=_specs_of_any_length, device=_devices, other=_specs_of_any_length)
+@example(
+    spec=RowNormSpec("forward", True, 24576, "bf16", "bf16", "bf16"),
+    device=KNOWN_DEVICES[90],
+    other=RowNormSpec("forward", True, 1, "f32", "f32", "f32"),
+)
 @example(
     spec=RowNormSpec("forward", False, 32768, "bf16", "bf16", "bf16", "bf16"),
     device=KNOWN_DEVICES[90],
@@ -516,7 +524,9 @@ def test_other_rows_keep_as_many_warps_as_their_length_asks_for(cols: int, optio
         ({"cols": 65536, "activation": "gelu"}, 2), ({"cols": 65536, "rms": True, "activation": "silu"}, 1),
         ({"cols": 65536, "pre_activation": "relu"}, 1), ({"cols": 65536, "rms": True, "pre_activation": "silu"}, 2),
         ({"cols": 50257, "activation": "gelu"}, 2), ({"cols": 65536, "weight": "f32"}, 2),
-        ({"cols": 65536, "weight": "f32", "activation": "relu"}, 0),
+        ({"cols": 65536, "weight": "f32", "activation": "relu"}, 0), ({"cols": 65536, "y": "f32"}, 2),
+        ({"cols": 65536, "rms": True, "weight": "f32"}, 1),
+        ({"cols": 32768, "x": "f32", "y": "f32", "activation": "relu"}, 0),
         ({"cols": 65536, "residual": "bf16"}, 0), ({"cols": 65536, "dropout": True}, 0),
         ({"cols": 65536, "x": "f32", "y": "f32"}, 2), ({"cols": 65536, "x": "f32", "y": "f32", "rms": True}, 0),
         ({"cols": 50257, "x": "f32", "y": "f32"}, 2), ({"cols": 50257, "x": "f32", "y": "f32", "rms": True}, 0),
@@ -529,6 +539,42 @@ def test_helpers_of_staged_rows(options: dict[str, Any], helpers: int) -> None:
     spec = RowNormSpec(**{"direction": "forward", "rms": False, "x": "bf16", "y": "bf16", **options})
     assert planned(spec, KNOWN_DEVICES[90]).helpers == helpers
     assert planned(spec, KNOWN_DEVICES[100]).helpers == 0
+
+
+# Grid rationale. Each tolerance of either direction, and both sides of what decides it: norms, dtypes, whole vectors,
+# helpers, rows at a time, blocks to a row, stages.
+@pytest.mark.parametrize(
+    ("options", "pace"),
+    [
+        ({"cols": 65536}, Pace(8)), ({"cols": 32768}, Pace(7)), ({"cols": 57344}, Pace(6)), ({"cols": 50257}, Pace(6)),
+        ({"cols": 50257, "rms": True}, Pace(7)), ({"cols": 10007}, None), ({"cols": 10002}, Pace(6)),
+        ({"cols": 65536, "rms": True}, Pace(7)), ({"cols": 65536, "activation": "gelu"}, Pace(8)),
+        ({"cols": 65536, "x": "f32", "y": "f32"}, Pace(6)), ({"cols": 65536, "residual": "bf16"}, Pace(8)),
+        ({"cols": 131072, "residual": "bf16"}, None),
+        ({"direction": "backward", "cols": 4096}, Pace(8)), ({"direction": "backward", "cols": 1024}, Pace(9)),
+        ({"direction": "backward", "cols": 1024, "rms": True}, Pace(8)),
+        ({"direction": "backward", "cols": 768}, Pace(8)),
+        ({"direction": "backward", "cols": 32768}, Pace(9)), ({"direction": "backward", "cols": 12288}, None),
+        ({"direction": "backward", "cols": 4096, "x": "f32", "y": "f32"}, Pace(7, 7)),
+        ({"direction": "backward", "cols": 4099, "x": "f32", "y": "f32"}, Pace(8, 7)),
+        ({"direction": "backward", "cols": 4096, "x": "f32", "y": "f32", "activation": "relu"}, Pace(8, 7)),
+        ({"direction": "backward", "cols": 65536}, None),
+        ({"direction": "backward", "cols": 4096, "activation": "relu"}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pace_of_staged_rows(options: dict[str, Any], pace: Pace | None) -> None:
+    """On sm_90; elsewhere a forward that streams goes apart, and a backward that keeps together does so as it did."""
+    spec = RowNormSpec(**{"direction": "forward", "rms": False, "x": "bf16", "y": "bf16", "weight": "bf16", **options})
+    plan = planned(spec, KNOWN_DEVICES[90])
+    assert (plan.stages > 0, plan.pace) == (True, pace)
+    assert planned(spec, KNOWN_DEVICES[100]).pace in ((None, Pace()) if spec.direction == "backward" else (None,))
+
+
+def test_finish_of_few_columns_has_more_threads() -> None:
+    """Up to 256 columns a block of 1024 threads adds the partial rows."""
+    specs = [SumPartialsSpec(cols, "f32", "bf16", "bf16") for cols in (1, 256, 257)]
+    assert [planner.plan_for(spec, Access(), KNOWN_DEVICES[90]).threads for spec in specs] == [1024, 1024, 256]
 
 
 # Grid rationale. Each tensor by itself; rows of part of a warp, a warp, a block, and of clusters, which

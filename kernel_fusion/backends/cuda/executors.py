@@ -18,8 +18,8 @@ class Pace:
     """How the blocks of a staged plan keep together (kernels/pace.cuh).
 
     Attributes:
-        tolerance: how far a block may be ahead of the average, in quarters of the row that each of its groups takes.
-        least: rows of a group below which blocks go apart.
+        tolerance: how far a block may be ahead of the average, in quarters of a row per group: 8 is two rows.
+        least: rows per group below which blocks go apart.
     """
 
     tolerance: int = 8

@@ -215,7 +215,7 @@ def _staged_groups(
     spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
-    pace = _pace(spec, tree, groups, groups * threads)
+    pace = _pace(spec, tree, groups, device)
     max_stages = 3 if _has_three_vectors(spec, tree, roomy, device) else 4
     staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, pace)
     if spec.weight is None:
@@ -249,8 +249,8 @@ def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -
     return elements <= _MAX_WIDE and elements * (1 + sum(spec.grads[1:])) <= registers - 48 - vectors
 
 
-def _pace(spec: RowNormSpec, tree: Tree, groups: int, threads: int) -> Pace | None:
-    """How blocks of so many groups and threads keep together (kernels/pace.cuh), where memory is what they wait for.
+def _pace(spec: RowNormSpec, tree: Tree, groups: int, device: Device) -> Pace | None:
+    """How blocks of so many groups keep together (kernels/pace.cuh), where memory is what they wait for.
 
     32768x2048 bf16 on an H200 takes 1.06 of the floor together, 1.18 apart. Where they wait for arithmetic, or the
     blocks of a cluster for each other, a wait more costs time. LayerNorm of 16 bits by at most twelve warps to a block,
@@ -261,18 +261,22 @@ def _pace(spec: RowNormSpec, tree: Tree, groups: int, threads: int) -> Pace | No
     with hardswish 1.29 and 1.22, but fp32 1.07 and 1.12; with sigmoid 1.35 and 1.26, fp32 1.25 and 1.18.
 
     A block may be 2 rows ahead of the average. More, and the blocks are less together; less, and it waits where it had
-    work to do. 2.25 where LayerNorm of 16 bits takes four rows at a time or more, or a cluster of four a row: of
-    16384x1024 bf16 30.1 us by 2, 29.6 by 2.25 and 33.5 by 1.5; of 4096x32768 1.08 and 1.07; but of 16384x8192 1.035 and
-    1.047. 1.75 for fp32 in vectors: LayerNorm of 2048x6144 42.0 and 41.4 us, of 8192x16384 1.046 and 1.041, of
-    21333x3000 1.05 and 1.03; but RMSNorm of 1273x50257 1.12 and 1.16, of 8192x12288 bf16 1.05 and 1.13. Together from
-    15 rows on, of 16384x1024 bf16 31.4 us apart and 30.4 together; in fp32, with half as much arithmetic to a byte,
-    from seven: 512x12288 24.7 and 24.3.
+    work to do. But 2.25 rows where LayerNorm of 16 bits takes four rows of several warps at a time or a cluster of four
+    a row, by 2 and by 2.25: 16384x1024 bf16 30.1 and 29.6 us (by 1.5 33.5), 4096x32768 1.08 and 1.07; otherwise
+    16384x8192 1.035 and 1.047, and single warps 131072x768 1.035 and 1.046. And 1.75 in vectors of fp32, by 2 and by
+    1.75: 2048x6144 42.0 and 41.4 us, 8192x16384 1.046 and 1.041, 21333x3000 1.05 and 1.03; otherwise RMSNorm of
+    1273x50257 fp32 1.12 and 1.16, of 8192x12288 bf16 1.05 and 1.13.
+
+    Blocks go apart below 15 rows, 16384x1024 bf16 apart 30.5 us, together 30.1; in fp32, with half as much arithmetic
+    to a byte, below seven: 512x12288 24.7 and 24.3. None of this is measured on other devices.
     """
     narrow = ITEMSIZE[spec.x] == 2
-    few = threads <= 12 * 32 and tree.warps > 1 and narrow and not spec.rms
+    few = groups * tree.warps <= 12 * tree.cluster and tree.warps > 1 and narrow and not spec.rms
     most = 2 if not narrow else 1 if spec.rms else 0
     if few or tree.cluster > 2 * ITEMSIZE[spec.x] or _SLOPES.get(spec.activation, 3) > most:
         return None
+    if device.arch != 90:
+        return Pace()
     if not narrow:
         return Pace(tolerance=7 if tree.vec > 1 and not spec.has_stages else 8, least=7)
     many = tree.cluster > 2 or (groups >= 4 and tree.warps > 1)

@@ -75,12 +75,12 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
     most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
     if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
-        # y alone, as x comes from shared memory and the parameters from registers: of fp32, LayerNorm of 2048x65536 306
-        # and 212 us. With stages it is not measured.
-        stored = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
-        helpers = _helpers(spec, stored, device)
-        pace = _pace(spec, stored, helpers, device)
-        staged = staged_plan(spec, access, device, stored, groups=1, max_stages=4, pace=pace, helpers=helpers)
+        # y alone, as x comes from shared memory and the parameters from registers. Of fp32, LayerNorm of 2048x65536
+        # takes 306 us with vectors whose y has 32 bytes, 212 with 16. With stages, or on other devices, not measured.
+        staged_tree = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
+        helpers = _helpers(spec, staged_tree, device)
+        pace = _pace(spec, staged_tree, helpers, device)
+        staged = staged_plan(spec, access, device, staged_tree, groups=1, max_stages=4, pace=pace, helpers=helpers)
         if staged is not None:
             return staged
     return _direct(spec, access, device, in_16_bytes(tree))
@@ -355,11 +355,12 @@ def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace |
     of eight, or by at most twelve warps to a block: 1024x131072 bf16 1.18 and 1.08, 5461x24576 1.15 and 1.09; but
     2048x65536 1.09 and 1.10, fp32 1.03 and 1.07, and RMSNorm of 1024x131072 bf16 1.04 and 1.09.
 
-    A block may be 2 rows ahead of the average, or 1.75 where less is to be done for a row: RMSNorm bf16 1365x98304 1.07
-    and 1.06, fp32 2730x49152 1.07 and 1.05, LayerNorm bf16 4096x32768 1.06 and 1.04; but fp32 2730x49152 1.10 and 1.22,
-    bf16 2340x57344 1.04 and 1.11. A producer has nothing else to do: LayerNorm by 1.5, 1273x50257 bf16 1.15, by 2 as
-    apart 1.16, 3906x16382 1.14, by 2 1.19; RMSNorm by 1.75, 1273x50257 1.11, by 2 1.12 and apart 1.14. But a block of
-    single elements to a row: 6395x10007 bf16 1.15, apart 1.14.
+    A block may be 2 rows ahead of the average. By 2 and by 1.75, which RMSNorm and a combiner's clusters of two take:
+    RMSNorm bf16 1365x98304 1.07 and 1.06, fp32 2730x49152 1.07 and 1.05, LayerNorm bf16 4096x32768 1.06 and 1.04; but
+    2048x65536 1.04 and 1.05, 1024x131072 1.04 and 1.08. A producer, which has nothing else to do, by 2 and by 1.5:
+    LayerNorm bf16 3906x16382 1.19 and 1.14, 1273x50257 1.15 (apart 1.16) and 1.15; RMSNorm of the latter, by 2 and by
+    1.75, 1.12 (apart 1.14) and 1.11. But single elements of a row that has one block: 6395x10007 bf16 apart 1.14,
+    together 1.15.
     """
     if device.arch != 90:  # unmeasured, and on sm_120 it spills
         return None
@@ -372,20 +373,20 @@ def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace |
         together = spec.rms and vector_bytes == 4
     else:
         together = spec.rms or ITEMSIZE[spec.x] > 2 or (tree.cluster <= 4 and tree.warps > 12 * tree.cluster)
-    light = not spec.has_stages and (spec.rms or (helpers > 0 and tree.cluster == 2))
+    light = not spec.has_stages and (spec.rms or tree.cluster == 2)
     return Pace(tolerance=7 if light else 8) if together else None
 
 
 def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     """The tree of a row that a single block reads twice, where that beats `tree`; else None.
 
-    It pays while the L1 cache has room for the rows of a multiprocessor's blocks, two of up to 64 KB or one, beside the
+    It pays while the L1 cache has room for the rows of a multiprocessor, two of 48 KB or one of 96, beside the
     parameters. On an H200, over the floor, read twice and as staged clusters: RMSNorm of 5461x24576 bf16 1.03 and 1.07,
     with weights in fp32 1.04 and 1.03, fp32 2730x24576 1.03 and 1.06; but 4096x32768 bf16 1.04 both ways, with weights
     in fp32 1.19 and 1.05, 2340x28672 fp32 1.04 and 1.01. LayerNorm has a bias too: bf16 7710x17408 1.08 and 1.12,
     6553x20480 1.08 and 1.05, 4681x28672 1.12 and 1.05, with weights in fp32 1.30 and 1.09, 1.18 and 1.04, 1.29 and
-    1.04. Single elements do not pay: 6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster
-    1.46.
+    1.04; few rows lose, 264x24576 bf16 9.5 and 11.0 us, or gain, 64x24576 5.1 and 4.6. Single elements do not pay:
+    6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
     """
     itemsize = ITEMSIZE[spec.x]
     if device.arch != 90 or itemsize == 8 or spec.has_stages or not spec.rms:
@@ -393,7 +394,7 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     if tree.vec * itemsize < 16 or tree.cluster == 1 or spec.cols > _MOST_TWICE:
         return None
     slots = ceil_div(spec.cols, 32 * tree.vec)
-    warps = MAX_BLOCK_WARPS if spec.cols * itemsize <= 2**16 else 2 * MAX_BLOCK_WARPS
+    warps = MAX_BLOCK_WARPS if itemsize == 2 else 2 * MAX_BLOCK_WARPS
     each = ceil_div(slots, warps)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
 

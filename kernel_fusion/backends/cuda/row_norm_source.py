@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_fusion.backends.cuda.executors import Pace, Plan
+from kernel_fusion.backends.cuda.executors import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.spec import Access, RowNormSpec
@@ -35,8 +35,9 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
     if plan.stages:
         header += "_staged"
-        pace = plan.pace or Pace(tolerance=0)
-        constants |= {"kStages": plan.stages, "kPace": pace.tolerance, "kPaceLeast": pace.least}
+        constants["kStages"] = plan.stages
+        constants["kPaceTolerance"] = plan.pace.tolerance if plan.pace else 0
+        constants["kPaceLeast"] = plan.pace.least if plan.pace else 0
     elif plan.tiled:
         header += "_tile"
     elif not (backward or plan.resident):

@@ -13,10 +13,11 @@ namespace kf {
 
 __device__ unsigned pace_word;  // of this kernel, as every kernel is compiled by itself
 
-// S::kPace: by how many quarters of a step a block may be ahead of the average; 0: by any.
-// S::kPaceLeast: steps below which it is not worth it.
+// Of the plan: kRows, groups of a block; kPaceTolerance, by how many quarters of a step a block may be ahead of the average, 0
+// for any; kPaceLeast, steps below which it is not worth it.
 template <class S> struct Pace {
-  static constexpr bool kOn = S::kPace > 0;
+  static constexpr bool kOn = S::kPaceTolerance > 0;
+  static_assert(!kOn || S::kPaceTolerance > 4, "a block would wait for all others before each step");
   static constexpr int kPatience = 16;  // readings, of more than half a microsecond each
 
   // In shared memory, since one thread of each group wants it once a step, and registers are scarce.
@@ -33,7 +34,7 @@ template <class S> struct Pace {
   __device__ void init(int group, i64 steps) {
     const bool on = steps >= S::kPaceLeast;
     shared.groups[group].on = on;
-    shared.groups[group].due = -(S::kPace * gridDim.x / 4);
+    shared.groups[group].due = -(S::kPaceTolerance * gridDim.x / 4);
     if (on && group == 0) shared.begun = coming = read();
   }
 
