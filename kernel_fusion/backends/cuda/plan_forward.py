@@ -78,7 +78,7 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         # y alone, as x comes from shared memory and the parameters from registers. Of fp32, LayerNorm of 2048x65536
         # takes 306 us with vectors whose y has 32 bytes, 212 with 16. With stages, or on other devices, not measured.
         staged_tree = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
-        helpers = _helpers(spec, staged_tree, device)
+        helpers = _helpers(spec, access, staged_tree, device)
         pace = _pace(spec, staged_tree, helpers, device)
         staged = staged_plan(spec, access, device, staged_tree, groups=1, max_stages=4, pace=pace, helpers=helpers)
         if staged is not None:
@@ -312,7 +312,7 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
     return None
 
 
-def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
+def _helpers(spec: RowNormSpec, access: Access, tree: Tree, device: Device) -> int:
     """How many warps of a staged forward have no columns: the combiner, then the producer (kernels/row_stream.cuh).
 
     A combiner saves every other warp 75 instructions of a row; beside 16 warps it leaves a thread 96 registers instead
@@ -337,11 +337,13 @@ def _helpers(spec: RowNormSpec, tree: Tree, device: Device) -> int:
         return 0 if spec.rms or spec.has_stages else 2
     if tree.vec == 1:
         return 0 if spec.changes_x and not spec.rms and per_thread > 20 else 2
-    if _is_wide(spec) and spec.has_stages:
+    largest = tree.warps == MAX_BLOCK_WARPS * tree.cluster
+    in_pieces = access.x < tree.vec * ITEMSIZE[spec.x]  # whose addresses take registers, too
+    if _is_wide(spec) and (spec.has_stages or (largest and in_pieces and not spec.rms)):
         return 0
     if spec.rms:
         return 2 if costly and spec.changes_x else 1
-    few_warps = tree.warps < MAX_BLOCK_WARPS * tree.cluster and not spec.has_stages
+    few_warps = not largest and not spec.has_stages
     return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS or _is_wide(spec) else 1
 
 
