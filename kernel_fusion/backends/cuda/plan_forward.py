@@ -338,8 +338,8 @@ def _helpers(spec: RowNormSpec, access: Access, tree: Tree, device: Device) -> i
     if tree.vec == 1:
         return 0 if spec.changes_x and not spec.rms and per_thread > 20 else 2
     largest = tree.warps == MAX_BLOCK_WARPS * tree.cluster
-    in_pieces = access.x < tree.vec * ITEMSIZE[spec.x]  # whose addresses take registers, too
-    if _is_wide(spec) and (spec.has_stages or (largest and in_pieces and not spec.rms)):
+    anywhere = access.x < 16  # where rows begin; their addresses take registers, too
+    if _is_wide(spec) and (spec.has_stages or (largest and anywhere and not spec.rms)):
         return 0
     if spec.rms:
         return 2 if costly and spec.changes_x else 1
