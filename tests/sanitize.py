@@ -49,7 +49,7 @@ def row_norms() -> Iterator[Case]:
     ):  # fmt: skip
         yield RowNormCase(verb, shape, dtype, weight=F32, bias=F32)
     for verb, cols in product(
-        ("layer_norm", "rms_norm"), (64, 255, 1023, 4096, 4099, 10240, 12288, 24576, 50257, 131072)
+        ("layer_norm", "rms_norm"), (64, 255, 1023, 4096, 4099, 10240, 12288, 24576, 32768, 50257, 131072)
     ):
         for dtype, weight in ((F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32), (BF16, None)):
             yield RowNormCase(verb, _rows(cols), dtype, weight=weight, bias=weight)

@@ -61,9 +61,9 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
 
 # Grid rationale. Many rows at a time (17, 255, 1023). Rows of one virtual warp (1000) and of several, of vectors and of
 # single elements (4099, 50257), in a block (3072, three rows at a time in backward; 4096), read twice (RMSNorm of
-# 24576), in a cluster (24576, 32768, 65536; 12288 and, two rows at a time, 10240 in backward) and in the
-# largest one (131072). From sm_90 on every backward of 256 columns or more is staged, and the forward of a cluster. dx
-# alone is a kernel of its own.
+# 24576), in a cluster (24576, 32768, 65536; 12288 and, two rows at a time, 10240 in backward) and in the largest one
+# (131072). From sm_90 on every backward of 256 columns or more is staged, and the forward of a cluster. dx alone is a
+# kernel of its own.
 @pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
 @pytest.mark.parametrize(
     ("cols", "dtype"),
@@ -134,7 +134,7 @@ def test_rows_that_begin_anywhere_are_within_budget(verb: str, dtype: torch.dtyp
 
 # Grid rationale. Rows that are held, of vectors and of single elements, read twice (RMSNorm of 24576), and streamed
 # through a cluster.
-@pytest.mark.parametrize("cols", [4096, 4099, 24576, 65536])
+@pytest.mark.parametrize("cols", [4096, 4099, 24576, 32768, 65536])
 def test_squares_that_overflow_give_zeros(verb: str, cols: int) -> None:
     """Wherever in a row the number is: the root of its variance is infinite, and nothing else."""
     x = torch.randn(3, cols, dtype=BF16, device="cuda")

@@ -95,10 +95,12 @@ def _kernels(arch: int) -> dict[str, str]:
         if arch == 90:
             specs += [inference, *(replace(spec, bias=None) for spec in (inference, forward) if not rms)]
         wanted = [(spec, planner.contiguous_access(spec), "") for spec in specs]
-        if (not rms or cols == 24576) and x == weight != "f16":
+        one_dtype = (not rms or cols == 24576) and x == weight != "f16"
+        wide_parameters = arch == 90 and not rms and (x, weight, y) == ("bf16", "f32", "bf16")
+        if one_dtype:
             dx = replace(backward, grads=(True, False, False))
             wanted.append((dx, planner.contiguous_access(dx), ", dx alone"))
-        if wanted[-1][2] or (arch == 90 and not rms and (x, weight, y) == ("bf16", "f32", "bf16")):
+        if one_dtype or wide_parameters:
             wanted += [(spec, anywhere(spec), ", at any alignment") for spec in (forward, backward)]
         for spec, access, words in wanted:
             for each in planner.with_helpers(spec, plan_row_norm(spec, access, device)):
@@ -369,10 +371,10 @@ def test_inference_and_training_share_the_tree(spec: RowNormSpec, device: Device
 @pytest.mark.parametrize(
     ("dtype", "rms", "twice", "once"),
     [
-        ("bf16", False, (), (16384, 17408, 24576)),
-        ("bf16", True, (17408, 24576), (16384, 24584, 4097, 17412, 50257)),
-        ("f32", False, (), (16384, 17408, 24576)),
-        ("f32", True, (17408, 24576), (16384, 24580, 16385)),
+        ("bf16", False, (), (16384, 17408, 24576, 32760, 32768, 33024, 65536, 4097, 17412, 32769, 50257)),
+        ("bf16", True, (17408, 24576), (16384, 24584, 32768, 65536, 66048, 4097, 17412, 32769, 50257)),
+        ("f32", False, (), (16384, 17408, 24576, 32768, 16385)),
+        ("f32", True, (17408, 24576), (16384, 24580, 32768, 33280, 16385)),
     ],
 )
 def test_rows_that_are_read_twice(dtype: str, rms: bool, twice: tuple[int, ...], once: tuple[int, ...]) -> None:
@@ -541,6 +543,15 @@ def test_helpers_of_staged_rows(options: dict[str, Any], helpers: int) -> None:
     assert planned(spec, KNOWN_DEVICES[100]).helpers == 0
 
 
+def test_no_helpers_beside_wide_parameters_where_rows_begin_anywhere() -> None:
+    """Where blocks have 16 warps: with helpers these spill. Blocks of fewer warps have registers for them."""
+    for cols, helpers in ((65536, 0), (57344, 2)):
+        spec = RowNormSpec("forward", False, cols, "bf16", "bf16", "f32", "f32")
+        for x in (2, 8):
+            access = replace(planner.contiguous_access(spec), x=x)
+            assert plan_row_norm(spec, access, KNOWN_DEVICES[90]).helpers == helpers
+
+
 # Grid rationale. Each tolerance of either direction, and both sides of what decides it: norms, dtypes, whole vectors,
 # helpers, rows at a time, blocks to a row, stages.
 @pytest.mark.parametrize(
@@ -577,8 +588,8 @@ def test_finish_of_few_columns_has_more_threads() -> None:
     assert [planner.plan_for(spec, Access(), KNOWN_DEVICES[90]).threads for spec in specs] == [1024, 1024, 256]
 
 
-# Grid rationale. Each tensor by itself; rows of part of a warp, a warp, a block, and of clusters, which
-# stream; vectors of four elements by nature (1604).
+# Grid rationale. Each tensor by itself; rows of part of a warp, a warp, a block, and of clusters, which stream; vectors
+# of four elements by nature (1604).
 @pytest.mark.parametrize("wider", [{"weight": "f32"}, {"bias": "f32"}, {"y": "f32"}, {"residual": "f32"}], ids=str)
 @pytest.mark.parametrize("cols", [64, 768, 1604, 4096, 16384, 24576, 65536])
 def test_no_vector_of_forward_has_more_than_16_bytes(wider: dict[str, str], cols: int) -> None:

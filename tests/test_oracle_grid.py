@@ -39,8 +39,8 @@ def test_dtype_mixes(case: RowNormCase, any_target: Target) -> None:
 
 # Grid rationale. The row length decides vectors, tails, lanes per row, warps per row, clusters and whether a row stays
 # in registers: 1 and 3 are shorter than a vector, 8 and 17 than a warp; 64 | 255, 256 | 1000, 1023, 1024 straddle full
-# vectors and warps; 4096, 5000, 10240, 12288 take several warps; 32768 and 32769 take clusters, as 131072
-# does; 200003 (a prime) is past all of them. One row leaves the other rows of a block idle; 7 rows are odd; 1000
+# vectors and warps; 4096, 5000, 10240, 12288 take several warps; 32768 and 32769 take clusters, as
+# 131072 does; 200003 (a prime) is past all of them. One row leaves the other rows of a block idle; 7 rows are odd; 1000
 # rows make several blocks and partial sums of unequal length, and are only taken where they stay small. A single row of
 # fewer than 64 elements is too few for PyTorch's error to be a fair measure; that it has the bits of the same row in a
 # batch is tested elsewhere. Rows of one element stay away from 0, where RMSNorm's dx is nothing but cancellation: its
