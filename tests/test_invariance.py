@@ -240,7 +240,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "cols"), [(1, 4096), (7, 1000), (1000, 255), (513, 1024), (4096, 17), (3, 20001)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 4096), (7, 1000), (1000, 255), (513, 1024), (4096, 17), (3, 20001), (50, 16500)])
 def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) -> None:
     """On the CPU one, two and three threads give the same bits, sums over rows included."""
     inputs = tensors(CPU, rows, cols, dtype)

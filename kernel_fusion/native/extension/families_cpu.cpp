@@ -20,11 +20,10 @@ const char* bytes(const Tensor& t) { return static_cast<const char*>(data_or_nul
 
 void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::TensorIteratorBase& iter) {
   const int count = iter.ntensors();
-  iter.for_each(
-      [&](char** data, const int64_t* strides, int64_t inner_size, int64_t outer_size) {
-        loop(operands, {data, strides, strides + count, inner_size, outer_size});
-      },
-      kRegion);
+  const auto part = [&](char** data, const int64_t* strides, int64_t inner_size, int64_t outer_size) {
+    loop(operands, {data, strides, strides + count, inner_size, outer_size});
+  };
+  share(iter.numel(), 1, [&](int64_t begin, int64_t end) { iter.serial_for_each(part, {begin, end}); });
 }
 
 // `base`: the operand whose offsets are the positions of dropout.
@@ -73,7 +72,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
                                            right, sums);
     }
   });
-  sum_rows(partials.get(), blocks, call.cols, 1.0, db, 0);
+  sum_rows(1, blocks, call.cols, 1.0, [&](int64_t) { return RowSum{partials.get(), cpu::Dtype::kDouble, db}; });
 }
 
 // ---- Reductions ------------------------------------------------------------------------------------------------------------
@@ -125,8 +124,9 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
     }
   });
   if (blocks == 1) return;
-  for (int64_t o = 0; o < outer; ++o)
-    sum_rows(partials.get() + o * blocks * args.inner, blocks, args.inner, divisor, out, o * args.inner);
+  sum_rows(outer, blocks, args.inner, divisor, [&](int64_t o) {
+    return RowSum{partials.get() + o * blocks * args.inner, cpu::Dtype::kDouble, out, o * args.inner};
+  });
 }
 
 }  // namespace

@@ -52,11 +52,11 @@ class Prepared {
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
-// out = the sum of `count` rows, which are in the accumulator type of `out`.
-void add_rows(const void* rows, int64_t count, int64_t cols, Tensor& out) {
-  if (out.scalar_type() == at::kDouble) sum_rows(static_cast<const double*>(rows), count, cols, 1.0, out, 0);
-  else sum_rows(static_cast<const float*>(rows), count, cols, 1.0, out, 0);
-}
+// weight and bias, for one thread.
+struct PreparedPair {
+  PreparedPair(const Given& w, const Given& b, at::ScalarType acc, bool later = false) : weight(w, acc, later), bias(b, acc, later) {}
+  Prepared weight, bias;
+};
 
 // What both directions have of the stages.
 template <class S> cpu::Stages common(const S& s) {
@@ -111,22 +111,29 @@ bool is_bare(const BackwardCall& call) {
          call.x_dtype == call.input.scalar_type();
 }
 
+int64_t rows_of_a_thread(int64_t rows) {
+  const int64_t threads = free_threads();
+  return (rows + threads - 1) / threads;
+}
+
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They share
 // the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65 for bf16
 // instead of 98 (Xeon).
 bool shares_stretches(const Rows& x) {
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads(), rounds = (x.rows + threads - 1) / threads;
-  return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * threads * rounds;
+  const int64_t rounds = rows_of_a_thread(x.rows);
+  return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
 }
 
 void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
   const int64_t pieces = rows * cpu::stretches_of(args.cols);
   std::vector<cpu::StretchMoments> moments(pieces);
   share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().forward_moments(args, begin, end, moments.data());
+    cpu::kernels().forward_moments(args, rows, begin, end, moments.data());
   });
-  share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().forward_stretches(args, begin, end, moments.data());
+  share_by(pieces, cpu::kStretch, /*step=*/rows, [&] {  // a stretch of all rows, for which weight and bias are prepared once
+    return [&, known = std::vector<cpu::RowStatistics>(rows)](int64_t begin, int64_t end) mutable {
+      cpu::kernels().forward_stretches(args, rows, begin, end, moments.data(), known.data());
+    };
   });
 }
 
@@ -142,19 +149,15 @@ bool goes_by_columns(const Rows& x, size_t bytes) {
 }
 
 void backward_by_columns(const cpu::BackwardByColumns& args) {
-  const int64_t rows = args.rows, stretches = cpu::stretches_of(args.cols);
-  std::vector<cpu::RowSums> sums(stretches * rows);
-  share(stretches, rows * cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().backward_sums(args, begin, end, sums.data());
-  });
+  const int64_t rows = args.rows, pieces = cpu::pieces_of(args.cols), elements = rows * cpu::summed_together(args.cols);
+  std::vector<cpu::RowSums> sums(pieces * rows);
+  share(pieces, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_sums(args, begin, end, sums.data()); });
   if (!args.dx) return;
-  for (int64_t i = rows; i < stretches * rows; ++i) {  // the first stretch gathers what the others have
+  for (int64_t i = rows; i < pieces * rows; ++i) {  // the first piece gathers what the others have
     sums[i % rows].g += sums[i].g;
     sums[i % rows].gx += sums[i].gx;
   }
-  share(stretches, rows * cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().backward_dx(args, begin, end, sums.data());
-  });
+  share(pieces, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_dx(args, begin, end, sums.data()); });
 }
 
 }  // namespace
@@ -180,14 +183,15 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   std::optional<StagedForward> staged;
   if (call.stages) staged.emplace(call, h);
   else if (shares_stretches(x)) return forward_by_stretches(args, x.rows);
-  share(x.rows, x.cols, [&](int64_t begin, int64_t end) {
-    const bool later = !staged && cpu::are_long(x.cols) && end - begin <= cpu::kLongRowsTogether;
-    const Prepared w(weight, acc, later), b(bias, acc, later);
-    cpu::Forward mine = args;
-    mine.weight = w.parameter;
-    mine.bias = b.parameter;
-    if (staged) cpu::kernels().forward_staged(mine, staged->args, begin, end);
-    else cpu::kernels().forward(mine, begin, end);
+  const bool are_long = !staged && cpu::are_long(x.cols), later = are_long && rows_of_a_thread(x.rows) <= cpu::kLongRowsTogether;
+  share_by(x.rows, x.cols, are_long ? cpu::kLongRowsTogether : step_of(x.cols), [&] {
+    return [&, own = PreparedPair(weight, bias, acc, later)](int64_t begin, int64_t end) {
+      cpu::Forward mine = args;
+      mine.weight = own.weight.parameter;
+      mine.bias = own.bias.parameter;
+      if (staged) cpu::kernels().forward_staged(mine, staged->args, begin, end);
+      else cpu::kernels().forward(mine, begin, end);
+    };
   });
 }
 
@@ -229,30 +233,34 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const auto rows_of = [&](int64_t count) { return (x.rows + count - 1) / count; };
   const int64_t worth_a_region = rows_of(std::max<int64_t>(1, x.rows * x.cols / kRegion));
   const int64_t block_rows = std::max<int64_t>({8, std::min(worth_a_region, short_block), rows_of(64)});
-  const int64_t blocks = (x.rows + block_rows - 1) / block_rows, row_bytes = x.cols * stats.element_size();
-  const bool sums = call.wants[1] || call.wants[2];
+  const int64_t blocks = (x.rows + block_rows - 1) / block_rows, block_elements = block_rows * x.cols;
+  const int64_t row_bytes = x.cols * stats.element_size(), sums = call.wants[1] + call.wants[2];
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(sums ? 2 * blocks * row_bytes : 0);
   const auto partial = [&](int which, int64_t block) -> void* {
     if (!call.wants[1 + which]) return nullptr;
     return static_cast<char*>(partials.get()) + (which * blocks + block) * row_bytes;
   };
-  share(blocks, block_rows * x.cols, [&](int64_t begin, int64_t end) {
-    const Prepared w(weight, acc), b(bias, acc);
-    cpu::Backward mine = args;
-    mine.weight = w.parameter.data;
-    cpu::BackwardStages stages{};
-    if (staged) stages = staged->args;
-    stages.bias = b.parameter.data;
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-      mine.dweight = partial(0, block);
-      mine.dbias = partial(1, block);
-      if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
-      else cpu::kernels().backward(mine, first, last);
-    }
+  share_by(blocks, block_elements, step_of(block_elements), [&] {
+    return [&, own = PreparedPair(weight, bias, acc)](int64_t begin, int64_t end) {
+      cpu::Backward mine = args;
+      mine.weight = own.weight.parameter.data;
+      cpu::BackwardStages stages{};
+      if (staged) stages = staged->args;
+      stages.bias = own.bias.parameter.data;
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+        mine.dweight = partial(0, block);
+        mine.dbias = partial(1, block);
+        if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
+        else cpu::kernels().backward(mine, first, last);
+      }
+    };
   });
-  if (call.wants[1]) add_rows(partial(0, 0), blocks, x.cols, dweight);
-  if (call.wants[2]) add_rows(partial(1, 0), blocks, x.cols, dbias);
+  if (sums == 0) return;
+  sum_rows(sums, blocks, x.cols, 1.0, [&](int64_t k) {
+    const int which = call.wants[1] ? static_cast<int>(k) : 1;
+    return RowSum{partial(which, 0), cpu_dtype(acc), which == 0 ? dweight : dbias};
+  });
 }
 
 }  // namespace kf

@@ -98,8 +98,9 @@ class JoinedMoments {
     } else {  // Chan: join (seen elements, mean, squares) and (count elements, local, stretch.squares)
       const double before = static_cast<double>(seen), added = static_cast<double>(count), joined = before + added;
       const double local = (stretch.center - base) + stretch.rest, shift = local - mean;
-      mean += shift * added / joined;
-      squares += stretch.squares + shift * shift * before * added / joined;
+      const double weight = added / joined;  // for which nothing waits
+      mean += shift * weight;
+      squares += stretch.squares + shift * shift * (before * weight);
     }
     seen += count;
   }

@@ -47,12 +47,12 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
 }
 
 // What `statistics` finds of one row, from the moments of its stretches.
-template <class A> std::pair<A, A> statistics_from(const Forward& c, const StretchMoments* stretches) {
+inline RowStatistics statistics_from(const Forward& c, const StretchMoments* stretches) {
   JoinedMoments row;
   for (int64_t start = 0; start < c.cols; start += kStretch)
     row.add(stretches[start / kStretch], std::min(kStretch, c.cols - start), c.rms);
   const auto [mean, variance] = row.total(1 / static_cast<double>(c.cols));
-  return {static_cast<A>(mean), static_cast<A>(1 / std::sqrt(variance + c.eps))};
+  return {mean, 1 / std::sqrt(variance + c.eps)};
 }
 
 // y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read
@@ -339,8 +339,9 @@ template <class X> int rows_together(const Backward& c) {
 // The sums of a few rows, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
 template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
-  for (int64_t start = 0; start < c.cols; start += kStretch)
-    add_stretch<false>(c, rows, count, first, start, std::min(start + kStretch, c.cols));
+  const int64_t width = summed_together(c.cols);
+  for (int64_t start = 0; start < c.cols; start += width)
+    add_stretch<false>(c, rows, count, first, start, std::min(start + width, c.cols));
 }
 
 // These and dx of a few rows, likewise.

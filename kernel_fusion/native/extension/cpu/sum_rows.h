@@ -16,17 +16,27 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
   cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
-// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, in double.
-template <class A> void sum_rows(const A* rows, int64_t count, int64_t cols, double divisor, at::Tensor& out, int64_t first) {
+// What is to be added up, rows of `type`, float or double, and where the sums belong: in `out` from element `first` on.
+struct RowSum {
+  const void* rows;
+  cpu::Dtype type;
+  at::Tensor& out;
+  int64_t first = 0;
+};
+
+// Of each of several: out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double. Which they are says
+// sum_of(0), sum_of(1), ...: one region of threads adds them all up.
+template <class F> void sum_rows(int64_t sums, int64_t count, int64_t cols, double divisor, F&& sum_of) {
   constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: so few columns that there are tiles for many threads
-  const int64_t tile = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns);
-  constexpr auto kType = std::is_same_v<A, double> ? cpu::Dtype::kDouble : cpu::Dtype::kFloat;
-  share((cols + tile - 1) / tile, tile * count, [&](int64_t begin, int64_t end) {
-    for (int64_t start = begin * tile; start < std::min(cols, end * tile); start += tile) {
-      const int64_t width = std::min(tile, cols - start);
-      double sums[cpu::kMaxColumns];
-      cpu::kernels().add_rows(kType, rows + start, count, cols, width, sums);
-      store_sums(sums, width, divisor, out, first + start);
+  const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns), tiles = (cols + width - 1) / width;
+  share(sums * tiles, width * count, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t start = tile % tiles * width, n = std::min(width, cols - start);
+      const RowSum sum = sum_of(tile / tiles);
+      const int64_t size = sum.type == cpu::Dtype::kDouble ? sizeof(double) : sizeof(float);
+      double columns[cpu::kMaxColumns];
+      cpu::kernels().add_rows(sum.type, static_cast<const char*>(sum.rows) + start * size, count, cols, n, columns);
+      store_sums(columns, n, divisor, sum.out, sum.first + start);
     }
   });
 }

@@ -4,17 +4,72 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace kf {
 
 // Elements that are worth a parallel region, which wakes every thread, however few of them find work in it.
 constexpr int64_t kRegion = 32768;
 
-// at::parallel_for over `count` steps of so many elements each: all threads, or none.
+// Those that could share a region which begins here.
+inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
+// The steps that are left of one thread's portion of a loop. It takes them from the front; threads that are done with theirs take them
+// from the back, where they do not meet it in a page that is new to both.
+class alignas(64) Portion {
+ public:
+  void set(int64_t begin, int64_t end) { steps = packed(static_cast<uint32_t>(begin), static_cast<uint32_t>(end)); }
+
+  // [first, last): a quarter of what is left, so that the last ones are small; empty: nothing is left.
+  std::pair<int64_t, int64_t> take(bool from_back) {
+    for (uint64_t old = steps.load(std::memory_order_relaxed);;) {
+      const auto begin = static_cast<uint32_t>(old), end = static_cast<uint32_t>(old >> 32), some = (end - begin + 3) / 4;
+      if (begin == end) return {0, 0};
+      const uint64_t rest = from_back ? packed(begin, end - some) : packed(begin + some, end);
+      if (!steps.compare_exchange_weak(old, rest, std::memory_order_relaxed)) continue;
+      return from_back ? std::pair<int64_t, int64_t>(end - some, end) : std::pair<int64_t, int64_t>(begin, begin + some);
+    }
+  }
+
+ private:
+  static uint64_t packed(uint32_t begin, uint32_t end) { return begin | static_cast<uint64_t>(end) << 32; }
+  std::atomic<uint64_t> steps = 0;
+};
+
+// make() in every thread, and what it returns, f, for parts of [0, count), each of so many elements, as f(begin, end): all threads, or
+// none. Where a thread has so much to do that waking it counts little, in steps of `step` indices, those that are done help the others,
+// since threads are seldom equally fast: others of the machine share their cores, or their hypervisor's. 16 threads take 0.40 ms for
+// 4096 x 4096 fp16 instead of 0.53, and 31 us for 1000 x 1024 instead of 35 (Xeon).
+template <class Make> void share_by(int64_t count, int64_t elements_each, int64_t step, Make&& make) {
+  constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements of a thread
+  const int64_t least = std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
+  const int64_t threads = std::min(free_threads(), (count + least - 1) / least), steps = (count + step - 1) / step;
+  const bool is_small = count * elements_each <= kRegion;
+  if (is_small || threads <= 1 || steps < 2 * threads || count * elements_each < kMuch * threads)
+    return at::parallel_for(0, count, is_small ? count : least, [&](int64_t begin, int64_t end) { make()(begin, end); });
+  std::vector<Portion> portions(threads);
+  for (int64_t t = 0; t < threads; ++t) portions[t].set(t * steps / threads, (t + 1) * steps / threads);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    auto&& f = make();
+    for (int64_t mine = begin; mine < end; ++mine)
+      for (int64_t ahead = 0; ahead < threads; ++ahead)
+        for (;;) {
+          const auto [first, last] = portions[(mine + ahead) % threads].take(/*from_back=*/ahead > 0);
+          if (first == last) break;
+          f(first * step, std::min(count, last * step));
+        }
+  });
+}
+
+// Indices of some thousand elements.
+inline int64_t step_of(int64_t elements_each) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, elements_each)); }
+
+// The same by such steps, where nothing is to be made.
 template <class F> void share(int64_t count, int64_t elements_each, F&& f) {
-  constexpr int64_t kLeast = 2048;  // of a thread
-  const int64_t grain = count * elements_each <= kRegion ? count : std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
-  at::parallel_for(0, count, grain, f);
+  share_by(count, elements_each, step_of(elements_each), [&]() -> F& { return f; });
 }
 
 }  // namespace kf
