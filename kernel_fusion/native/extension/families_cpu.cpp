@@ -72,7 +72,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
                                            right, sums);
     }
   });
-  sum_rows(1, blocks, call.cols, 1.0, [&](int64_t) { return RowSum{partials.get(), cpu::Dtype::kDouble, db}; });
+  sum_rows(1, blocks, call.cols, 1.0, [&](int64_t) { return RowsToSum{partials.get(), at::kDouble, db}; });
 }
 
 // ---- Reductions ------------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
   });
   if (blocks == 1) return;
   sum_rows(outer, blocks, args.inner, divisor, [&](int64_t o) {
-    return RowSum{partials.get() + o * blocks * args.inner, cpu::Dtype::kDouble, out, o * args.inner};
+    return RowsToSum{partials.get() + o * blocks * args.inner, at::kDouble, out, o * args.inner};
   });
 }
 

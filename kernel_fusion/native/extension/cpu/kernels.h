@@ -87,11 +87,11 @@ struct BackwardByColumns : Backward {
   Dtype dweight_type, dbias_type;
 };
 
-// Columns that backward sums up at a time, whoever takes them: a stretch, or in rows of less than 16 stretches that threads may share
-// half of one, so that there is something for 16 of them: they take 0.12 ms for 64 x 16384 fp16 instead of 0.16, and two as long as
-// before (Xeon).
-inline int64_t summed_together(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
-inline int64_t pieces_of(int64_t cols) { return (cols + summed_together(cols) - 1) / summed_together(cols); }
+// Backward sums up a strip of columns at a time, the same by columns and by blocks of rows, lest dx of a row depend on the others: a
+// stretch, or in rows of fewer than 16 stretches that threads may share half of one, so that there is something for 16 threads. They
+// take 0.12 ms for 64 x 16384 fp16 instead of 0.16, and two threads as long as before (Xeon).
+inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
+inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
 // What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages {
@@ -123,20 +123,19 @@ using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 // Of `rows` long rows the pieces [begin, end), where piece s * rows + row is stretch s of a row: what its statistics are made of, at
-// moments[row * stretches + s]; and the results, from the moments of all pieces. What a thread knows of the rows already: for the
-// rows of which it has had a piece the statistics, for others zeros.
+// moments[row * stretches + s]; the statistics of the rows [begin, end), which are stored where they are wanted; and the results.
 struct StretchMoments {
   double center, rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it; RMSNorm: of x
 };
 struct RowStatistics {
-  double mean, rstd;
+  double mean, rstd;  // before they are rounded to the accumulator type
 };
 using RowNormForwardMoments = void(const Forward&, int64_t rows, int64_t begin, int64_t end, StretchMoments* moments);
-using RowNormForwardStretches = void(const Forward&, int64_t rows, int64_t begin, int64_t end, const StretchMoments* moments,
-                                     RowStatistics* known);
+using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments, RowStatistics* statistics);
+using RowNormForwardStretches = void(const Forward&, int64_t rows, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
-// The pieces [begin, end) of columns that are summed up together: what the row adds to the sums that it needs, at piece * rows + row,
-// with the piece of dweight and dbias; and dx, from the sums of the whole rows.
+// The strips [begin, end): what each row adds to the sums that it needs, at strip * rows + row, with the strip of dweight and dbias; and
+// dx, from the sums of the whole rows.
 struct RowSums {
   double g, gx;
 };
@@ -257,6 +256,7 @@ struct Kernels {
   PrepareParameter* prepare;
   RowNormForward* forward;
   RowNormForwardMoments* forward_moments;
+  RowNormForwardStatistics* forward_statistics;
   RowNormForwardStretches* forward_stretches;
   RowNormBackward* backward;
   RowNormBackwardSums* backward_sums;

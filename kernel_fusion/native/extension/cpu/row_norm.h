@@ -336,10 +336,10 @@ template <class X> int rows_together(const Backward& c) {
   return kRowsAtOnce * c.cols > kKept && 2 * c.cols <= kKept ? 2 : kRowsAtOnce;
 }
 
-// The sums of a few rows, from one stretch of columns to the next: while the rows pass by, what is added up stays in the cache.
+// The sums of a few rows, from one strip of columns to the next: while the rows pass by, what is added up stays in the cache.
 // `first`: as in add_columns.
 template <class X, class DY> void add_together(const Backward& c, Row<X, DY>* rows, int count, bool first) {
-  const int64_t width = summed_together(c.cols);
+  const int64_t width = strip_width(c.cols);
   for (int64_t start = 0; start < c.cols; start += width)
     add_stretch<false>(c, rows, count, first, start, std::min(start + width, c.cols));
 }

@@ -16,27 +16,28 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
   cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
-// What is to be added up, rows of `type`, float or double, and where the sums belong: in `out` from element `first` on.
-struct RowSum {
+// Rows of `type`, float or double, whose sums belong in `out` from element `first` on.
+struct RowsToSum {
   const void* rows;
-  cpu::Dtype type;
+  at::ScalarType type;
   at::Tensor& out;
   int64_t first = 0;
 };
 
-// Of each of several: out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double. Which they are says
-// sum_of(0), sum_of(1), ...: one region of threads adds them all up.
-template <class F> void sum_rows(int64_t sums, int64_t count, int64_t cols, double divisor, F&& sum_of) {
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for each of so many outputs: those of
+// rows_to_sum(0), rows_to_sum(1), ... One region of threads adds them all up: two would cost a fifth of backward of 1000 x 1024 fp16 by
+// 16 threads, 132 instead of 118 us (Xeon).
+template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
   constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: so few columns that there are tiles for many threads
   const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns), tiles = (cols + width - 1) / width;
-  share(sums * tiles, width * count, [&](int64_t begin, int64_t end) {
+  share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t start = tile % tiles * width, n = std::min(width, cols - start);
-      const RowSum sum = sum_of(tile / tiles);
-      const int64_t size = sum.type == cpu::Dtype::kDouble ? sizeof(double) : sizeof(float);
-      double columns[cpu::kMaxColumns];
-      cpu::kernels().add_rows(sum.type, static_cast<const char*>(sum.rows) + start * size, count, cols, n, columns);
-      store_sums(columns, n, divisor, sum.out, sum.first + start);
+      const RowsToSum of = rows_to_sum(tile / tiles);
+      const auto* rows = static_cast<const char*>(of.rows) + start * static_cast<int64_t>(c10::elementSize(of.type));
+      double sums[cpu::kMaxColumns];
+      cpu::kernels().add_rows(cpu_dtype(of.type), rows, count, cols, n, sums);
+      store_sums(sums, n, divisor, of.out, of.first + start);
     }
   });
 }

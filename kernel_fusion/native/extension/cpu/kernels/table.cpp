@@ -7,6 +7,7 @@ namespace CPU_CAPABILITY {
 PrepareParameter prepare;
 RowNormForward forward;
 RowNormForwardMoments forward_moments;
+RowNormForwardStatistics forward_statistics;
 RowNormForwardStretches forward_stretches;
 RowNormBackward backward;
 RowNormBackwardSums backward_sums;
@@ -23,7 +24,7 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
-const Kernels kernels{prepare, forward, forward_moments, forward_stretches, backward, backward_sums, backward_dx,
+const Kernels kernels{prepare, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
                       forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
