@@ -45,6 +45,9 @@ inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStre
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
+// So few shorter rows of a thread that weight and bias are left to the kernel too, which may read them as they are.
+inline constexpr int64_t kShortRowsUnprepared = 4;
+
 // weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.
 struct Forward {
   const void* x;
@@ -122,17 +125,17 @@ struct BackwardStages : Stages {
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Of `rows` long rows the pieces [begin, end), where piece s * rows + row is stretch s of a row: what its statistics are made of, at
-// moments[row * stretches + s]; the statistics of the rows [begin, end), which are stored where they are wanted; and the results.
+// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what its statistics are made of, at
+// moments[piece]; the statistics of the rows [begin, end), which are stored where they are wanted; and the results.
 struct StretchMoments {
   double center, rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it; RMSNorm: of x
 };
 struct RowStatistics {
   double mean, rstd;  // before they are rounded to the accumulator type
 };
-using RowNormForwardMoments = void(const Forward&, int64_t rows, int64_t begin, int64_t end, StretchMoments* moments);
+using RowNormForwardMoments = void(const Forward&, int64_t begin, int64_t end, StretchMoments* moments);
 using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments, RowStatistics* statistics);
-using RowNormForwardStretches = void(const Forward&, int64_t rows, int64_t begin, int64_t end, const RowStatistics* statistics);
+using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
 // The strips [begin, end): what each row adds to the sums that it needs, at strip * rows + row, with the strip of dweight and dbias; and
 // dx, from the sums of the whole rows.
