@@ -177,7 +177,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   if (call.stages) staged.emplace(call, h);
   else if (shares_stretches(x)) return forward_by_stretches(args, x.rows);
   const bool by_stretches = !staged && cpu::are_long(x.cols);
-  const bool later = !staged && ceil_div(x.rows, free_threads()) <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
+  const int64_t rows = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());  // of a thread
+  const bool later = !staged && rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
   share_by(x.rows, x.cols, by_stretches ? cpu::kLongRowsTogether : step_of(x.cols), [&] {
     return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) {
       cpu::Forward mine = args;

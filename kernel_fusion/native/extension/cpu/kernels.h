@@ -45,7 +45,7 @@ inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStre
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
-// So few shorter rows of a thread that weight and bias are left to the kernel too, which may read them as they are.
+// Of so few shorter rows a thread leaves weight and bias to the kernel too, which may read them as they are.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
 // weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.

@@ -12,8 +12,10 @@
 
 namespace kf {
 
-// Elements that are worth a parallel region, which wakes every thread, however few of them find work in it.
+// Elements that are worth a parallel region, which wakes every thread, however few of them find work in it; and whether so many are
+// left to one.
 constexpr int64_t kRegion = 32768;
+inline bool is_small(int64_t elements) { return elements <= kRegion; }
 
 // Threads that could share a region that begins here.
 inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
@@ -49,10 +51,10 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
   constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements of a thread
   const int64_t least = std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
   const int64_t threads = std::min(free_threads(), (count + least - 1) / least), steps = (count + step - 1) / step;
-  const bool is_small = count * elements_each <= kRegion;
-  const bool helps = steps >= 2 * threads && count * elements_each >= kMuch * threads && steps <= std::numeric_limits<int32_t>::max();
-  if (is_small || threads <= 1 || !helps)
-    return at::parallel_for(0, count, is_small ? count : least, [&](int64_t begin, int64_t end) { make()(begin, end); });
+  const int64_t elements = count * elements_each;
+  const bool helps = steps >= 2 * threads && elements >= kMuch * threads && steps <= std::numeric_limits<int32_t>::max();
+  if (is_small(elements) || threads <= 1 || !helps)
+    return at::parallel_for(0, count, is_small(elements) ? count : least, [&](int64_t begin, int64_t end) { make()(begin, end); });
   std::vector<Portion> portions(threads);
   for (int64_t t = 0; t < threads; ++t) portions[t].set(t * steps / threads, (t + 1) * steps / threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
