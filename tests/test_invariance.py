@@ -50,8 +50,8 @@ def test_repeated_calls(verb: str, rows: int, cols: int, dtype: torch.dtype, tar
 
 # Grid rationale. Odd lengths, whose rows begin at every alignment; lengths at and around one vector, one warp and one
 # block; one of which a CPU could keep a single row between the passes of backward, but not four (1500 in 16 bits); a
-# length of which a GPU reads RMSNorm twice; one of which a CPU shares the columns of a single row, in strips and less
-# than one; 67 rows are odd and more than a block of rows.
+# length of which a GPU reads RMSNorm twice; one of which CPU threads share the columns even of a single row, in whole
+# strips and a part of one; 67 rows are odd and more than a block of rows.
 _LENGTHS = (1, 3, 17, 64, 255, 1000, 1023, 1024, 1500, 4097, 20001, 24576)
 
 
@@ -242,7 +242,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "cols"), [(1, 4096), (7, 1000), (1000, 255), (513, 1024), (4096, 17), (3, 20001), (50, 16500)]
+    ("rows", "cols"), [(1, 4096), (7, 1000), (1000, 255), (513, 1024), (4096, 17), (3, 20001), (50, 16500), (12, 9000)]
 )
 def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) -> None:
     """On the CPU one, two and three threads give the same bits, sums over rows included."""

@@ -107,8 +107,8 @@ bool is_bare(const BackwardCall& call) {
 
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They share
 // the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65 for bf16
-// instead of 98 (Xeon). They go row after row, so that a thread finds what it wrote and read in the calls around this one: stretch after
-// stretch, for which less is prepared, they take 92 us for fp32 instead of 67 among calls that share memory in its order.
+// instead of 98 (Xeon). They go row after row, so that a thread finds what it read and wrote in the calls around this one: stretch after
+// stretch, fp32 took 92 us instead of 67 among calls whose threads take memory in its order, in two runs on different days.
 bool shares_stretches(const Rows& x) {
   const int64_t rounds = ceil_div(x.rows, free_threads());
   return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
@@ -179,7 +179,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const bool by_stretches = !staged && cpu::are_long(x.cols);
   const int64_t rows = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());  // of a thread
   const bool later = !staged && rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
-  share_by(x.rows, x.cols, by_stretches ? cpu::kLongRowsTogether : step_of(x.cols), [&] {
+  // What is not prepared is so by each part, of which a thread has one then.
+  share_by(x.rows, x.cols, later ? rows : by_stretches ? cpu::kLongRowsTogether : step_of(x.cols), [&] {
     return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) {
       cpu::Forward mine = args;
       mine.weight = w.parameter;

@@ -57,7 +57,7 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
         // What needs no widening would be waited for where a row meets it, and with it, in every row, what shares the scoreboard of
         // these loads: the read of `pace`. 4096x32768 bf16 beside fp32 took 211 us on an H200; with an instruction that waits here it
-        // takes 197 (torch 2.11.0+cu130, in no result file). Rows of fp32 wait for memory longer, and neither gain nor lose.
+        // takes 197 (torch 2.11.0+cu130; the former in no result file). Rows of fp32 wait for memory longer, and neither gain nor lose.
         if constexpr (kPresent<T> && sizeof(T) == 4 && sizeof(typename S::X) < 4)
 #pragma unroll
           for (int e = 0; e < kVec; e += 4) wide[i][e] = __shfl_sync(0xffffffffu, wide[i][e], threadIdx.x % 32);

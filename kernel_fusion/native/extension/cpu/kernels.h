@@ -45,10 +45,11 @@ inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStre
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
-// Of so few shorter rows a thread leaves weight and bias to the kernel too, which may read them as they are.
+// A thread that has so few shorter rows leaves weight and bias to the kernel too.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
-// weight and bias are prepared, or are yet to be, stretch by stretch; with stages they are.
+// weight and bias are prepared, or left to the kernel, which prepares them stretch by stretch or reads them as they are; with stages they
+// are prepared.
 struct Forward {
   const void* x;
   Parameter weight, bias;

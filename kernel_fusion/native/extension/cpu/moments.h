@@ -98,7 +98,7 @@ class JoinedMoments {
     } else {  // Chan: join (seen elements, mean, squares) and (count elements, local, stretch.squares)
       const double before = static_cast<double>(seen), added = static_cast<double>(count), joined = before + added;
       const double local = (stretch.center - base) + stretch.rest, shift = local - mean;
-      const double share = added / joined;  // a division that waits for no sum
+      const double share = added / joined;
       mean += shift * share;
       squares += stretch.squares + shift * shift * (before * share);
     }

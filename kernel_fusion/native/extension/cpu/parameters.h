@@ -24,7 +24,7 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
   const auto offsets = both(offset);
   sweep<A>(end - begin, [&](int64_t i, auto part) {
     auto v = load_pair(in + i, part) + offsets;
-    if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // others are rounded with a look at NaN
+    if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // other results are rounded so that NaN stays, or not at all
     if constexpr (std::is_same_v<A, float> && std::is_same_v<decltype(part), Whole>)
       if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
     store_pair(out + i, v, part);
