@@ -56,12 +56,10 @@ template <> struct Math<float> : VectorMath<float> {
   using I = at::vec::Vectorized<int32_t>;
 
   static KF_INLINE V exp(V x) {
-#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity and 0; min and max give NaN where their second number is NaN
-    return exp_bounded(_mm512_max_ps(of(-104), _mm512_min_ps(of(104), x)));
+#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity; min gives NaN where its second number is NaN
+    return exp_or_zero(_mm512_min_ps(of(104), x));
 #else
-    const V inner = exp_bounded(x);
-    const V edge = where_gt(x, of(0), of(std::numeric_limits<double>::infinity()), where_gt(of(0), x, of(0), x));  // NaN: x
-    return V::blendv(edge, inner, (x > of(-87.336548)) & (x < of(88.722840)));
+    return V::blendv(where_gt(x, of(0), of(std::numeric_limits<double>::infinity()), x), exp_or_zero(x), x < of(88.722840));
 #endif
   }
 
@@ -110,7 +108,7 @@ template <> struct Math<float> : VectorMath<float> {
   // Where the power is wanted too. Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.
   static KF_INLINE V erf(V x, V& power) {
     const V square = x * x, t = reciprocal(at::vec::fmadd(of(0.3275911), x.abs(), of(1)));
-    power = exp_bounded(square.neg()) & (square < of(87.336));
+    power = exp_or_zero(square.neg());
     const V series = t * polynomial(t, 0.254829592f, -0.284496736f, 1.421413741f, -1.453152027f, 1.061405429f);
     return with_sign(of(1) - series * power, x);
   }
@@ -129,13 +127,25 @@ template <> struct Math<float> : VectorMath<float> {
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // 2^n (1 + e), for x between -87 and 88, and no NaN: n is added to the exponent. With AVX-512 up to 104 either way, and for NaN.
+  // 2^n (1 + e), for x between -87 and 88, and no NaN: n is added to the exponent. With AVX-512 up to 104, and for NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
 #if defined(CPU_CAPABILITY_AVX512)
     return _mm512_scalef_ps(of(1) + p.e, p.n());
 #else
     return as_float(as_int(of(1) + p.e) + (as_int(p.shifted) << I(23)));
+#endif
+  }
+
+  // The same for all lower x too: 0 where the result would lie below the smallest normal number. To scale to such a number takes
+  // 71 ns instead of 1 (Xeon), so those lanes are left out.
+  static KF_INLINE V exp_or_zero(V x) {
+    const V least = of(-87.336548);
+#if defined(CPU_CAPABILITY_AVX512)
+    const Power p(x);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), of(1) + p.e, p.n());
+#else
+    return exp_bounded(x) & (x > least);
 #endif
   }
 
