@@ -275,14 +275,17 @@ def test_stretches_of_few_long_rows(dtype: torch.dtype, parameters: str) -> None
     assert torch.equal(ys[0], ys[1])
 
 
-def test_long_rows_past_the_caches() -> None:
-    """On the CPU one thread and two give the same bits of 36 MB whose rows begin anywhere in a cache line."""
-    x = torch.randn(3, 3_000_001)
+# Sixteen threads keep in the caches what one and two write past them.
+@pytest.mark.parametrize(("rows", "cols"), [(3, 3_000_001), (4500, 1001)])
+def test_rows_past_the_caches(rows: int, cols: int) -> None:
+    """On the CPU one, two and sixteen threads give the same bits of 36 MB whose rows begin anywhere in a cache line."""
+    x = torch.randn(rows, cols)
     ys = []
-    for count in (1, 2):
+    for count in (1, 2, 16):
         with _threads(count), CPU.ran(forward=1):
-            ys.append(kf.rms_norm(x, 3_000_001))
-    assert torch.equal(ys[0], ys[1])
+            ys.append(kf.rms_norm(x, cols))
+    assert torch.equal(ys[1], ys[0])
+    assert torch.equal(ys[2], ys[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

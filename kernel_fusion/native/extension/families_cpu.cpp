@@ -31,7 +31,7 @@ cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter,
   size_t moved = 0;
   for (int k = 0; k < iter.ntensors(); ++k) moved += iter.tensor(k).nbytes();
   cpu::ChainOperands operands{chain, {}, static_cast<const char*>(iter.data_ptr(base)), {wants[0], wants[1]},
-                              iter.dtype(base) == at::kDouble, past_caches(moved)};
+                              iter.dtype(base) == at::kDouble, past_caches(moved, free_threads())};
   for (int k = 0; k < iter.ntensors(); ++k) operands.types[k] = cpu_dtype(iter.dtype(k));
   return operands;
 }
@@ -57,7 +57,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
                                da.defined() ? static_cast<char*>(da.data_ptr()) : nullptr, call.cols,
                                cpu_dtype(call.dy.scalar_type()), cpu_dtype(call.a.scalar_type()),
                                cpu_dtype(call.b.scalar_type()), call.dy.scalar_type() == at::kDouble,
-                               past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0))};
+                               past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0), free_threads())};
   // At most 64 blocks of rows, so that their partial rows stay a small part of the traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
@@ -186,7 +186,7 @@ void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, Tensor& 
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
   const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
                                   cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()),
-                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes())};
+                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads())};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });

@@ -169,7 +169,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(), weight.parameter, bias.parameter, y.data_ptr(), mean, rstd, x.cols, x.layout,
-                          call.eps, call.rms, x_type, y_type, past_caches(call.input.nbytes() + y.nbytes())};
+                          call.eps, call.rms, x_type, y_type, past_caches(call.input.nbytes() + y.nbytes(), free_threads())};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
@@ -203,9 +203,11 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual);
   if (call.stages) moved += bytes_of(call.stages->dh) + bytes_of(call.stages->x);
+  // Not the caches of all threads: 16 take 0.46 ms so for 2048 x 2048 fp32 instead of 0.40 (Xeon).
+  const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
   cpu::Backward args{dy.data(), x.data(), mean, rstd, nullptr,
                      call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
-                     dh.layout(), call.rms, x_type, dy_type, past_caches(moved), !by_columns && nearly_past_caches(moved)};
+                     dh.layout(), call.rms, x_type, dy_type, streams, is_far};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
   const Given bias(staged ? call.stages->bias : std::nullopt, 0.0, false);
