@@ -82,6 +82,7 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert plan.helpers in ((0, 1, 2) if forward else (0,))
     assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.storage in ("none", "registers")
+    assert not (plan.few and forward)
     # A block without columns would copy what lies behind the row.
     columns_per_block = columns_per_thread(spec, plan) * 32 * plan.warps // plan.cluster
     assert (plan.cluster - 1) * columns_per_block < spec.cols
@@ -144,6 +145,7 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         persistent=backward,
         stages=0,
         helpers=0,
+        few=False,
         pace=None,
         shifted=False,
         tiled=False,
@@ -183,6 +185,8 @@ def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     if plan.stages:
         yield replace(plan, pace=None)
         yield replace(plan, pace=Pace(plan.pace.tolerance if plan.pace else 8, least=1))
+        if plan.few:
+            yield replace(plan, few=False)
     for helpers in range(plan.helpers):
         yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
     for stages in range(2, plan.stages):

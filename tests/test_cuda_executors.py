@@ -106,6 +106,29 @@ def test_stores_by_whole_sectors_give_the_same_bits(verb: str, cols: int, dtype:
     assert torch.equal(*results)
 
 
+# Grid rationale. Twelve rows at a time in three slots (768), several in four, by two blocks to a multiprocessor (1280)
+# or one; vectors that rows end among (1600); one row at a time (6144).
+@pytest.mark.parametrize("cols", [768, 1280, 1600, 2048, 6144])
+def test_few_rows_have_the_same_bits(verb: str, cols: int) -> None:
+    """Backward has the same results by the loop for few rows and by that for many, up to where it takes over."""
+    spec = RowNormSpec("backward", verb == "rms_norm", cols, "bf16", "bf16", "bf16", "bf16", grads=(True, True, True))
+    device = Device.of(torch.cuda.current_device())
+    plan = planner.plan_for(spec, planner.contiguous_access(spec), device)
+    if not plan.few:
+        pytest.skip(f"few rows have no loop of their own on sm_{device.arch}")
+    groups = torch.cuda.get_device_properties().multi_processor_count * plan.per_block
+    for rows in (1, groups // 2, groups + 1, plan.stages * groups, plan.stages * groups + 1, 8 * groups + 5):
+        x, dy = (torch.randn(rows, cols, device="cuda").add_(3).to(BF16) for _ in range(2))
+        results = []
+        for few in (True, False):
+            leaves = [x.clone(), *(torch.ones(cols, dtype=BF16, device="cuda") for _ in range(2))]
+            with forced("backward", replace(plan, few=few)), CUDA.ran(forward=1, backward=1):
+                y = call(verb, *(leaf.requires_grad_() for leaf in leaves), backend="cuda")
+                results.append(torch.autograd.grad(y, leaves, dy))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), rows
+
+
 # Grid rationale. Lengths of many rows at a time (254, 255), in a block, read twice (RMSNorm of 24576) or in a cluster,
 # and of single elements in either. "padded" rows have a stride of N + 1, so that each begins at another alignment;
 # "unaligned" ones a storage offset of one element.

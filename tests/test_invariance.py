@@ -277,7 +277,7 @@ def test_stretches_of_few_long_rows(dtype: torch.dtype, parameters: str) -> None
 
 # Sixteen threads keep in the caches what one and two write past them.
 @pytest.mark.parametrize(("rows", "cols"), [(3, 3_000_001), (4500, 1001)])
-def test_rows_past_the_caches(rows: int, cols: int) -> None:
+def test_number_of_threads_past_the_caches(rows: int, cols: int) -> None:
     """On the CPU one, two and sixteen threads give the same bits of 36 MB whose rows begin anywhere in a cache line."""
     x = torch.randn(rows, cols)
     ys = []

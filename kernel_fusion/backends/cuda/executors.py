@@ -50,6 +50,7 @@ class Plan(Launch):
         stages: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
         helpers: warps of a staged block that have no columns (kernels/row_stream.cuh): one is the combiner, the second
             one the producer.
+        few: staged backward has a loop of its own for no more rows than are in its slots at once.
         pace: how the blocks that stream rows keep together; None: they go apart.
         shifted: forward stores single elements by whole sectors (kernels/shifted_store.cuh).
         tiled: all rows of a block pass through shared memory together.
@@ -72,6 +73,7 @@ class Plan(Launch):
     prefetch: bool = False
     stages: int = 0
     helpers: int = 0
+    few: bool = False
     pace: Pace | None = None
     shifted: bool = False
     tiled: bool = False

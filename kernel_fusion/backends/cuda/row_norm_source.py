@@ -92,6 +92,7 @@ def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[s
         "kKeeping": _KEEPING.index(plan.weight),
         "kUnkept": plan.unkept,
         "kKeepingBias": _KEEPING.index(plan.bias),
+        "kFew": plan.few,
         "kStridedDY": access.strided_y,
         "kAlignDY": access.y,
         "kAlignDX": access.dx,

@@ -151,7 +151,11 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
       }
     }
   };
-  stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
+  // Which rows have the loop for few, and what it saves: plan_backward.py.
+  const bool are_few = S::kFew && args.rows <= S::kStages * step;
+  if constexpr (S::kFew)
+    if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);
+  if (!are_few) stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
 
   // One partial row per block. Several groups add up theirs, in order, in shared memory that the rows have left.
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;

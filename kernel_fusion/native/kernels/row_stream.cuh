@@ -123,8 +123,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   //   first_pass(row, slot) -> own  the warp's two sums
   //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all virtual warps; of a single one as they are
   //   second_pass(row, slot, pair)  the slot is free after it
-  // start() fills the ring; what the caller loads before run() overlaps with that. The producer calls produce() instead of them,
-  // the combiner combine_all().
+  // start() fills the ring; what the caller loads before run() or run_few() overlaps with that. The producer calls produce() instead
+  // of them, the combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
       // As a condition of the loop this made backward of 16384 columns take 2.4 times as long on an H200.
@@ -161,14 +161,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         const unsigned buffer = (n - kLag) % kBuffers;
         const unsigned phase = (n - kLag) / kBuffers % 2;
         const i64 passed = row - kLag * step;
-        Pair pair = kLag ? own : next;
-        if constexpr (kCombiner) {
-          mbarrier_wait(&shared.combined[buffer], phase);
-          pair = shared.results[buffer];
-        } else if constexpr (S::kWarps > 1) {
-          mbarrier_wait(&shared.exchanged[buffer], phase);
-          pair = combine(passed, static_cast<Sums>(shared.sums[buffer]));
-        }
+        const Pair pair = collect(passed, buffer, phase, kLag ? own : next, combine);
         second_pass(passed, kLag ? last : slot, pair);
         __syncwarp();
         if (at.lane == 0) mbarrier_arrive(&shared.empty[kLag ? last : slot]);
@@ -181,6 +174,21 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         slot = 0;
         parity ^= 1;
       }
+    }
+  }
+
+  // run() of no more rows than there are slots, all of which start() has asked for: one after the other, without what the ring
+  // and a second row take. Not beside a producer.
+  template <class First, class Combine, class Second>
+  __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
+    static_assert(kStages <= kBuffers);
+    i64 row = first;
+#pragma unroll 1
+    for (int slot = 0; row < rows; ++slot, row += step) {
+      mbarrier_wait(&shared.full[slot], 0);
+      const Pair own = first_pass(row, slot);
+      announce(slot, own.first, own.second);
+      second_pass(row, slot, collect(row, slot, 0, own, combine));
     }
   }
 
@@ -222,6 +230,18 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // This thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it keeps in
   // registers of every lane what a warp has once.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
+  // What the second pass over a row needs, once all its sums are there; of a single warp its own.
+  template <class Combine> __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
+    if constexpr (kCombiner) {
+      mbarrier_wait(&shared.combined[buffer], phase);
+      return shared.results[buffer];
+    } else if constexpr (S::kWarps > 1) {
+      mbarrier_wait(&shared.exchanged[buffer], phase);
+      return combine(row, static_cast<Sums>(shared.sums[buffer]));
+    }
+    return own;
+  }
 
   // By one thread, for each row: the bytes that come from all blocks of a cluster.
   __device__ void expect_sums(unsigned buffer) const {
