@@ -6,7 +6,7 @@ their sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -121,27 +121,24 @@ def published_b() -> Iterator[str]:
     yield ""
 
 
-_CPU_COMPILED_RUNS = {  # by file: how many threads, and what is to be said of it
+_CPU_RUNS = {  # by file: how many threads, and what is to be said of it
     "amd-epyc-zen5-2-cores/cpu.json": (
         (1, 2),
         "by `kernel-fusion bench cpu --threads 1,2 --directions forward,backward --peers torch.compile`: AMD EPYC"
         " (family 26, model 2), 2 cores of a virtual machine, torch 2.13.0+cpu, AVX-512.",
     ),
-}
-_CPU_RUNS = {
-    **_CPU_COMPILED_RUNS,
     "intel-xeon-16-cores/cpu-quick.json": (
         (16,),
         "by `kernel-fusion bench cpu --quick --device cpu --threads 16 --dtypes fp32,bf16,fp16 --verbs"
-        " layer_norm,rms_norm --directions forward,backward --peers none` with the nine shapes: Intel Xeon (family 6,"
-        " model 207), 16 cores of a virtual machine, torch 2.11.0.",
+        " layer_norm,rms_norm --directions forward,backward --peers torch.compile` with the nine shapes: Intel Xeon"
+        " (family 6, model 207), 16 cores of a virtual machine, torch 2.11.0.",
     ),
 }
 
 
-def cpu_norms(runs: Mapping[str, tuple[tuple[int, ...], str]], other: str) -> Iterator[str]:
+def cpu_norms(other: str) -> Iterator[str]:
     """The time of another over ours, in every shape and dtype that was measured."""
-    for file, (thread_counts, words) in runs.items():
+    for file, (thread_counts, words) in _CPU_RUNS.items():
         cells = cells_of(file, "threads", "verb", "dtype", "direction", "configuration", folder=RESULTS)
         shapes = list(dict.fromkeys(key[4] for key in cells))
         for threads in thread_counts:
@@ -256,8 +253,8 @@ def host() -> Iterator[str]:
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
     ("README.md", "fused-ops"): operations.headline,
-    ("docs/cpu.md", "cpu norms"): partial(cpu_norms, _CPU_RUNS, "pytorch"),
-    ("docs/cpu.md", "cpu norms, torch.compile"): partial(cpu_norms, _CPU_COMPILED_RUNS, "torch.compile"),
+    ("docs/cpu.md", "cpu norms"): partial(cpu_norms, "pytorch"),
+    ("docs/cpu.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile"),
     ("docs/triton.md", "Triton, sweep"): triton_sweep,
     ("docs/triton.md", "Triton, large"): triton_large,
     ("docs/published.md", "published A"): published_a,
