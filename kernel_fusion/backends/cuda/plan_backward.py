@@ -56,9 +56,9 @@ def plan_backward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 def _has_loop_for_few(spec: RowNormSpec, plan: Plan, device: Device) -> bool:
     """Whether no more rows than are in the slots at once have a loop of their own, a third more to compile.
 
-    One after the other, without what the ring and a second row take. bf16 on an H200 in microseconds: 2048x1600 10.2
-    and 9.6, 4096x1024 10.8 and 10.3, 512x6144 11.0 and 10.0; RMSNorm of 2048x2048 10.0 and 9.6. In clusters 256x12288
-    11.3 and 11.1, but 4096x32768 196 and 199. Single elements would take too long to compile.
+    One after the other, without the instructions that a ring and a second row take. bf16 on an H200 in microseconds:
+    2048x1600 10.2 and 9.6, 4096x1024 10.8 and 10.3, 512x6144 11.0 and 10.0; RMSNorm of 2048x2048 10.0 and 9.6. In
+    clusters 256x12288 11.3 and 11.1, but 4096x32768 196 and 199. Single elements would take too long to compile.
     """
     return plan.stages > 2 and plan.cluster == 1 and plan.vec > 1 and device.arch == 90 and not spec.has_stages
 

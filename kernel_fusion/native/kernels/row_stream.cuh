@@ -177,8 +177,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // run() of no more rows than there are slots, all of which start() has asked for: one after the other, without what the ring
-  // and a second row take. Not beside a producer.
+  // run() where a group has no more rows than slots, so that start() has asked for all of them: one after the other, without the
+  // instructions that a ring and a second row take. Not beside a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
     static_assert(kStages <= kBuffers);

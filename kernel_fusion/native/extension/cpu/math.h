@@ -143,7 +143,7 @@ template <> struct Math<float> : VectorMath<float> {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
     const Power p(x);
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), of(1) + p.e, p.n());
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLE_UQ), of(1) + p.e, p.n());
 #else
     return exp_bounded(x) & (x > least);
 #endif
