@@ -296,7 +296,7 @@ def test_number_of_threads_past_the_caches_of_other_verbs() -> None:
     bias = torch.randn(3000, requires_grad=True)
     results = []
     for count in (1, 16):
-        with _threads(count), CPU.ran(forward=2, backward=3):
+        with _threads(count), CPU.ran(forward=2, backward=2):
             activated, weights = kf.bias_act(x, bias, "relu"), kf.softmax(x)
             grads = torch.autograd.grad(activated, (x, bias), dy), torch.autograd.grad(weights, x, dy)
             results.append([activated, weights, *grads[0], *grads[1]])
