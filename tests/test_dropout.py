@@ -383,6 +383,7 @@ def test_replays_of_a_graph_draw_anew(drop: Callable[..., Tensor]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, dx = step()
+    torch.cuda.synchronize()  # as the next test shows
     replays = []
     for seed in (1, None, 1):
         if seed is not None:
@@ -393,3 +394,28 @@ def test_replays_of_a_graph_draw_anew(drop: Callable[..., Tensor]) -> None:
         replays.append(y.clone())
     assert torch.equal(replays[0], replays[2])
     assert not torch.equal(replays[0], replays[1])
+
+
+@pytest.mark.cuda
+def test_pytorch_sets_the_seed_of_a_capture_on_its_stream() -> None:
+    """A replay that doesn't wait for the stream of the capture draws with the capture's seed, without a kernel of ours.
+
+    `capture_begin` writes the generator's seed on the capturing stream, `replay` the current one on its own. Here the
+    first write is held back until after the second.
+    """
+    stream, graph, cycles = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 10**8
+    torch.cuda.manual_seed(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+        graph.capture_begin()
+        torch.cuda._sleep(3 * cycles)
+        drawn = torch.randint(2**62, (1,), device="cuda")
+        graph.capture_end()
+    draws = []
+    for _ in range(2):
+        torch.cuda.manual_seed(1)
+        graph.replay()
+        draws.append(drawn.item())
+        torch.cuda.synchronize()
+    assert draws[0] != draws[1]
