@@ -188,3 +188,28 @@ def test_plot_command_says_what_there_is_nothing_of(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plot", str(path), "--kind", "pie"])
     assert result.exit_code == 2
     assert "there are: time, bandwidth" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_names_in_results_are_no_paths_and_no_formulas(tmp_path: Path) -> None:
+    """Every picture of names with slashes, dots and dollar signs lies in the folder, each under its own name."""
+    names = (r"../$\bad$", "..-bad-")
+    cells = [
+        measured(f"{provider}", ms, rows, bytes_moved=rows * MB, training_memory_bytes=MB, verb=name, direction=name)
+        for name in names
+        for provider, ms in (("floor", 1.0), ("pytorch", 3.0), (r"kf-$\bad$", 2.0))
+        for rows in (32, 64)
+    ]
+    hostile = run(*cells)
+    hostile.suite = hostile.title = r"../$\bad$/x"
+    hostile.about = hostile.about | {"machine": {"device": "cuda", "cpu": r"$\bad$"}}
+    folder = tmp_path / "a" / "b"
+    paths = plot.plot(hostile, folder, suffix="svg")
+    assert len({*paths}) == len(paths) > 2 * len(names)
+    assert {*paths} == {*folder.iterdir()} == {path for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_one_operation_with_a_name_like_a_formula_has_its_bars(tmp_path: Path) -> None:
+    """The names under the bars are texts, too."""
+    cells = [measured(name, 1.0, operation="$x^$") for name in ("pytorch", r"kf-$\bad$")]
+    (path,) = plot.plot(run(*cells), tmp_path, ["time"])
+    assert path.exists()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bench_support import ABOUT, measured, run
+from support import ROOT
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import results, tables
@@ -215,12 +216,83 @@ def test_compare_command_fails_only_when_asked_to(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["compare", "--fail-on-slower", *reversed(files)]).exit_code == 0
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"measurements": [{}]})])
-def test_a_file_that_holds_no_results_is_refused(content: str, tmp_path: Path) -> None:
-    """A usage error that names the file."""
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"measurements": [{}]}', b"\xff", b"[" * 100_000, b"[1" * 9])
+def test_a_file_that_holds_no_results_is_refused(content: bytes, tmp_path: Path) -> None:
+    """A usage error that names the file: nothing, other JSON, no text, nested too deeply, cut off."""
     path = tmp_path / "other.json"
-    path.write_text(content)
-    for command in (["compare", str(path), str(path)], ["plot", str(path)]):
+    path.write_bytes(content)
+    for command in (["compare", str(path), str(path)], ["plot", str(path)], ["report", str(path)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2, result.output
         assert "holds no results of" in " ".join(result.output.replace("│", " ").split())
+
+
+def with_value(tmp_path: Path, field: str, value: Any) -> Path:
+    """A results file in which the field at a path has another value; with `...` it is missing."""
+    path = run(measured("floor", 0.1, errors={"y": 0.5}), measured("kf-cuda", 0.1)).write_json(tmp_path)
+    data = json.loads(path.read_text())
+    *parts, last = field.split(".")
+    where = data
+    for part in parts:
+        where = where[int(part)] if part.isdecimal() else where[part]
+    if value is ...:
+        del where[last]
+    else:
+        where[last] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("machine", ..., "`machine` is missing"),
+        ("machine", 7, "`machine` must be an object, got 7"),
+        ("machine.cpu", "a\x1b[31m", "`machine.cpu` must be a printable text of 1 to 200 characters, got 'a\\x1b[31m'"),
+        ("method.time", ["a"], "`method.time` must be a text, a number, true, false or null, got ['a']"),
+        ("quick", "no", "`quick` must be true or false, got 'no'"),
+        ("title", "", "`title` must be a printable text of 1 to 200 characters, got ''"),
+        ("command", "\ud800", "`command` must be a text, got '\\ud800'"),
+        ("failures", {}, "`failures` must be a list, got {}"),
+        ("measurements", [1], "`measurements[0]` must be an object, got 1"),
+        ("measurements.1.rows", ..., "`measurements[1].rows` is missing"),
+        ("measurements.1.rows", 2.5, "`measurements[1].rows` must be a whole number from 0 on, below 2^63, got 2.5"),
+        ("measurements.1.cols", 10**40, "`measurements[1].cols` must be a whole number"),
+        ("measurements.1.threads", True, "`measurements[1].threads` must be a whole number"),
+        ("measurements.1.verb", None, "`measurements[1].verb` must be a printable text"),
+        ("measurements.1.verb", "x" * 201, "`measurements[1].verb` must be a printable text"),
+        ("measurements.1.median_ms", "0.1", "`measurements[1].median_ms` must be a number of milliseconds from 1e-09"),
+        ("measurements.1.median_ms", math.nan, "to 1e+12, got nan"),
+        ("measurements.1.q3_ms", math.inf, "to 1e+12, got inf"),
+        ("measurements.1.median_ms", 0, "to 1e+12, got 0"),
+        ("measurements.1.median_ms", 1e308, "to 1e+12, got 1e+308"),
+        ("measurements.1.q1_ms", ..., "`measurements[1].q1_ms` is missing"),
+        ("measurements.0.max_abs_error_y", "small", "`measurements[0].max_abs_error_y` must be a number"),
+    ],
+)
+def test_a_bad_value_is_named(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    """A usage error with the file, the field, what it must be and what came."""
+    path = with_value(tmp_path, field, value)
+    with pytest.raises(ValueError, match="holds no results of") as caught:
+        results.read(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert CliRunner().invoke(app, ["compare", str(path), str(path)]).exit_code == 2
+
+
+def test_a_peer_that_is_wrong_by_infinity_is_read_back(tmp_path: Path) -> None:
+    """Infinity and NaN are errors that can be measured, and no times."""
+    wrong = measured("quack", 0.1, errors={"y": math.inf, "dx": math.nan}, excesses={"y": math.inf})
+    (back,) = results.read(run(wrong).write_json(tmp_path)).measurements
+    assert (back.errors["y"], back.excesses) == (math.inf, {"y": math.inf})
+    assert math.isnan(back.errors["dx"])
+
+
+def test_the_results_of_the_repository_can_be_read() -> None:
+    """Also those written before a field was, which has a default then."""
+    kept = [path for path in (ROOT / "benchmarks" / "results").rglob("*.json") if '"measurements"' in path.read_text()]
+    assert len(kept) > 20
+    for path in kept:
+        run = results.read(path)
+        assert tables.tables(run)
+        assert tables.heading(run.title, run.about)

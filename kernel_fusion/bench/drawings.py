@@ -116,7 +116,8 @@ def _time_bars(axes: Axes, cell: dict[str, Measurement], look: Styles) -> None:
     labels = [style.label for style, _, _ in timed]
     colors, hatches = [style.color for style, _, _ in timed], [style.hatch for style, _, _ in timed]
     shape: dict[str, Any] = {"color": colors, "hatch": hatches, "edgecolor": "white", "linewidth": 0.3, "width": 0.6}
-    drawn = axes.bar(labels, [time for _, time, _ in timed], **shape)
+    drawn = axes.bar(range(len(timed)), [time for _, time, _ in timed], **shape)
+    axes.set_xticks(range(len(timed)), labels)
     texts = [
         f"{time:.3g} µs" + (f"\n{m.gigabytes_per_second:.0f} GB/s" if m.bytes_moved else "") for _, time, m in timed
     ]

@@ -6,7 +6,8 @@ more, for print without colours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +59,16 @@ def styles(results: Results) -> dict[str, Style]:
     return found
 
 
+@contextmanager
+def _without_formulas() -> Iterator[None]:
+    """Within, texts are made whose dollar signs are dollar signs: a name is no formula."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
+
+
+@_without_formulas()
 def draw(
     results: Results,
     what: str,

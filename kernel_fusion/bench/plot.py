@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kernel_fusion.bench import drawings, panels
 from kernel_fusion.bench.columns import shown
 from kernel_fusion.bench.panels import Cells
-from kernel_fusion.bench.results import FLOOR, REFERENCE, Measurement, Results
+from kernel_fusion.bench.results import FLOOR, REFERENCE, Measurement, Results, file_name
 from kernel_fusion.bench.suites import PlotKind
 
 if TYPE_CHECKING:
@@ -28,17 +28,20 @@ def missing() -> str | None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        return "plots need matplotlib: pip install 'kernel-fusion[bench]'"
+        return "plots need matplotlib (pip install matplotlib)"
     return None
 
 
 def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None, suffix: str = "png") -> list[Path]:
     """Write the pictures of `kinds`, by default of all, into `folder`; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    paths: list[Path] = []
     for name, figure in pictures(results, kinds):
-        paths.append(folder / f"{results.stem}-{name}.{suffix}")
-        figure.savefig(paths[-1])
+        path = folder / f"{results.stem}-{file_name(name)}.{suffix}"
+        if path in paths:  # names that differ only in what no file name has
+            path = path.with_stem(f"{path.stem}-{len(paths)}")
+        figure.savefig(path)
+        paths.append(path)
     return paths
 
 
@@ -79,7 +82,7 @@ def _by_direction(
         found = {key: cells for key, cells in found.items() if fits(cells)}
         if found:
             figure = panels.draw(results, f"{group}, {direction}", found, draw, panels.cell_size(found))
-            yield f"{group}-{direction.replace(' ', '-')}{suffix}", figure
+            yield f"{group}-{direction}{suffix}", figure
 
 
 def _bandwidths(results: Results) -> Iterator[Picture]:

@@ -10,6 +10,7 @@ import csv
 import datetime
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kernel_fusion.bench.fields import COUNT, ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
 from kernel_fusion.bench.suites import Suite
@@ -29,6 +31,10 @@ Cell = tuple[str, str, str | None, str, str | None, str, str]
 REFERENCE, FLOOR, OURS, COMPILED, BASELINE = "pytorch", "floor", "kf-", "torch.compile", "portable"
 # Noise begins far before this many digits.
 _DIGITS = 6
+# In characters, a hundred times those of the largest file of ours: what is longer is no results file.
+_LARGEST_FILE = 200_000_000
+# Two such parts of a file's name stay below the 255 bytes that file systems take.
+_LONGEST_PART = 100
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Results:
     @property
     def stem(self) -> str:
         """The files' name without what follows. A quick run never overwrites a full one."""
-        return self.suite + ("-quick" if self.quick else "")
+        return file_name(self.suite) + ("-quick" if self.quick else "")
 
     @property
     def hardware(self) -> str:
@@ -238,7 +244,7 @@ class Results:
         found = dict.fromkeys(key for record in records for key in record)
         last = [*_TIMES, *_DERIVED]
         names = [*(key for key in found if key not in last), *(key for key in last if key in found)]
-        with paths[1].open("w", newline="") as file:
+        with paths[1].open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=names)
             writer.writeheader()
             writer.writerows(records)
@@ -253,24 +259,54 @@ class Results:
         text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "measurements": [\n{lines}\n ]\n}}\n'
         path = folder / f"{self.stem}.json"
         temporary = path.with_suffix(".json.part")
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
         return path
 
 
 def read(path: Path) -> Results:
-    """The results in a JSON file that `Results.write_json` wrote; ValueError for any other file."""
+    """The results in a JSON file that `Results.write_json` wrote; ValueError, which names file and field, for others.
+
+    OSError where the file cannot be read.
+    """
     try:
-        data = json.loads(path.read_text())
-        # Files that were written before places stood in each record have one, the machine's.
-        device, threads = (data["machine"].get(key) for key in ("device", "torch_threads"))
-        place = {"device": device} | ({"threads": threads} if device == "cpu" else {})
-        measurements = [_measurement(place | record) for record in data.pop("measurements")]
-        failures = [Failure(**failure) for failure in data.pop("failures")]
-        suite, title, quick, interrupted = (data.pop(key) for key in ("suite", "title", "quick", "interrupted"))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} holds no results of `kernel-fusion bench`: {error!r}") from error
-    return Results(suite, title, quick, data, measurements, failures, interrupted)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise ValueError(f"it has more than {_LARGEST_FILE:.0e} characters")
+        return _results(Fields(checked(json.loads(text), OBJECT, "the file")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} holds no results of `kernel-fusion bench`: {error}") from error
+
+
+def _results(head: Fields) -> Results:
+    parts = {part: head.facts(part) for part in ("machine", "versions", "method")}
+    facts = head.object("machine")
+    facts.get("cpu", NAME)
+    facts.get("gpu", NAME, None)
+    # Files that were written before places stood in each record have one, the machine's.
+    place: dict[str, Any] = {"device": facts.get("device", NAME)}
+    if place["device"] == "cpu":
+        place["threads"] = facts.get("torch_threads", COUNT, None)
+    about = head.values | parts | {"peers": head.facts("peers", {})}  # files from before peers have none
+    about |= {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
+    found = Results(
+        head.get("suite", NAME),
+        head.get("title", NAME),
+        head.get("quick", FLAG),
+        about,
+        [_measurement(Fields(place | record.values, record.where)) for record in head.objects("measurements")],
+        [Failure(**{f.name: each.get(f.name, TEXT) for f in fields(Failure)}) for each in head.objects("failures")],
+        head.get("interrupted", FLAG),
+    )
+    for name in ("suite", "title", "quick", "interrupted", "measurements", "failures"):
+        del about[name]
+    return found
+
+
+def file_name(name: str) -> str:
+    """A name of a suite or of what was measured as a part of a file's name: never a path, whatever the name."""
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name)[:_LONGEST_PART]
 
 
 def start(
@@ -318,13 +354,15 @@ def _record(m: Measurement, reference: Timing | None, floor: Timing | None) -> R
     return {key: _rounded(value) for key, value in record.items() if value is not None}
 
 
-def _measurement(record: dict[str, Any]) -> Measurement:
-    times = {name: record[name] for name in _TIMES if name in record}
-    timing = Timing(**times) if times else None
-    facts: dict[str, Any] = {name: record.get(name) for name in _FACTS}
+def _measurement(record: Fields) -> Measurement:
+    facts = record.of(Measurement, *_FACTS)
+    if any(name in record.values for name in _TIMES):
+        facts["timing"] = Timing(**record.of(Timing, *_TIMES))
     for name, prefix in _BY_RESULT.items():
-        facts[name] = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
-    return Measurement(**facts, timing=timing)
+        # A result without an error has none, as in files from before such fields were left out.
+        found = [key for key, value in record.values.items() if key.startswith(prefix) and value is not None]
+        facts[name] = {checked(key, NAME, key).removeprefix(prefix): record.get(key, ERROR) for key in found}
+    return Measurement(**facts)
 
 
 def _rounded(value: str | int | float | None) -> str | int | float | None:

@@ -130,7 +130,7 @@ def write_markdown(results: Results, folder: Path) -> Path:
         lines += markdown(table)
     lines += ["", "## Not measured", "", *(f"- {failure}" for failure in results.failures)] if results.failures else []
     path = folder / f"{results.stem}.md"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

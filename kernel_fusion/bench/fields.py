@@ -1,0 +1,121 @@
+"""Values that come from files: each is checked once, where it is read, and an error names its field.
+
+Names are short and printable, and times lie between bounds, so that whatever is made of them later (tables, plots,
+ratios, texts on a terminal) needs no checks of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_LONGEST_NAME = 200
+_LARGEST_COUNT = 2**63
+_SHORTEST_MS, _LONGEST_MS = 1e-9, 1e12
+
+
+class Rule(NamedTuple):
+    """What a value must be, in words and as a test."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can spell halves of a surrogate pair, which no file and no terminal takes.
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+NAME = Rule(
+    f"a printable text of 1 to {_LONGEST_NAME} characters",
+    lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _LONGEST_NAME,
+)
+TEXT = Rule("a text", _is_text)
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+COUNT = Rule(
+    "a whole number from 0 on, below 2^63",
+    lambda value: _is_number(value) and isinstance(value, int) and 0 <= value < _LARGEST_COUNT,
+)
+AMOUNT = Rule("a number from 0 on, below 2^63", lambda value: _is_number(value) and 0 <= value < _LARGEST_COUNT)
+TIME = Rule(
+    f"a number of milliseconds from {_SHORTEST_MS:g} to {_LONGEST_MS:g}",
+    lambda value: _is_number(value) and _SHORTEST_MS <= value <= _LONGEST_MS,
+)
+# A peer can be wrong by infinity, and by NaN.
+ERROR = Rule("a number from 0 on, or NaN", lambda value: isinstance(value, float | int) and not value < 0)
+FACT = Rule("a text, a number, true, false or null", lambda v: v is None or isinstance(v, int | float) or _is_text(v))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+LIST = Rule("a list", lambda value: isinstance(value, list))
+
+_BY_TYPE = {"str": NAME, "int": COUNT, "float": AMOUNT}
+_REQUIRED, _OPTIONAL = object(), " | None"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """An object of a file.
+
+    Attributes:
+        values: what it holds, by name.
+        where: what stands before a name in errors, such as "measurements[3].".
+    """
+
+    values: dict[str, Any]
+    where: str = ""
+
+    def get(self, name: str, rule: Rule, default: Any = _REQUIRED) -> Any:
+        """The value called `name`, which must be as `rule` says.
+
+        Raises:
+            ValueError: it is not, or the value is missing and has no default.
+        """
+        value = self.values.get(name)
+        if value is None and default is not _REQUIRED:
+            return default
+        if name not in self.values:
+            raise ValueError(f"`{self.where}{name}` is missing")
+        return checked(value, rule, self.where + name)
+
+    def object(self, name: str, default: Any = _REQUIRED) -> Fields:
+        """The object called `name`."""
+        return Fields(self.get(name, OBJECT, default), f"{self.where}{name}.")
+
+    def objects(self, name: str) -> Iterator[Fields]:
+        """Those of the list called `name`."""
+        for index, value in enumerate(self.get(name, LIST)):
+            where = f"{self.where}{name}[{index}]"
+            yield Fields(checked(value, OBJECT, where), f"{where}.")
+
+    def facts(self, name: str, default: Any = _REQUIRED) -> dict[str, Any]:
+        """What the object called `name` holds, all of which can be printed."""
+        found = self.object(name, default)
+        for key in found.values:
+            checked(key, NAME, f"{self.where}{name}")
+            checked(found.values[key], FACT, found.where + key)
+        return found.values
+
+    def of(self, kind: type, *names: str) -> dict[str, Any]:
+        """The fields called `names` of the dataclass `kind`; one that may be None may be missing."""
+        types = {f.name: str(f.type) for f in dataclasses.fields(kind) if f.name in names}
+        return {
+            name: self.get(name, _rule(name, annotation), None if annotation.endswith(_OPTIONAL) else _REQUIRED)
+            for name, annotation in types.items()
+        }
+
+
+def checked(value: Any, rule: Rule, where: str) -> Any:
+    """The value; ValueError, which names `where` it stands, if it is not as `rule` says."""
+    if not rule.holds(value):
+        raise ValueError(f"`{where}` must be {rule.expected}, got {reprlib.repr(value)}")
+    return value
+
+
+def _rule(name: str, annotation: str) -> Rule:
+    return TIME if name.endswith("_ms") else _BY_TYPE[annotation.removesuffix(_OPTIONAL)]
