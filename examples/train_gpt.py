@@ -108,7 +108,7 @@ def plot(runs: Sequence[Run], folder: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install 'kernel-fusion[bench]')")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

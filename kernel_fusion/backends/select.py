@@ -195,7 +195,7 @@ def _cuda_reason(device: torch.device | None) -> str | None:
     if major < 8:
         return f"the kernels need compute capability 8.0 or newer, and this device has {major}.{minor}"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "the package cuda-core is not installed (pip install 'kernel-fusion[cuda]')"
+        return "the package cuda-core is not installed (pip install cuda-core)"
     return None
 
 

@@ -68,7 +68,7 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
         with _importing:  # two threads at once can meet the package half imported
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise CompileError(f"compiling CUDA kernels needs the package cuda-core: {error}") from error
+        raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error
     log = io.StringIO()
     try:
         options = ProgramOptions(
