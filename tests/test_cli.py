@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -13,20 +14,25 @@ from typing import Any
 
 import pytest
 import torch
+from bench_support import measured
+from bench_support import run as results_of
+from support import ROOT
 from torch import Tensor
 from typer.testing import CliRunner
 
 import kernel_fusion as kf
 from kernel_fusion import functional
-from kernel_fusion.cli import app
+from kernel_fusion.bench import machine, plot, report, trace
+from kernel_fusion.cli import app, main
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core import cache, checks
 from kernel_fusion.native import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import Inputs, RowNormCase
 
-# The module, not the command of the same name that the package exports.
+# The modules, not the commands of the same names that the package exports.
 verify_module = importlib.import_module("kernel_fusion.cli.verify")
+bench_module = importlib.import_module("kernel_fusion.cli.bench")
 FP32 = torch.float32
 CASES = [RowNormCase(verb, (16, 100), FP32, weight=FP32, bias=FP32) for verb in ("layer_norm", "rms_norm")]
 
@@ -250,3 +256,124 @@ def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:
     result = run("warmup", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_warmup_says_which_package_is_missing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cuda-core no kernel can be compiled: a sentence with what to install, and no traceback."""
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    result = run("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
+    assert result.exit_code == 1
+    assert type(result.exception) is SystemExit
+    assert "warmup: compiling CUDA kernels needs cuda-core (pip install cuda-core)" in result.output
+
+
+def test_hints_name_packages_that_can_be_installed() -> None:
+    """What errors and pages tell to install is among the dependencies, by the name that an index knows."""
+    known = set(re.findall(r'"([\w-]+)[\w.<>=,\[\]-]*"', (ROOT / "pyproject.toml").read_text())) - {"kernel-fusion"}
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    sources = [path for folder in ("kernel_fusion", "examples") for path in (ROOT / folder).rglob("*.py")]
+    hints = {
+        (path.name, hint)
+        for path in [*pages, *sources]
+        for hint in re.findall(r"pip install (?:-\S+ )*['\"]?([\w\[][\w\[\],-]*)", path.read_text())
+    }
+    assert {"matplotlib", "cuda-core"} <= {hint for _, hint in hints} <= known | {"torch"}, hints
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", ","],
+        ["bench", "models", "--weights", ","],
+        ["bench", "models", "--weights", "bf16,fp16"],
+        ["bench", "models", "--threads", "0"],
+        ["bench", "models", "--shape", f"1x{'9' * 5000}"],
+        ["bench", "models", "--device", "meta"],
+        ["bench", "models", "--device", "hpu"],
+        ["profile", "layer_norm", "--dtype", ","],
+        ["profile", "layer_norm", "--dtype", "fp32,fp64"],
+        ["profile", "no_such_case"],
+        ["verify", "--device", "cpu:-1"],
+        ["warmup", "--arch", "90", "--hidden", "-5"],
+        ["warmup", "--arch", "90", "--hidden", "0"],
+        ["plot", "missing.json"],
+        ["compare", ".", "."],
+        ["report", "missing.json"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:60],
+)
+def test_arguments_that_mean_nothing_are_usage_errors(arguments: list[str]) -> None:
+    """Empty lists, several values for one, numbers out of range, devices without kernels, files that are not there."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Invalid value" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "models", "--quick", "--device", "cpu", "--output-dir"],
+        ["profile", "layer_norm", "--device", "cpu", "--output-dir"],
+        ["plot", "RESULTS", "--output-dir"],
+        ["report", "RESULTS", "--output"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_folder_that_cannot_be_written_is_said_at_once(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence with its path, before anything is measured, traced or drawn."""
+    path = results_of(measured("pytorch", 1.0)).write_json(tmp_path)
+    (tmp_path / "file").touch()
+    for module, name in ((bench_module, "_measure"), (trace, "record"), (plot, "pictures"), (report, "write")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("worked before it looked"))
+    words = [str(path) if word == "RESULTS" else word for word in arguments]
+    result = run(*words, str(tmp_path / "file" / "below"))
+    assert result.exit_code == 1, result.output
+    assert f"{arguments[0]}: {tmp_path / 'file'}" in result.output
+
+
+def test_an_interrupt_is_a_word_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in any command exits as a shell expects, without a traceback."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine, "versions", interrupted)
+    result = run("info")
+    assert (result.exit_code, result.output) == (130, "Interrupted.\n")
+
+
+def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is neither the machine's nor the user's doing is not made a sentence."""
+
+    def wrong() -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(machine, "versions", wrong)
+    assert type(run("info").exception) is IndexError
+
+
+def test_standard_streams_may_be_closed_or_of_another_encoding(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code tells of success all the same, and characters that there are not are question marks."""
+    monkeypatch.setattr(sys, "argv", ["kernel-fusion", "cache"])
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for stdout in (None, ascii_only):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+    ascii_only.flush()
+    assert b"cubin" in ascii_only.buffer.getvalue()
+
+
+def test_a_reader_may_stop_reading(empty_cache: Path) -> None:
+    """With its output closed (`| head`) a command ends, and has nothing to say about it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "kernel_fusion", "cache"]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (1, "")

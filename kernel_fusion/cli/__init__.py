@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from kernel_fusion.cli.bench import bench
+from kernel_fusion.cli.common import in_sentences
 from kernel_fusion.cli.compare import compare, plot, report
 from kernel_fusion.cli.info import info
 from kernel_fusion.cli.prepare import cache, warmup
@@ -18,9 +22,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (info, verify, bench, compare, plot, report, profile, warmup, cache):
-    app.command()(command)
+    app.command()(in_sentences(command))
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, whatever the standard streams are: closed, or of an encoding without our characters."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.StringIO())
+        else:
+            stream.reconfigure(errors="replace")
     app(prog_name="kernel-fusion")

@@ -26,13 +26,16 @@ from kernel_fusion.cli.common import (
     INTERRUPTED,
     console,
     names,
+    parse_dtype,
     parse_dtypes,
+    parse_numbers,
     parse_shape,
     progress_console,
     resolve_backend,
     resolve_device,
     show,
     split,
+    writable,
 )
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core.spec import dtype_name
@@ -82,10 +85,10 @@ def bench(
         dtypes=parse_dtypes(dtypes) if dtypes else None,
         verbs=names(verbs, VERBS, "verb") if verbs else None,
         directions=names(directions, DIRECTIONS, "direction") if directions else None,
-        weights=parse_dtypes(weights)[0] if weights else None,
+        weights=parse_dtype(weights, "--weights") if weights else None,
         shapes=[parse_shape(text) for text in shape or []],
         peers=_parse_peers(peers),
-        threads=[_parse_threads(text) for text in split(threads)] if threads else None,
+        threads=parse_numbers(threads, "--threads") if threads else None,
     )
     for suite in chosen:
         _check_selection(suite, selection)
@@ -95,7 +98,7 @@ def bench(
     for name in selection.backends:
         if not any(name in BACKENDS and not unavailable_reason(name, one) for one in devices):
             resolve_backend(name, devices[0])  # says why it runs nowhere
-    folder = output_dir or Path("benchmarks", "results", machine.device_slug(*devices))
+    folder = writable(output_dir or Path("benchmarks", "results", machine.device_slug(*devices)))
     out = console()
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
@@ -253,9 +256,3 @@ def _parse_peers(text: str | None) -> list[str] | None:
     if text is None:
         return None
     return list(PEERS) if text == "all" else [] if text == "none" else names(text, PEERS, "peer")
-
-
-def _parse_threads(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint="--threads")
-    return int(text)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Iterable
-from typing import TypeVar
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 import typer
@@ -17,6 +20,7 @@ from kernel_fusion.bench import tables
 from kernel_fusion.config import check_backend_name
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
 from kernel_fusion.core.spec import DTYPES, torch_dtype
+from kernel_fusion.errors import KernelFusionError
 
 # Without a terminal rich assumes 80 columns and would cut the tables.
 _PIPE_WIDTH = 200
@@ -24,6 +28,7 @@ _PIPE_WIDTH = 200
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 Name = TypeVar("Name", bound=str)
+Parameters = ParamSpec("Parameters")
 
 CACHES = (EXTENSIONS, CUBINS)
 
@@ -41,15 +46,45 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
+def in_sentences(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """A command that says in a sentence, and by its exit code, what the machine or the user has to answer for.
+
+    That is an error of this library, a file that cannot be read or written, and Ctrl-C. All else is a fault of the
+    program, and keeps its traceback.
+    """
+
+    @functools.wraps(command)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            typer.echo("Interrupted.", err=True)
+            raise typer.Exit(INTERRUPTED) from interrupt
+        except BrokenPipeError:  # who read has read enough
+            raise
+        except (KernelFusionError, OSError) as error:
+            typer.echo(f"{command.__name__}: {_sentence(error)}", err=True)
+            raise typer.Exit(1) from error
+
+    return run
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def resolve_device(name: str | None) -> torch.device:
     """The device called `name`; None means the GPU where our kernels run on it, else the CPU."""
     if name is None:
         return torch.device("cpu" if unavailable_reason("cuda") else "cuda")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise typer.BadParameter(f"{name!r} is no device here: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=device).item()  # which a device without memory of its own, such as meta, refuses
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]  # PyTorch lists every backend that it knows
+        raise typer.BadParameter(f"{name!r} is no device here: {reason}", param_hint="--device") from error
     return device
 
 
@@ -71,6 +106,14 @@ def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
     return tuple(torch_dtype(name) for name in dtype_names(text))
 
 
+def parse_dtype(text: str, option: str) -> torch.dtype:
+    """The dtype of an option that takes one."""
+    several = parse_dtypes(text)
+    if len(several) > 1:
+        raise typer.BadParameter(f"expected one dtype, got {text!r}", param_hint=option)
+    return several[0]
+
+
 def dtype_names(text: str) -> tuple[str, ...]:
     """The library's names of the dtypes in a list such as "bf16,fp32": "bf16", "f32"."""
     for name in split(text):
@@ -81,10 +124,17 @@ def dtype_names(text: str) -> tuple[str, ...]:
 
 def parse_shape(text: str) -> tuple[int, int]:
     """Rows and columns of a shape such as "512x3000"."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)
     if not match or not all(map(int, match.groups())):
         raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
     return int(match[1]), int(match[2])
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """The numbers of a list such as "1024,4096"."""
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) and int(part) for part in split(text)):
+        raise typer.BadParameter(f"expected numbers with commas, from 1 on, got {text!r}", param_hint=option)
+    return list(dict.fromkeys(map(int, split(text))))
 
 
 def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
@@ -97,8 +147,18 @@ def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a list with commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    """The parts of a list with commas, of which there must be one."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise typer.BadParameter(f"expected a list with commas, got {text!r}")
+    return parts
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be; OSError where nothing can be written there, before long work and not after it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 def show(table: tables.Table, out: Console) -> None:

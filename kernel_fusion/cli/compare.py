@@ -13,7 +13,7 @@ from kernel_fusion.bench import compare as comparing
 from kernel_fusion.bench import plot as plotting
 from kernel_fusion.bench import report as reporting
 from kernel_fusion.bench import results
-from kernel_fusion.cli.common import console, names, progress_console
+from kernel_fusion.cli.common import console, names, progress_console, writable
 
 
 def compare(
@@ -53,6 +53,8 @@ def plot(
     if reason := plotting.missing():
         raise typer.BadParameter(reason)
     runs = {file: _read(file) for file in files}
+    for folder in dict.fromkeys(output_dir or file.parent for file in files):
+        writable(folder)
     for file, run in track(runs.items(), "plots", console=progress_console()):
         paths = plotting.plot(run, output_dir or file.parent, kinds, format)
         if not paths:
@@ -68,7 +70,10 @@ def report(
     """Put results into one HTML file: tables, plots, machine, versions, method, commands. It needs no other file."""
     if reason := plotting.missing():
         raise typer.BadParameter(reason)
+    if output.is_dir():
+        raise typer.BadParameter(f"{output} is a folder; name a file", param_hint="--output")
     runs = [_read(file) for file in files]
+    writable(output.parent)
     reporting.write(track(runs, "report", console=progress_console()), output)
     console().print(f"wrote {output}", soft_wrap=True)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
-from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, progress_console, split
+from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, parse_numbers, progress_console
 from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, loader
@@ -30,10 +30,7 @@ def warmup(
     """Build the extension and compile the CUDA kernels ahead of their first use, with or without a GPU."""
     out = console()
     target = _target(arch)
-    try:
-        sizes = list(dict.fromkeys(int(part) for part in split(hidden)))
-    except ValueError as error:
-        raise typer.BadParameter(f"expected numbers with commas, got {hidden!r}", param_hint="--hidden") from error
+    sizes = parse_numbers(hidden, "--hidden")
     names = dtype_names(dtypes)
     try:
         if any_cpu:

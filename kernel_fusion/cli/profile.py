@@ -24,13 +24,14 @@ from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.cli.common import (
     INTERRUPTED,
     console,
-    parse_dtypes,
+    parse_dtype,
     parse_shape,
     progress_console,
     resolve_backend,
     resolve_device,
     show,
     split,
+    writable,
 )
 from kernel_fusion.core.spec import dtype_name
 
@@ -50,7 +51,7 @@ def profile(
 ) -> None:
     """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
     target = resolve_device(device)
-    chosen = parse_dtypes(dtype)[0] if dtype else torch.float32 if target.type == "cpu" else torch.bfloat16
+    chosen = parse_dtype(dtype, "--dtype") if dtype else torch.float32 if target.type == "cpu" else torch.bfloat16
     try:
         workload = case_workload(case, parse_shape(shape), chosen)
     except ValueError as error:
@@ -62,6 +63,7 @@ def profile(
             trace.make_calls(provider, workload, target)
             out.print(f"{provider.name}: made the calls of {workload}")
         return
+    writable(output_dir)
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
     traces: list[Trace] = []
@@ -113,5 +115,6 @@ def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str],
         out.print(f"wrote {one.path}", soft_wrap=True)
     if summaries:
         path = folder / "profile.md"
-        path.write_text("\n".join([*heading, *(line for each in summaries for line in tables.markdown(each))]) + "\n")
+        lines = [*heading, *(line for each in summaries for line in tables.markdown(each))]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         out.print(f"wrote {path}", soft_wrap=True)
