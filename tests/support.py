@@ -29,11 +29,6 @@ from kernel_fusion.testing import oracle
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(kf.__file__).parent
-# PyTorch's compiler, when first imported, and its forward mode use what PyTorch warns about; ours has no part in it.
-pytorch_warns_of_itself = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning",
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
-)
 _COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
 # Kernels of one backward on CUDA: dx and partial sums; the finish of the sums; for long rows, the sums on their own.
 _MAX_CUDA_BACKWARD = 3

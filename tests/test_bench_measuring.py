@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
-from support import TRITON, pytorch_warns_of_itself
+from support import TRITON
 from torch import Tensor
 
 from kernel_fusion.bench import check, host, memory, pages, peers, providers, runner, timing
@@ -476,7 +476,6 @@ def test_peers_are_found_or_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytorch_warns_of_itself
 def test_torch_compile_runs_in_every_direction() -> None:
     """More shapes than its limit on recompilations, each right, and backward more than once over one graph."""
     (provider,), _ = peers.find(["torch.compile"], CPU)

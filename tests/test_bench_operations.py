@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bench_support import BF16, CPU, EFFORT, FP32, empty, scaled, setup
-from support import pytorch_warns_of_itself
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -305,7 +304,6 @@ def test_libraries_of_norms_have_no_operations() -> None:
 
 
 @pytest.mark.slow
-@pytorch_warns_of_itself
 @pytest.mark.parametrize("name", ["add+layer_norm, dropout", "softmax, scale, causal"])
 def test_torch_compile_takes_the_chains(name: str) -> None:
     """Without graph breaks, forward and backward, right by its own masks."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, CUDA, EAGER, Target, call, python, pytorch_warns_of_itself
+from support import CPU, CUDA, EAGER, Target, call, python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +21,6 @@ from verbs import Verb, cotangents, gradients, results
 
 import kernel_fusion as kf
 
-pytestmark = pytorch_warns_of_itself
 ROWS = (4, 7, 64, 1000, 33)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dropout_statistics import patterns, suspicions
-from support import CUDA, EAGER, Target, pytorch_warns_of_itself
+from support import CUDA, EAGER, Target
 from torch import Tensor
 from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
@@ -347,7 +347,6 @@ def test_vmap_respects_randomness(any_target: Target) -> None:
         assert suspicions((masks[0] == 0), 0.5) == {}
 
 
-@pytorch_warns_of_itself
 def test_compile(drop: Callable[..., Tensor], any_target: Target) -> None:
     """In one full graph, forward and backward share the mask, calls differ, and the same seed repeats."""
     torch._dynamo.reset()

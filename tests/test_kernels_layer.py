@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from support import EAGER, Target, assert_as_accurate, pytorch_warns_of_itself
+from support import EAGER, Target, assert_as_accurate
 from test_ops import bare_signature
 from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import select
 from kernel_fusion.errors import BackendUnavailableError
-
-pytestmark = pytorch_warns_of_itself
 
 _NORM = "(input, normalized_shape, weight, bias, eps=1e-05)"
 # name -> signature, the call as a function of its tensors, PyTorch's, shapes

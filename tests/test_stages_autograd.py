@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from stages_support import ADD_VERBS, BF16, F32, F64, VERBS, assert_equal, call, cotangents, make, run, with_gradients
-from support import CPU, EAGER, Target, pytorch_warns_of_itself
+from support import CPU, EAGER, Target
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import kernel_fusion as kf
-
-pytestmark = pytorch_warns_of_itself
 
 Options = dict[str, Any]
 # Every way through the node: nothing but an addition; a slope before, after, both; dropout with and without a slope.

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from support import Target, call, pytorch_warns_of_itself
+from support import Target, call
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 from verbs import VERBS, Verb, results
-
-pytestmark = pytorch_warns_of_itself
 
 Function = Callable[..., Any]
 

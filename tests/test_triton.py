@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TRITON, check, python, pytorch_warns_of_itself
+from support import TRITON, check, python
 from torch import Tensor
 
 import kernel_fusion as kf
@@ -216,7 +216,6 @@ def test_double_backward(name: str) -> None:
     assert torch.autograd.gradgradcheck(lambda *t: _first(CALLS[name](*t, backend="triton")), leaves, fast_mode=True)
 
 
-@pytorch_warns_of_itself
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_take_the_definition(name: str) -> None:
     """`torch.func.grad`, forward mode and vmap give the definition's results."""
@@ -434,7 +433,6 @@ def test_first_use_may_fall_inside_a_capture() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="Inductor compiles Triton kernels for a GPU")
-@pytorch_warns_of_itself
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about products in fp32
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "bias_act", "gated_act", "sum_squared", "softmax"])
 def test_inductor_runs_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
