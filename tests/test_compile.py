@@ -143,7 +143,6 @@ _FAMILIES: dict[str, tuple[str, Callable[[Target], tuple[Any, ...]]]] = {
 
 
 # Of PyTorch itself, which looks for the .grad of saved tensors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("sample", _FAMILIES)
 def test_opcheck_of_the_families(sample: str, target: Target) -> None:
     """PyTorch's own check passes for the operators of every family."""
@@ -272,7 +271,6 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 
 
 # Of PyTorch itself, which looks for the .grad of saved tensors when it traces.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_autograd(operation: Verb, target: Target) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.

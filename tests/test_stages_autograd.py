@@ -324,7 +324,6 @@ def test_compiled_dropout_has_one_mask(verb: str) -> None:
 
 
 # The warning is PyTorch's about itself, for every node that saves its result (`torch.exp`, for one).
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
 @each_case
 def test_compiled_autograd(verb: str, stages: str) -> None:
