@@ -37,14 +37,13 @@ from kernel_fusion.nn import (
 
 __version__ = "0.1.0"
 
-# Evaluated when read, each of them: reading one loads the extension, building it if need be.
+# Evaluated when read, each of them: reading one loads the extension, building it if need be. Not in `__all__`, so that
+# `import *` reads neither.
 CUDA_AVAILABLE: bool
 EXTENSION_LOADED: bool
 
 __all__ = [
     "ACTIVATIONS",
-    "CUDA_AVAILABLE",
-    "EXTENSION_LOADED",
     "Explanation",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",

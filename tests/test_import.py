@@ -157,6 +157,18 @@ def test_availability_is_evaluated_when_read() -> None:
     assert python(code).stdout.split() == ["True"] * 3
 
 
+def test_reading_every_public_name_builds_nothing() -> None:
+    """`from kernel_fusion import *`, and reading all of `__all__`, load no extension."""
+    code = """
+        from kernel_fusion import *
+        import kernel_fusion as kf
+        from kernel_fusion.native import loader
+        public = [getattr(kf, name) for name in kf.__all__]
+        print(loader.is_loaded(), layer_norm is kf.layer_norm)
+    """
+    assert python(code).stdout.split() == ["False", "True"]
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     """The lazy attributes of the package hide no misspelling."""
     import kernel_fusion as kf
