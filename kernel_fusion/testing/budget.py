@@ -2,7 +2,8 @@
 
 The budget is derived, never tuned: an element may be off by twice (the largest error of the same PyTorch call in the
 same dtype + one rounding of the element to the output dtype). PyTorch's error is a random variable: where results are
-few and may all happen to round well, several draws are judged together and PyTorch's errors pooled.
+few and may all happen to round well, several draws are judged together and PyTorch's errors pooled; how many, and why,
+is said in `oracle.compare`.
 """
 
 from __future__ import annotations

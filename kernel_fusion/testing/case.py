@@ -113,10 +113,13 @@ class Case(ABC):
 
     @property
     def draws(self) -> int:
-        """How many draws are judged together, so that PyTorch's largest error is a fair measure."""
+        """How many draws are looked at, so that small inputs and results show values enough."""
         size = max(1, math.prod(self.shape))
-        few = max(2048 // size, 64 // max(1, self.result_size))
-        return max(1, min(_MAX_DRAWS, _MAX_DRAWN // size, few))
+        return self.at_most(max(2048 // size, 64 // max(1, self.result_size)))
+
+    def at_most(self, draws: int) -> int:
+        """So many draws, or as many as are quick."""
+        return max(1, min(_MAX_DRAWS, _MAX_DRAWN // max(1, math.prod(self.shape)), draws))
 
     def __str__(self) -> str:
         parts = [self.verb, _text(self.shape), dtype_name(self.dtype)]

@@ -64,11 +64,27 @@ def reference(case: Case, inputs: Any) -> Reference:
 
 
 def compare(case: Case, device: torch.device | str, backend: str | None, seed: int = 0) -> list[Comparison]:
-    """Run `case` on `backend` and judge every result and every gradient."""
-    draws = []
-    for draw in range(case.draws):
-        inputs = make_inputs(case, device, seed + draw)
-        draws.append((reference(case, inputs), pytorch(case, inputs), run(case, inputs, backend)))
-    return [
-        judge(name, [(ours[name], wide[name], theirs[name]) for wide, theirs, ours in draws]) for name in draws[0][0]
-    ]
+    """Run `case` on `backend` and judge every result and every gradient.
+
+    The budget wants the largest error that PyTorch's call makes, and a draw shows no more than a sample of it. The
+    errors of a sum grow with its partial sums, so few of its elements can have the largest error at all, and in one
+    draw of 255 sums PyTorch's largest and ours, drawn from one distribution, differ by a factor of 2 once in 500
+    times. So where a result is over budget, draws are added until the smallest result has 2048 elements, and all of
+    them are judged together: an error that PyTorch's call does not make remains over budget, in the first draws too.
+    """
+    draws: list[tuple[Reference, Results, Results]] = []
+
+    def judged(count: int) -> list[Comparison]:
+        while len(draws) < count:
+            inputs = make_inputs(case, device, seed + len(draws))
+            draws.append((reference(case, inputs), pytorch(case, inputs), run(case, inputs, backend)))
+        return [
+            judge(name, [(ours[name], wide[name], theirs[name]) for wide, theirs, ours in draws])
+            for name in draws[0][0]
+        ]
+
+    comparisons = judged(case.draws)
+    if all(comparison.ok for comparison in comparisons):
+        return comparisons
+    smallest = min(expected.size for expected in draws[0][0].values())
+    return judged(case.at_most(2048 // max(1, smallest)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +70,6 @@ class RowNormCase(Case):
     def rms(self) -> bool:
         """Whether this is RMSNorm."""
         return self.verb.endswith("rms_norm")
-
-    @property
-    def draws(self) -> int:
-        """Short rows, whose few values may all happen to round well, need more."""
-        cols = max(1, math.prod(self.normalized_shape))
-        return max(super().draws, min(64, 64 // cols))
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
         """x, weight, bias and dy."""
