@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import EAGER, Target, assert_as_accurate
+from support import CPU, CUDA, EAGER, TRITON, Target, assert_as_accurate
 from test_modules import randomize
 from torch import Tensor, nn
 
@@ -206,7 +206,7 @@ def test_residual_keeps_its_dtype(kind: Any, any_target: Target) -> None:
 
 @pytest.mark.parametrize("kind", [kf.FusedAddLayerNorm, kf.FusedAddRMSNorm])
 def test_a_stream_begins_as_one_of_zeros(kind: Any, any_target: Target) -> None:
-    """Without a residual the same is dropped and normalised; what stays as it is, is the input itself."""
+    """Without a residual the same is dropped and normalised, and h is the input to the bit, but not the input."""
     module = kind(8, dropout=0.5, pre_activation="relu", device=any_target.device)
     x = torch.randn(16, 8, device=any_target.device, dtype=torch.bfloat16)
     with kf.use_backend(any_target.backend), any_target.ran(forward=None):
@@ -214,11 +214,35 @@ def test_a_stream_begins_as_one_of_zeros(kind: Any, any_target: Target) -> None:
         begun = module(x)
         torch.manual_seed(0)
         added = module(x, torch.zeros_like(x))
+        x[0] = -0.0
         plain = kind(8, dropout=0.5, device=any_target.device).eval()(x)
     assert torch.equal(begun.residual, added.residual)
     assert torch.equal(begun.output, added.output)
     assert begun.output.dtype == plain.output.dtype == torch.bfloat16
-    assert plain.residual is x
+    assert torch.equal(plain.residual.view(torch.int16), x.view(torch.int16))
+    assert plain.residual.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [kf.FusedAddLayerNorm, kf.FusedAddRMSNorm])
+@pytest.mark.parametrize("target", [CPU, TRITON, pytest.param(CUDA, marks=pytest.mark.cuda)], ids=lambda t: t.backend)
+def test_a_stream_begins_in_one_pass(kind: Any, target: Target) -> None:
+    """Without a residual, backward adds the gradient of h in its kernel, and what stands for a residual is one row."""
+    module = kind(64, device=target.device, dtype=torch.bfloat16)
+    x, dy, dh = torch.randn(3, 4, 6, 64, device=target.device, dtype=torch.bfloat16)
+    x.requires_grad_()
+
+    def gradient(*inputs: Tensor) -> Tensor:
+        with target.ran():
+            y, h = module(*inputs)
+        with target.ran(forward=0, backward=1):
+            return torch.autograd.grad([y, h], x, [dy, dh])[0]
+
+    with kf.use_backend(target.backend):
+        added = gradient(x, torch.zeros_like(x))
+        with torch.autograd.profiler.profile(use_kineto=False) as profile:
+            begun = gradient(x)
+    assert torch.equal(begun, added)
+    assert not {event.name for event in profile.function_events} & {"aten::add", "aten::clone", "aten::contiguous"}
 
 
 _DROPPING: dict[str, tuple[Callable[[str], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {

@@ -6,14 +6,14 @@ So the constructor, the state dict, `extra_repr`, `isinstance` checks and initia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernel_fusion.core import checks
-from kernel_fusion.functional import NormOutput, act_dropout, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _Shape = int | Sequence[int] | torch.Size
 
@@ -22,6 +22,7 @@ class _Stages(nn.Module):
     """The keyword-only extras of the norms: their checks, how they start, how they print."""
 
     weight: nn.Parameter
+    normalized_shape: tuple[int, ...]
     weight_offset: float
     pre_activation: str | None
     activation: str | None
@@ -72,12 +73,12 @@ class _AddStages(_Stages):
     def _stages(self) -> dict[str, Any]:
         return {"dropout": self.dropout} | super()._stages()
 
-    def _begin(self, verb: Callable[..., Tensor], input: Tensor, *norm: Any) -> NormOutput:
-        """The residual stream that begins with `input`, and the norm of it by a verb without residual."""
-        unchanged = self.pre_activation is None and not (self.training and self.dropout)
-        h = input if unchanged else act_dropout(input, self.pre_activation, self.dropout, self.training)
-        y = verb(h, *norm, activation=self.activation, weight_offset=self.weight_offset, out_dtype=h.dtype)
-        return NormOutput(y, h)
+    def _stream(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        """The residual; where a stream begins, one row of negative zeros for all rows, which changes no bit of u."""
+        if residual is not None:
+            return residual
+        row = input.shape[input.dim() - len(self.normalized_shape) :]  # where it is another shape, the verb says so
+        return input.new_full(row, -0.0).expand_as(input)
 
 
 class FusedLayerNorm(_Stages, nn.LayerNorm):
@@ -217,8 +218,8 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
     :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
     :func:`kernel_fusion.add_layer_norm` for dtypes and accumulation.
 
-    Where a stream begins there is nothing to add: without a residual h is u, in the input's dtype (the input itself,
-    not a copy, where there is neither pre-activation nor dropout), and y the norm of it.
+    Where a stream begins there is nothing to add: without a residual h is u, in the input's dtype and a tensor of its
+    own, and y the norm of it.
 
     Raises:
         TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability.
@@ -255,13 +256,13 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        norm = self.normalized_shape, self.weight, self.bias, self.eps
-        if residual is None:
-            return self._begin(layer_norm, input, *norm)
         return add_layer_norm(
             input,
-            residual,
-            *norm,
+            self._stream(input, residual),
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
             dropout_p=self.dropout,
             training=self.training,
             pre_activation=self.pre_activation,
@@ -313,13 +314,12 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
-        norm = self.normalized_shape, self.weight, self.eps
-        if residual is None:
-            return self._begin(rms_norm, x, *norm)
         return add_rms_norm(
             x,
-            residual,
-            *norm,
+            self._stream(x, residual),
+            self.normalized_shape,
+            self.weight,
+            self.eps,
             dropout_p=self.dropout,
             training=self.training,
             pre_activation=self.pre_activation,
