@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kernel_fusion.core import checks
 from kernel_fusion.functional import (
     act_dropout,
     add_act,
@@ -71,7 +72,7 @@ def fused_bias_gelu(input: Tensor, bias: Tensor) -> Tensor:
 
     .. math:: y = \mathrm{gelu}(x + b)
 
-    Args, returns, raises: as :func:`kernel_fusion.bias_act`, which this is, with "gelu".
+    Args, returns, raises: as :func:`kernel_fusion.bias_act`, which this is, with "gelu", for a bias that is there.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -79,6 +80,7 @@ def fused_bias_gelu(input: Tensor, bias: Tensor) -> Tensor:
         >>> torch.allclose(kf.ops.fused_bias_gelu(x, b), torch.nn.functional.gelu(x + b), atol=1e-6)
         True
     """
+    checks.given("fused_bias_gelu", "bias", bias)
     return bias_act(input, bias, "gelu")
 
 

@@ -57,16 +57,18 @@ def test_layer_norm_shapes_in_pytorch_words(
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("shape", "normalized_shape", "weight"),
-    [pytest.param(*p.values[:3], id=p.id) for p in _BAD_SHAPES if p.id != "bias"],
-)
-def test_rms_norm_shapes_in_pytorch_words(shape: Any, normalized_shape: Any, weight: Any, any_target: Target) -> None:
-    """A shape that does not fit `rms_norm` raises PyTorch's error, word by word."""
-    x, w = (None if s is None else _ONES(s, device=any_target.device) for s in (shape, weight))
-    theirs = outcome(lambda: F.rms_norm(x, normalized_shape, w))
+@pytest.mark.parametrize(("shape", "normalized_shape", "weight", "bias"), _BAD_SHAPES)
+def test_rms_norm_shapes_in_pytorch_words(
+    shape: Any, normalized_shape: Any, weight: Any, bias: Any, any_target: Target
+) -> None:
+    """A shape that does not fit `rms_norm` raises PyTorch's error, word by word; a bias that of `F.layer_norm`."""
+    x, w, b = (None if s is None else _ONES(s, device=any_target.device) for s in (shape, weight, bias))
+    if bias is not None:
+        theirs = outcome(lambda: F.layer_norm(x, normalized_shape, w, b))
+    else:
+        theirs = outcome(lambda: F.rms_norm(x, normalized_shape, w))
     with any_target.ran(forward=0):
-        ours = outcome(lambda: kf.rms_norm(x, normalized_shape, w, backend=any_target.backend))
+        ours = outcome(lambda: kf.rms_norm(x, normalized_shape, w, bias=b, backend=any_target.backend))
     assert isinstance(theirs, tuple)
     assert ours == theirs
 
@@ -230,20 +232,41 @@ _IN_PYTORCH_WORDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "softmax": (lambda x, o: kf.softmax(x, -3, **o), lambda x: torch.softmax(x, -3)),
     "softmax-mask": (lambda x, o: kf.softmax(x, mask=x[:, :3], **o), lambda x: x[:, :3].expand(x.shape)),
     "attention_scores": (lambda x, o: kf.attention_scores(x, x[:, :3], **o), lambda x: x @ x[:, :3].mT),
+    "attention_scores-mask": (
+        lambda x, o: kf.attention_scores(x, x, mask=x[:, :3], **o),
+        lambda x: x[:, :3].expand(4, 4),
+    ),
+    "attention_weights-mask": (
+        lambda x, o: kf.attention_scores(x, x, mask=x[:, :3], normalize=True, **o),
+        lambda x: x[:, :3].expand(4, 4),
+    ),
     "add_layer_norm": (lambda x, o: kf.add_layer_norm(x, x, 7, **o), lambda x: F.layer_norm(x, (7,))),
     "add_rms_norm": (lambda x, o: kf.add_rms_norm(x, x, 7, **o), lambda x: F.rms_norm(x, (7,))),
 }
 
 
+# What comes before those words, where they name no argument that the caller knows.
+_BEFORE = {
+    "add_act": "`add_act`: `a` and `b` must have shapes that broadcast, got [4, 8] and [4, 3]: ",
+    "mul_act": "`mul_act`: `a` and `b` must have shapes that broadcast, got [4, 8] and [4, 3]: ",
+    "bias_act": "`bias_act`: `input` and `bias` must have shapes that broadcast, got [4, 8] and [3]: ",
+    "gated_act": "`gated_act`: `gate` and `value` must have shapes that broadcast, got [4, 8] and [4, 3]: ",
+    "softmax-mask": "`softmax`: `mask` must broadcast to shape [4, 8], got [4, 3]: ",
+    "attention_scores-mask": "`attention_scores`: `mask` must broadcast to shape [4, 4], got [4, 3]: ",
+    "attention_weights-mask": "`attention_scores`: `mask` must broadcast to shape [4, 4], got [4, 3]: ",
+}
+
+
 @pytest.mark.parametrize("name", _IN_PYTORCH_WORDS)
 def test_shapes_and_dimensions_in_pytorch_words(name: str, any_target: Target) -> None:
-    """What does not fit in the other verbs raises PyTorch's error, word by word."""
+    """What does not fit in the other verbs raises PyTorch's error, after the names of verb and arguments."""
     ours, theirs = _IN_PYTORCH_WORDS[name]
     x = _ONES(4, 8, device=any_target.device)
     expected = outcome(lambda: theirs(x))
     assert isinstance(expected, tuple)
     with any_target.ran(forward=0):
-        assert outcome(lambda: ours(x, {"backend": any_target.backend})) == expected
+        kind, text = outcome(lambda: ours(x, {"backend": any_target.backend}))
+    assert (kind, text) == (expected[0], _BEFORE.get(name, "") + expected[1])
 
 
 _ACTIVATED: dict[str, Callable[..., Any]] = {

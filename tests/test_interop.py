@@ -185,6 +185,5 @@ def test_what_is_no_array(name: str, bad: Any, values: Any) -> None:
 @pytest.mark.parametrize("name", ["add_act", "gated_act", "add_rms_norm", "softmax"])
 def test_an_array_beside_a_tensor(name: str, values: Any) -> None:
     """Where the first argument is a tensor, others that are arrays are a TypeError, as in PyTorch."""
-    text = r"arguments must be tensors, got ndarray|must be Tensor, not numpy\.ndarray"
-    with EAGER.ran(), pytest.raises(TypeError, match=text):
+    with EAGER.ran(), pytest.raises(TypeError, match=r"^`\w+`: `\w+` must be a tensor, got ndarray$"):
         CALLS[name](torch.from_numpy(values[0]), *values[1:])

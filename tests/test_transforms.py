@@ -20,6 +20,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 from verbs import VERBS, Verb, results
 
+import kernel_fusion as kf
+
 Function = Callable[..., Any]
 
 
@@ -187,3 +189,24 @@ def test_per_sample_gradients(operation: Verb, any_target: Target) -> None:
         return vmap(gradients, in_dims=(0, *[None] * len(rest)))(x, *rest)
 
     assert_close(per_sample(operation.on(any_target)), per_sample(operation.pytorch))
+
+
+_OF_NUMBERS: dict[str, Function] = {
+    "act_dropout": lambda x, **o: kf.act_dropout(x, "quick_gelu", 0.5, **o),
+    "bias_act": lambda x, **o: kf.bias_act(x, torch.ones_like(x), "quick_gelu", dropout_p=0.5, **o),
+    "mul_act": lambda x, **o: kf.mul_act(x, x, "quick_gelu", **o),
+    "gated_act": lambda x, **o: kf.gated_act(x, x, "quick_gelu", **o),
+    "sum_squared": kf.sum_squared,
+    "mean_abs": kf.mean_abs,
+    "softmax": lambda x, **o: kf.softmax(x, 0, scale=0.5, **o),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _OF_NUMBERS)
+def test_tangents_of_numbers(name: str, dtype: torch.dtype, any_target: Target) -> None:
+    """The tangent of a tensor without dimensions has the dtype of the result, whatever Python floats it meets."""
+    x = torch.tensor(1.5, device=any_target.device, dtype=dtype)
+    y, tangent = jvp(lambda t: _OF_NUMBERS[name](t, backend=any_target.backend), (x,), (torch.ones_like(x),))
+    assert y.dtype == tangent.dtype == dtype
+    assert y.shape == tangent.shape == ()

@@ -7,7 +7,8 @@ only decide whether they can serve a call: one that they can't serve goes to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,58 @@ from torch import Tensor
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MASKS = (torch.bool, *FLOATING)
+
+
+def given(verb: str, argument: str, value: object) -> None:
+    """Raise where a tensor, or an array that stands for one, is wanted and there is None."""
+    if value is None:
+        raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got None")
+
+
+def tensor(verb: str, argument: str, value: object) -> None:
+    """Raise unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
+
+
+def matrices(verb: str, **tensors: object) -> None:
+    """Raise unless all are tensors with rows and columns."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            tensor(verb, name, value)
+        elif value.dim() < 2:
+            raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
+
+
+def one_device(first: Tensor, *others: Tensor | None) -> None:
+    """Raise, as PyTorch's pointwise operations do, unless all are on one device; a number of the CPU goes anywhere.
+
+    PyTorch's products and its masking in place look at no device where one of the tensors is on "meta".
+    """
+    for other in others:
+        if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
+            continue
+        torch.add(first.new_empty(1), other.new_empty(1))  # raises, in PyTorch's words
+
+
+def mask(verb: str, mask: Tensor) -> None:
+    """Raise unless the mask is meant to keep (boolean) or to be added (floating point)."""
+    tensor(verb, "mask", mask)
+    if mask.dtype not in _MASKS:
+        raise RuntimeError(
+            f"`{verb}`: `mask` must be boolean or floating point, got {_short(mask.dtype)}; `mask.bool()` keeps what "
+            "is not 0"
+        )
+
+
+def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """The mask in the shape of what it masks, without a copy; raise where it does not broadcast to that."""
+    try:
+        return torch.broadcast_to(mask, shape)
+    except RuntimeError as error:
+        text = f"`{verb}`: `mask` must broadcast to shape {list(shape)}, got {list(mask.shape)}: {error}"
+        raise RuntimeError(text) from error
 
 
 def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -73,8 +126,90 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
     """Raise unless `p` is a probability."""
+    number(verb, argument, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"`{verb}`: `{argument}` must be a probability between 0 and 1, got {p}")
+
+
+def number(verb: str, argument: str, value: object) -> None:
+    """Raise unless `value` is a number."""
+    if not _is_number(value):
+        raise TypeError(f"`{verb}`: `{argument}` must be a number, got {_described(value)}")
+
+
+def dimension(verb: str, argument: str, value: object) -> None:
+    """Raise unless `value` is an integer."""
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"`{verb}`: `{argument}` must be an int, got {_described(value)}")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number, or stands for one as symbols do."""
+    return hasattr(value, "__float__")
+
+
+def _is_size(value: object) -> bool:
+    """Whether it is an integer or several."""
+    return hasattr(value, "__index__") or hasattr(value, "__len__")
+
+
+# What the refusal of an argument may be, before `explain` has seen it.
+REFUSALS = (TypeError, RuntimeError, AttributeError)
+
+# What each argument that is neither tensor nor name must be, in words and as a question.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "eps": ("a number", _is_number),
+    "weight_offset": ("a number", _is_number),
+    "scale": ("a number", _is_number),
+    "normalized_shape": ("an int or a sequence of ints", _is_size),
+    "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
+    "out_dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
+    "dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
+}
+
+
+def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
+    """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
+
+    It is asked once a call has failed, so that one that succeeds pays for no check. Where PyTorch's call refuses by
+    some type of error, that is the type here too.
+
+    Args:
+        tensors: by the names of the arguments; None is no reason.
+        broadcast: whether their shapes have to broadcast.
+        others: numbers, shapes and dtypes by their names, which are those of `_KINDS`.
+    """
+    if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
+        return  # about no argument, or PyTorch's call of this name has named it
+    given = {name: value for name, value in tensors.items() if value is not None}
+    of_arrays = not isinstance(next(iter(given.values()), None), Tensor)
+    for name, value in given.items():
+        if not (of_arrays and hasattr(value, "__dlpack__")):
+            tensor(verb, name, value)
+    for name, value in others.items():
+        expected, fits = _KINDS[name]
+        if not fits(value):
+            raise TypeError(f"`{verb}`: `{name}` must be {expected}, got {_described(value)}") from error
+    if str(error).startswith("`"):
+        return  # ours
+    if broadcast and not _broadcast(*(value.shape for value in given.values())):
+        names = " and ".join(f"`{name}`" for name in given)
+        shapes = " and ".join(str(list(value.shape)) for value in given.values())
+        raise RuntimeError(f"`{verb}`: {names} must have shapes that broadcast, got {shapes}: {error}") from error
+    floating = [_short(dtype) for dtype in FLOATING]
+    dtypes = {name: value for name, value in others.items() if isinstance(value, torch.dtype)}
+    for name, dtype in (dtypes | {name: value.dtype for name, value in given.items()}).items():
+        if _short(dtype) not in floating:
+            text = f"`{verb}`: `{name}` must be {' or '.join(floating)}, got {_short(dtype)}: {error}"
+            raise type(error)(text) from error
+
+
+def _broadcast(*shapes: Sequence[int]) -> bool:
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:
@@ -86,5 +221,10 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
         )
 
 
-def _short(dtype: torch.dtype) -> str:
+def _described(value: object) -> str:
+    """A value by its type, or itself where that is short."""
+    return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
+
+
+def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from kernel_fusion.backends import eager, interop
 from kernel_fusion.backends.select import PLAIN_TENSORS, operator
+from kernel_fusion.core import checks
 
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.
 _PANEL_ROWS = 512
@@ -32,7 +33,7 @@ def softmax(
         input: x, any shape; float16, bfloat16, float32 or float64.
         dim: the dimension that sums to one. The last one is fused; another is moved there and back, by a copy.
         scale: a factor.
-        mask: broadcast against x. Boolean: True keeps, False leaves out. Floating point: added, and it gets gradients.
+        mask: broadcast to x. Boolean: True keeps, False leaves out. Floating point: added, and it gets gradients.
         causal: leave out columns beyond the row's own number, top-left aligned, as in scaled dot product attention;
             rows are dimension -2 and columns dimension -1, which must then be `dim`. What is left out is not read.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
@@ -42,7 +43,7 @@ def softmax(
         `causal` leave nothing is zero, with zero gradients.
 
     Raises:
-        IndexError, RuntimeError: dimensions and shapes that don't fit.
+        IndexError, RuntimeError: dimensions, shapes, dtypes and devices that don't fit; an integer mask among them.
         ValueError: `causal` with another `dim` than the last; an unknown `backend`.
         BackendUnavailableError: as for :func:`kernel_fusion.add_act`.
 
@@ -60,6 +61,8 @@ def softmax(
         return interop.with_tensors("softmax", with_tensors, input, mask)  # type: ignore[no-any-return]
     if input.dim() == 0:
         return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
+    if type(dim) is not int:
+        checks.dimension("softmax", "dim", dim)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-input.dim()}, {input.dim() - 1}], but got {dim})"
@@ -70,14 +73,19 @@ def softmax(
             f"`softmax`: `causal` needs rows and columns, the last two dimensions, got dim={dim} of {input.dim()}"
         )
     if mask is not None:
-        mask = torch.broadcast_to(mask, input.shape)
+        checks.mask("softmax", mask)
+        mask = checks.expanded_mask("softmax", mask, input.shape)
     if not last:
         moved = softmax(
             input.movedim(dim, -1), scale=scale, mask=None if mask is None else mask.movedim(dim, -1), backend=backend
         )
         return moved.movedim(-1, dim).contiguous()
     additive = mask if mask is not None and mask.dtype != torch.bool else None
-    result: Tensor = operator("softmax", "softmax", backend, input, additive)(input, mask, scale, causal)
+    try:
+        result: Tensor = operator("softmax", "softmax", backend, input, additive)(input, mask, scale, causal)
+    except checks.REFUSALS as error:
+        checks.explain("softmax", error, {"input": input, "mask": additive}, scale=scale)
+        raise
     return result
 
 
@@ -101,7 +109,7 @@ def attention_scores(
         query: Q, shape (..., L, D).
         key: K, shape (..., S, D); leading dimensions broadcast.
         scale: None means 1 / sqrt(D).
-        mask: broadcast against (..., L, S). Boolean: True keeps, False leaves out (-inf). Floating point: added.
+        mask: broadcast to (..., L, S). Boolean: True keeps, False leaves out (-inf). Floating point: added.
         causal: leave out columns beyond the row's own number, top-left aligned.
         normalize: return the softmax over the last dimension; a row without anything left is zero.
         backend: of the softmax; see :func:`softmax`.
@@ -110,7 +118,7 @@ def attention_scores(
         Tensor of shape (..., L, S).
 
     Raises:
-        RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words.
+        RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -124,19 +132,27 @@ def attention_scores(
             return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)
 
         return interop.with_tensors("attention_scores", with_tensors, query, key, mask)  # type: ignore[no-any-return]
+    checks.matrices("attention_scores", query=query, key=key)
+    if mask is not None:
+        checks.mask("attention_scores", mask)
+    checks.one_device(query, key, mask)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0  # without terms the product is 0
+    # The length comes last: where something records, nothing may depend on it.
+    in_parts = normalize and causal and _fit(query, key) and _nothing_records(query, key)
+    in_parts = in_parts and query.shape[-2] > _PANEL_ROWS
+    try:
+        scores = (_causal_product if in_parts else _scaled_product)(query, key, scale)
+    except checks.REFUSALS as error:
+        checks.explain("attention_scores", error, {"query": query, "key": key}, scale=scale)
+        raise
+    if mask is not None:
+        mask = checks.expanded_mask("attention_scores", mask, scores.shape)
     if normalize:
-        # The length comes last: where something records, nothing may depend on it.
-        in_parts = causal and _fit(query, key) and _nothing_records(query, key) and query.shape[-2] > _PANEL_ROWS
-        product = _causal_product if in_parts else _scaled_product
-        return softmax(product(query, key, scale), mask=mask, causal=causal, backend=backend)
-    scores = _scaled_product(query, key, scale)
+        return softmax(scores, mask=mask, causal=causal, backend=backend)
     # The scores are ours alone, so they are masked in place.
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores.add_(mask)
-    elif mask is not None:
-        scores = scores.masked_fill_(~mask, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
     return scores.masked_fill_(~eager.causal_mask(scores), -math.inf) if causal else scores
 
 
@@ -161,7 +177,7 @@ def _causal_product(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def _fit(query: Tensor, key: Tensor) -> bool:
-    return query.dim() >= 2 and key.dim() >= 2 and query.shape[-1] == key.shape[-1]
+    return query.shape[-1] == key.shape[-1]
 
 
 def _batched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

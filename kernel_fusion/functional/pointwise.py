@@ -25,7 +25,8 @@ def add_act(a: Tensor, b: Tensor, activation: str | None, *, backend: str | None
         and rounded once.
 
     Raises:
-        RuntimeError: shapes or devices that don't fit, in PyTorch's words.
+        TypeError: an operand that is no tensor.
+        RuntimeError: shapes or devices that don't fit, and dtypes that PyTorch's operations do not take either.
         ValueError: an unknown `activation` or `backend`.
         BackendUnavailableError: `backend` was given and cannot serve this call.
 
@@ -59,7 +60,7 @@ def mul_act(a: Tensor, b: Tensor, activation: str | None, *, backend: str | None
 
 def bias_act(
     input: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     activation: str | None,
     *,
     dropout_p: float = 0.0,
@@ -72,7 +73,7 @@ def bias_act(
 
     Args:
         input: x, any shape.
-        bias: b, broadcast against x; usually of shape (x.shape[-1],).
+        bias: b, broadcast against x; usually of shape (x.shape[-1],). None is no bias.
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         dropout_p: probability of an element to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a multiple
             of 2^-16.
@@ -89,7 +90,8 @@ def bias_act(
         True
     """
     checks.dropout_p("bias_act", "dropout_p", dropout_p)
-    return _chain("bias_act", input, bias, "add", activation, dropout_p if training else 0.0, backend)
+    combine = "first" if bias is None else "add"
+    return _chain("bias_act", input, bias, combine, activation, dropout_p if training else 0.0, backend)
 
 
 def act_dropout(
@@ -145,10 +147,22 @@ def gated_act(gate: Tensor, value: Tensor, activation: str | None, *, backend: s
     return _chain("gated_act", gate, value, "gate", activation, 0.0, backend)
 
 
+# The operands of each verb by the names of its arguments.
+_OPERANDS = {
+    "add_act": ("a", "b"),
+    "mul_act": ("a", "b"),
+    "bias_act": ("input", "bias"),
+    "act_dropout": ("input", ""),
+    "gated_act": ("gate", "value"),
+}
+
+
 def _chain(
     verb: str, a: Tensor, b: Tensor | None, combine: str, activation: str | None, p: float, backend: str | None
 ) -> Tensor:
     name = checks.activation(verb, "activation", activation)
+    if b is None and combine != "first":
+        checks.given(verb, _OPERANDS[verb][1], b)
     if not interop.is_tensor(a):
 
         def with_tensors(x: Tensor, y: Tensor | None) -> Tensor:
@@ -158,6 +172,10 @@ def _chain(
     if name == IDENTITY and b is None and p == 0.0:
         return a.clone()
     seed = eager.draw_seed(a.device) if p > 0.0 else None
-    chain = operator(verb, "pointwise", backend, a, b)
-    result: Tensor = chain(a, b, combine, name, 1.0, p, seed)
+    try:
+        chain = operator(verb, "pointwise", backend, a, b)
+        result: Tensor = chain(a, b, combine, name, 1.0, p, seed)
+    except checks.REFUSALS as error:
+        checks.explain(verb, error, dict(zip(_OPERANDS[verb], (a, b), strict=True)), broadcast=True)
+        raise
     return result

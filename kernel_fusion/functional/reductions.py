@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends import interop
 from kernel_fusion.backends.select import operator
+from kernel_fusion.core import checks
 
 _Dims = int | Sequence[int] | None
 
@@ -81,6 +82,10 @@ def _reduce(
             return _reduce(verb, x, dim, keepdim, dtype, backend)
 
         return interop.with_tensors(verb, with_tensors, input)  # type: ignore[no-any-return]
-    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    result: Tensor = operator(verb, "reduce", backend, input)(input, dims, keepdim, verb, dtype)
+    try:
+        dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        result: Tensor = operator(verb, "reduce", backend, input)(input, dims, keepdim, verb, dtype)
+    except checks.REFUSALS as error:
+        checks.explain(verb, error, {"input": input}, dim=dim, dtype=dtype)
+        raise
     return result

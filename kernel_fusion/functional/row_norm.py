@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ def layer_norm(
         does not depend on the other rows.
 
     Raises:
+        TypeError: an argument of another type than PyTorch's call takes.
         RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
         ValueError: `weight_offset` without `weight`, an unknown activation, or an unknown `backend`.
         BackendUnavailableError: `backend` was given and cannot serve this call.
@@ -74,14 +75,19 @@ def layer_norm(
         stages = pre_activation, activation, 0.0
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         return _staged("layer_norm", input, None, *norm, *stages, backend).output
-    if backend is None and state.backend is None:
-        num_dims = num_normalized_dims(input, normalized_shape)
-        if num_dims:
-            norm_op = schemas.layer_norm if is_dynamo_compiling() else _layer_norm
-            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
-                return norm_op(input, num_dims, weight, bias, eps)
-            return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-    return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+    try:
+        if backend is None and state.backend is None:
+            num_dims = num_normalized_dims(input, normalized_shape)
+            if num_dims:
+                norm_op = schemas.layer_norm if is_dynamo_compiling() else _layer_norm
+                if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                    return norm_op(input, num_dims, weight, bias, eps)
+                return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+        checks.number("layer_norm", "eps", eps)
+        return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+    except checks.REFUSALS as error:
+        _explain("layer_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        raise
 
 
 def rms_norm(
@@ -131,14 +137,18 @@ def rms_norm(
         stages = pre_activation, activation, 0.0
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         return _staged("rms_norm", input, None, *norm, *stages, backend).output
-    if backend is None and state.backend is None:
-        num_dims = num_normalized_dims(input, normalized_shape)
-        if num_dims:
-            norm_op = schemas.rms_norm if is_dynamo_compiling() else _rms_norm
-            if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
-                return norm_op(input, num_dims, weight, bias, eps)
-            return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-    return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+    try:
+        if backend is None and state.backend is None:
+            num_dims = num_normalized_dims(input, normalized_shape)
+            if num_dims:
+                norm_op = schemas.rms_norm if is_dynamo_compiling() else _rms_norm
+                if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
+                    return norm_op(input, num_dims, weight, bias, eps)
+                return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+        return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+    except checks.REFUSALS as error:
+        _explain("rms_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        raise
 
 
 class NormOutput(NamedTuple):
@@ -264,21 +274,46 @@ def _staged(
     """A norm with stages around it."""
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if not interop.is_tensor(input):
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
-            return _staged(verb, x, r, shape, w, b, eps, weight_offset, out_dtype, pre, post, dropout_p, backend)
+            norm = normalized_shape, w, b, eps, weight_offset, out_dtype
+            return _staged(verb, x, r, *norm, pre, post, dropout_p, backend)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     rms = verb.endswith("rms_norm")
-    if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
-        eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
-    if eps is None:
-        eps = schemas.default_eps(input)
-    seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
-    norm = operator(verb, "staged_row_norm", backend, input, residual)
-    stages = pre, post, dropout_p, seed
-    return NormOutput(*norm(input, residual, len(shape), weight, bias, eps, weight_offset, out_dtype, rms, *stages))
+    try:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
+            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
+        if eps is None and rms:
+            eps = schemas.default_eps(input)
+        seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
+        norm = operator(verb, "staged_row_norm", backend, input, residual)
+        stages = pre, post, dropout_p, seed
+        return NormOutput(*norm(input, residual, len(shape), weight, bias, eps, weight_offset, out_dtype, rms, *stages))
+    except checks.REFUSALS as error:
+        _explain(verb, error, input, residual, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        raise
+
+
+def _explain(
+    verb: str,
+    error: Exception,
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Raise a better error than `error`, if an argument of the norm explains it."""
+    tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
+    others: dict[str, Any] = {"normalized_shape": normalized_shape, "weight_offset": weight_offset}
+    if eps is not None or not verb.endswith("rms_norm"):  # where None is a number
+        others["eps"] = eps
+    checks.explain(verb, error, tensors, out_dtype=out_dtype, **others)

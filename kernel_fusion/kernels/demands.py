@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from kernel_fusion.errors import BackendUnavailableError
 _FLOATING = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
 
 
-def admit(kernel: str, **tensors: Tensor | None) -> tuple[str, list[Any]]:
+def admit(kernel: str, optional: Sequence[str] = (), **tensors: Any) -> tuple[str, list[Any]]:
     """The backend whose kernels serve these tensors, and the tensors, detached; None stays None.
 
     Args:
         kernel: what the user called, below `kernel_fusion.kernels`.
+        optional: the names of those that may be None.
         tensors: by the names of the arguments.
 
     Raises:
@@ -27,7 +29,7 @@ def admit(kernel: str, **tensors: Tensor | None) -> tuple[str, list[Any]]:
     name = f"kernels.{kernel}"
     if torch._C._are_functorch_transforms_active():
         raise BackendUnavailableError(f"`{name}`: torch.func cannot see through kernels; kernel_fusion.ops can be used")
-    given = {argument: tensor for argument, tensor in tensors.items() if tensor is not None}
+    given = {argument: tensor for argument, tensor in tensors.items() if tensor is not None or argument not in optional}
     for argument, tensor in given.items():
         _check_kind(name, argument, tensor)
         _check_memory(name, argument, tensor)

@@ -37,7 +37,8 @@ def layer_norm_relu(
         >>> torch.allclose(kf.kernels.fusion.layer_norm_relu(x, 16, w, b), expected, atol=1e-6)
         True
     """
-    backend, (input, weight, bias) = admit("fusion.layer_norm_relu", input=input, weight=weight, bias=bias)
+    given = {"input": input, "weight": weight, "bias": bias}
+    backend, (input, weight, bias) = admit("fusion.layer_norm_relu", ("weight", "bias"), **given)
     return layer_norm(input, normalized_shape, weight, bias, eps, activation="relu", backend=backend)
 
 
@@ -61,7 +62,8 @@ def relu_layer_norm(
         >>> torch.allclose(kf.kernels.fusion.relu_layer_norm(x, 16, w, b), expected, atol=1e-6)
         True
     """
-    backend, (input, weight, bias) = admit("fusion.relu_layer_norm", input=input, weight=weight, bias=bias)
+    given = {"input": input, "weight": weight, "bias": bias}
+    backend, (input, weight, bias) = admit("fusion.relu_layer_norm", ("weight", "bias"), **given)
     return layer_norm(input, normalized_shape, weight, bias, eps, pre_activation="relu", backend=backend)
 
 

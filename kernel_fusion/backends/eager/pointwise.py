@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core.activations import formula
+from kernel_fusion.core.checks import FLOATING
 from kernel_fusion.core.spec import compute_dtype
 
 _Act = Callable[[Tensor], Tensor]
@@ -26,11 +27,18 @@ def pointwise(
     a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
     """The definition. `b` is None for "first" alone; `seed` is None without dropout."""
+    if (b is None) != (combine == "first"):
+        raise TypeError(f"`pointwise`: `b` must be {'None' if b is not None else 'a tensor'} for {combine!r}")
+    if a.dim() == 0 and (b is None or (b.dim() == 0 and b.device == a.device)):
+        # With one dimension, since torch.func.jvp gives a tensor without any that meets a Python float a wider tangent.
+        chain = combine, activation, scale, dropout_p, seed
+        return pointwise(a[None], None if b is None else b[None], *chain)[0]
     dtype = a.dtype if b is None else _promoted(a, b)
     act = formula(activation)
-    if not dtype.is_floating_point:  # integers and complex numbers are PyTorch's affair
+    if dtype not in FLOATING:  # other numbers are PyTorch's affair
         y = COMBINES[combine](act, a, a if b is None else b)
-        return dropout(y if scale == 1.0 else y * scale, dropout_p, seed)
+        y = y if scale == 1.0 else y * scale
+        return y if seed is None else torch.nn.functional.dropout(y, dropout_p)
     wide = compute_dtype(dtype)
     first = a.to(wide)
     y = COMBINES[combine](act, first, first if b is None else b.to(wide))

@@ -26,7 +26,7 @@ def row_norm(
     """LayerNorm (`rms=False`) or RMSNorm (`rms=True`) over the last `num_dims` dimensions."""
     verb = "rms_norm" if rms else "layer_norm"
     shape = list(input.shape[input.dim() - num_dims :])
-    foreign = not input.is_floating_point() or input.layout != torch.strided
+    foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):
         return pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
@@ -83,9 +83,11 @@ def staged_row_norm(
     without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
     """
     shape = input.shape[input.dim() - num_dims :]
-    if not input.is_floating_point() or not checks.parameters_fit(shape, weight, bias):
-        # PyTorch's words, or its rules for what is no floating-point number.
-        h = formula(pre_activation)(input) if residual is None else formula(pre_activation)(input) + residual
+    if input.dtype not in checks.FLOATING or not checks.parameters_fit(shape, weight, bias):
+        # PyTorch's words, or its rules for dtypes that we have no kernels for.
+        h = formula(pre_activation)(input)
+        h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)
+        h = h if residual is None else h + residual
         y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms)
         return formula(activation)(y), y.new_empty(0) if residual is None else h
     verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
@@ -125,5 +127,7 @@ def pytorch_row_norm(
         y = torch.nn.functional.layer_norm(input, shape, weight, bias, 1e-5 if eps is None else eps)
     else:
         y = torch.nn.functional.rms_norm(input, shape, weight, eps)
+        if bias is not None and list(bias.shape) != shape:
+            torch.nn.functional.layer_norm(input, shape, None, bias)  # raises: rms_norm has no words for a bias
         y = y if bias is None else y + bias
     return y if out_dtype is None else y.to(out_dtype)

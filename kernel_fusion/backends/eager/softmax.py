@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernel_fusion.core import checks
 from kernel_fusion.core.spec import compute_dtype
 
 
@@ -16,7 +17,9 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     With `causal`, column j of row i (the last two dimensions) is kept where j <= i. With a mask or `causal`, a row of
     which nothing is left, whose logits are all -inf, gives zeros.
     """
-    if not input.is_floating_point():
+    if mask is not None:
+        checks.mask("softmax", mask)
+    if input.dtype not in checks.FLOATING:
         return torch.softmax(input, -1)  # PyTorch's result, or its error
     logits = input.to(compute_dtype(input.dtype)) * scale
     if mask is not None and mask.dtype == torch.bool:
