@@ -84,6 +84,11 @@ MODULES = {
         "8, activation='gelu', dropout=0.1",
         lambda m, x: F.gelu(x + m.bias),
     ),
+    "act": Module(
+        lambda device: kf.FusedBiasAct(8, "gelu", device=device, bias=False),
+        "8, activation='gelu', bias=False",
+        lambda m, x: F.gelu(x),
+    ),
     "gated_act": Module(
         lambda device: kf.FusedGatedAct("silu"),
         "activation='silu', dim=-1",

@@ -12,7 +12,7 @@ from kernel_fusion.functional import bias_act, gated_act
 
 
 class FusedBiasAct(nn.Module):
-    r"""Bias, activation and dropout, in one pass: put it behind `nn.Linear(..., bias=False)`.
+    r"""Bias, activation and dropout, in one pass: put it after `nn.Linear(..., bias=False)`.
 
     .. math:: y = \mathrm{dropout}(\mathrm{activation}(x + b))
 
@@ -21,11 +21,12 @@ class FusedBiasAct(nn.Module):
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         dropout: probability of an element to be zeroed, in training mode; in evaluation mode there is no dropout.
         device, dtype: of the bias.
+        bias: without it, nothing is added: for a linear layer that has a bias of its own.
 
     Shape: input and output (\*, features).
 
     Attributes:
-        bias: b, of shape (features,), initialised to 0.
+        bias: b, of shape (features,), initialised to 0; or None.
 
     Raises:
         ValueError: an unknown activation, or `dropout` is no probability.
@@ -37,6 +38,8 @@ class FusedBiasAct(nn.Module):
         torch.Size([2, 8, 64])
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         features: int,
@@ -44,6 +47,8 @@ class FusedBiasAct(nn.Module):
         dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         checks.activation("FusedBiasAct", "activation", activation)
@@ -51,12 +56,14 @@ class FusedBiasAct(nn.Module):
         self.features = features
         self.activation = activation
         self.dropout = dropout
-        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        parameter = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", parameter)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the bias to 0."""
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply bias, activation and, in training mode, dropout."""
@@ -65,7 +72,8 @@ class FusedBiasAct(nn.Module):
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
         dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"{self.features}, activation={self.activation!r}{dropout}"
+        bias = ", bias=False" if self.bias is None else ""
+        return f"{self.features}, activation={self.activation!r}{dropout}{bias}"
 
 
 class FusedGatedAct(nn.Module):
