@@ -148,9 +148,10 @@ def _is_number(value: object) -> bool:
     return hasattr(value, "__float__")
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: Any) -> bool:
     """Whether it is an integer or several."""
-    return hasattr(value, "__index__") or hasattr(value, "__len__")
+    several = hasattr(value, "__iter__") and not isinstance(value, str)
+    return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
 
 
 # What the refusal of an argument may be, before `explain` has seen it.
@@ -163,6 +164,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "scale": ("a number", _is_number),
     "normalized_shape": ("an int or a sequence of ints", _is_size),
     "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
+    "keepdim": ("a bool", lambda v: hasattr(v, "__bool__")),
+    "causal": ("a bool", lambda v: hasattr(v, "__bool__")),
     "out_dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
     "dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
 }
@@ -181,24 +184,26 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
     """
     if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
         return  # about no argument, or PyTorch's call of this name has named it
-    given = {name: value for name, value in tensors.items() if value is not None}
-    of_arrays = not isinstance(next(iter(given.values()), None), Tensor)
-    for name, value in given.items():
+    there = {name: value for name, value in tensors.items() if value is not None}
+    of_arrays = not isinstance(next(iter(there.values()), None), Tensor)
+    for name, value in there.items():
         if not (of_arrays and hasattr(value, "__dlpack__")):
             tensor(verb, name, value)
+        if getattr(value, "is_nested", False):
+            return  # which has no shape to speak of
     for name, value in others.items():
         expected, fits = _KINDS[name]
         if not fits(value):
             raise TypeError(f"`{verb}`: `{name}` must be {expected}, got {_described(value)}") from error
     if str(error).startswith("`"):
         return  # ours
-    if broadcast and not _broadcast(*(value.shape for value in given.values())):
-        names = " and ".join(f"`{name}`" for name in given)
-        shapes = " and ".join(str(list(value.shape)) for value in given.values())
+    if broadcast and not _broadcast(*(value.shape for value in there.values())):
+        names = " and ".join(f"`{name}`" for name in there)
+        shapes = " and ".join(str(list(value.shape)) for value in there.values())
         raise RuntimeError(f"`{verb}`: {names} must have shapes that broadcast, got {shapes}: {error}") from error
     floating = [_short(dtype) for dtype in FLOATING]
     dtypes = {name: value for name, value in others.items() if isinstance(value, torch.dtype)}
-    for name, dtype in (dtypes | {name: value.dtype for name, value in given.items()}).items():
+    for name, dtype in (dtypes | {name: value.dtype for name, value in there.items()}).items():
         if _short(dtype) not in floating:
             text = f"`{verb}`: `{name}` must be {' or '.join(floating)}, got {_short(dtype)}: {error}"
             raise type(error)(text) from error

@@ -84,7 +84,7 @@ def softmax(
     try:
         result: Tensor = operator("softmax", "softmax", backend, input, additive)(input, mask, scale, causal)
     except checks.REFUSALS as error:
-        checks.explain("softmax", error, {"input": input, "mask": additive}, scale=scale)
+        checks.explain("softmax", error, {"input": input, "mask": additive}, scale=scale, causal=causal)
         raise
     return result
 

@@ -86,6 +86,6 @@ def _reduce(
         dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
         result: Tensor = operator(verb, "reduce", backend, input)(input, dims, keepdim, verb, dtype)
     except checks.REFUSALS as error:
-        checks.explain(verb, error, {"input": input}, dim=dim, dtype=dtype)
+        checks.explain(verb, error, {"input": input}, dim=dim, keepdim=keepdim, dtype=dtype)
         raise
     return result
