@@ -126,8 +126,12 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
     """Raise unless `p` is a probability."""
-    number(verb, argument, p)
-    if not 0.0 <= p <= 1.0:
+    try:
+        fits = 0.0 <= p <= 1.0
+    except TypeError:
+        number(verb, argument, p)
+        raise
+    if not fits:
         raise ValueError(f"`{verb}`: `{argument}` must be a probability between 0 and 1, got {p}")
 
 
@@ -139,13 +143,13 @@ def number(verb: str, argument: str, value: object) -> None:
 
 def dimension(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is an integer."""
-    if not hasattr(value, "__index__"):
+    if not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"`{verb}`: `{argument}` must be an int, got {_described(value)}")
 
 
 def _is_number(value: object) -> bool:
     """Whether it is a number, or stands for one as symbols do."""
-    return hasattr(value, "__float__")
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # which Dynamo asks no symbol
 
 
 def _is_size(value: Any) -> bool:

@@ -61,8 +61,7 @@ def softmax(
         return interop.with_tensors("softmax", with_tensors, input, mask)  # type: ignore[no-any-return]
     if input.dim() == 0:
         return softmax(input[None], dim, scale=scale, mask=mask, backend=backend)[0]
-    if type(dim) is not int:
-        checks.dimension("softmax", "dim", dim)
+    checks.dimension("softmax", "dim", dim)
     if not -input.dim() <= dim < input.dim():
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-input.dim()}, {input.dim() - 1}], but got {dim})"
