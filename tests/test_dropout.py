@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
+from kernel_fusion.core.dropout import scale, threshold
 
 # The module; the package has a function of its name.
 definition = importlib.import_module("kernel_fusion.backends.eager.dropout")
 
 ROWS, COLS = 1024, 512
 RATES = (0.1, 0.25, 0.5, 0.9)
+RARE = 0.999  # with which few elements are kept
 
 
 def _added(verb: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -93,8 +95,10 @@ _BROKEN: dict[str, Callable[[float], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("p", RATES)
-@pytest.mark.parametrize("kind", _BROKEN)
+@pytest.mark.parametrize(
+    ("kind", "p"),
+    [*((kind, p) for kind in _BROKEN for p in RATES), *((kind, RARE) for kind in ("rate", "pairs", "halves-of-words"))],
+)
 def test_the_statistics_find_broken_masks(kind: str, p: float) -> None:
     """Each broken generator is suspect, and an honest one is not."""
     assert suspicions(_bernoulli(p, ROWS, COLS), p) == {}
@@ -141,7 +145,7 @@ def test_plain_philox_gives_the_known_answers(counter: str, key: str, expected: 
 
 def _bits(seed: int, block: int, rounds: int) -> list[int]:
     words = philox([block % 2**32, block >> 32, seed % 2**32, (seed >> 32) % 2**32], [0, 0], rounds)
-    return [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return [bits for word in words for bits in (word % 2**16 * 2**16 + word // 2**16, word)]
 
 
 @pytest.mark.parametrize("rounds", [7, 10])
@@ -154,7 +158,52 @@ def test_definition_is_philox(seed: int, rounds: int, monkeypatch: pytest.Monkey
     assert bits.tolist() == [bit for block in range(100) for bit in _bits(seed, block, rounds)][:-3]
 
 
-@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5, 0.999, 1e-4])
+@pytest.fixture(scope="module")
+def many_bits() -> Tensor:
+    """The bits of two million elements."""
+    return definition.random_bits(torch.tensor([7]), 2**21)
+
+
+@pytest.mark.parametrize("p", [1e-5, 0.1, 0.5, 0.9, 0.9999, 0.99999])
+def test_bits_are_independent_at_any_rate(p: float, many_bits: Tensor) -> None:
+    """Where few elements are dropped or kept, they are as many and as far from each other as they should be."""
+    assert suspicions((many_bits < threshold(p)).view(-1, COLS), p) == {}
+
+
+def test_joint_distribution_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every threshold an element drops with exactly p, and both of a pair as often as the definition says.
+
+    Counted over all words, with halves of 6 bits in place of 16.
+    """
+    half = 6
+    monkeypatch.setattr(definition, "_HALF", half)
+    size, t = 4**half, torch.arange(4**half + 1)
+    even, odd = definition.pair_bits(torch.arange(size))
+
+    def below(bits: Tensor) -> Tensor:
+        """How many are below each threshold."""
+        return torch.bincount(bits + 1, minlength=size + 1).cumsum(0)
+
+    assert torch.equal(below(even), t)
+    assert torch.equal(below(odd), t)
+    both, high, low = below(torch.maximum(even, odd)), t >> half, t % 2**half
+    assert torch.equal(both, high**2 + 2 * torch.minimum(high, low) + (high < low))
+    p, unit = t.double() / size, 2.0**-half
+    covariance, rarer = both / size - p**2, torch.minimum(p, 1 - p)
+    assert torch.all(covariance >= 0)
+    assert torch.all(covariance[low == 0] == 0)
+    assert torch.all(covariance <= p * (1 - p) * torch.clamp(unit**2 / rarer, min=3 * unit).nan_to_num(0, 0) + 1e-15)
+
+
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5, 0.9, 0.9999, 1e-6, 2.0**-32, 1 - 2.0**-32])
+def test_scale_is_that_of_p(p: float) -> None:
+    """What is kept is scaled by 1 / (1 - p), as exactly as p is a multiple of 2^-32: 0.9 by 10 in fp32."""
+    assert scale(p) * (1 - p) == pytest.approx(1, rel=2.0**-32 / (1 - p), abs=0)
+    assert torch.tensor(scale(0.9)) == 10
+    assert (scale(0.0), scale(1.0)) == (1, 0)
+
+
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5, 0.999, 1e-4, 0.99999])
 def test_mask_is_that_of_the_definition(drop: Callable[..., Tensor], p: float, any_target: Target) -> None:
     """On every backend the same seed drops the same elements, at any size, and scales the others by the same factor."""
     for shape in ((1,), (7,), (8, 1), (3, 1027), (65, 4099)):
@@ -163,8 +212,8 @@ def test_mask_is_that_of_the_definition(drop: Callable[..., Tensor], p: float, a
             y = drop(torch.ones(shape, device=any_target.device), p, backend=any_target.backend)
         torch.manual_seed(5)
         seed = eager.draw_seed(torch.device(any_target.device)).cpu()
-        kept = definition.random_bits(seed, y.numel()).view(shape) >= round(p * 65536)
-        expected = torch.where(kept, torch.tensor(65536 / (65536 - round(p * 65536))), 0.0)
+        kept = definition.random_bits(seed, y.numel()).view(shape) >= threshold(p)
+        expected = torch.where(kept, torch.tensor(scale(p)), 0.0)
         assert torch.equal(y.cpu(), expected)
 
 

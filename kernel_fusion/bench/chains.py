@@ -23,7 +23,7 @@ from kernel_fusion.testing.oracle import Reference
 Arguments = Callable[[tuple[int, ...], torch.dtype], Sequence[Argument]]
 Dropout = Callable[[Tensor], Tensor]
 
-# A multiple of 2^-16, so that the scale of what is kept is PyTorch's to the last bit.
+# A multiple of 2^-32, so that the scale of what is kept is PyTorch's to the last bit.
 DROPOUT_P = 0.125
 
 

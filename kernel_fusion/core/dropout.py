@@ -1,14 +1,17 @@
-"""The numbers of dropout, the same for every backend; its random bits are defined in backends/eager/dropout.py."""
+"""The numbers of dropout, the same for every backend; its random bits are defined in backends/eager/dropout.py.
+
+native/extension/dropout.h is the same, for C++.
+"""
 
 from __future__ import annotations
 
 
 def threshold(p: float) -> int:
-    """How many of the 65536 values of an element's bits drop it."""
-    return round(p * 65536)
+    """How many of the 2^32 values of an element's bits drop it: from 0, none, to 2^32, all."""
+    return round(p * 2**32)
 
 
 def scale(p: float) -> float:
-    """What the elements that are kept are multiplied by; 0 where none is."""
-    dropped = threshold(p)
-    return 65536 / (65536 - dropped) if dropped < 65536 else 0.0
+    """What kept elements are multiplied by: 1 / (1 - p) of the p that `threshold` stands for; 0 where none is kept."""
+    kept = 1 - threshold(p) / 2**32
+    return 1 / kept if kept else 0.0

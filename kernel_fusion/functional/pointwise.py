@@ -76,7 +76,7 @@ def bias_act(
         bias: b, broadcast against x; usually of shape (x.shape[-1],). None is no bias.
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         dropout_p: probability of an element to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a multiple
-            of 2^-16.
+            of 2^-32.
         training: without it no dropout is applied.
         backend: as for :func:`add_act`.
 

@@ -192,7 +192,7 @@ def add_layer_norm(
             normal case. h is rounded to it before the statistics, so that backward sees the same h.
         normalized_shape, weight, bias, eps: as for :func:`layer_norm`.
         dropout_p: probability of an element of u to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a
-            multiple of 2^-16.
+            multiple of 2^-32.
         training: without it no dropout is applied.
         pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`layer_norm`.
 

@@ -74,7 +74,7 @@ def gelu_dropout(input: Tensor, p: float, training: bool = True) -> Tensor:
 
     Args:
         input: x.
-        p: probability of an element to be zeroed, rounded to a multiple of 2^-16; the seed comes from the device's
+        p: probability of an element to be zeroed, rounded to a multiple of 2^-32; the seed comes from the device's
             generator.
         training: without it no dropout is applied.
 

@@ -19,7 +19,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
-_pointer, _i64, _f64 = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_double
+_pointer, _u32, _i64, _f64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double
 launches = 0
 
 
@@ -41,7 +41,7 @@ class RowNormFwdArgs(ctypes.Structure):
         ("weight_offset", _f64),
         *((name, _pointer) for name in ("residual", "h", "seed")),
         ("residual_rows", RowLayout),
-        ("dropout_threshold", _i64),
+        ("dropout_last", _u32),
         ("dropout_scale", _f64),
     ]
 
@@ -61,7 +61,7 @@ class RowNormBwdArgs(ctypes.Structure):
         ("weight_offset", _f64),
         *((name, _pointer) for name in ("bias", "dh", "pre_x", "dresidual", "seed")),
         ("pre_x_rows", RowLayout),
-        ("dropout_threshold", _i64),
+        ("dropout_last", _u32),
         ("dropout_scale", _f64),
     ]
 

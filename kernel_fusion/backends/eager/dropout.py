@@ -1,11 +1,20 @@
 """Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is ever stored.
 
 The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3,
-SC 2011, who found that 7 rounds pass BigCrush). One block of 128 bits serves eight neighbouring elements, 16 bits
-each: element i takes half i % 2 of word i / 2 % 4 of the block with counter (i / 8, seed) and key 0, so that the keys
-of all rounds are constants. An element is dropped where its 16 bits are below round(p * 2^16), so p is rounded to a
-multiple of 2^-16, and the scale of the others is that of the rounded p. native/shared/philox.h is the same, for the
+SC 2011, who found that 7 rounds pass BigCrush). One block of 128 bits serves eight neighbouring elements, a word of 32
+bits each pair: elements 2j and 2j + 1 take word j % 4 of the block with counter (j / 4, seed) and key 0, so that the
+keys of all rounds are constants. The odd element of a pair takes the word as it is, the even one the word with its
+halves exchanged: each has 16 bits of its own above the 16 of the other. native/shared/philox.h is the same, for the
 kernels.
+
+An element is dropped where its 32 bits are below t = round(p * 2^32), and the others are scaled by 1 / (1 - t / 2^32).
+The expectation of an element is exact whatever p is rounded to, but the rate would miss p by up to 2^-17 with 16 bits,
+and does so by up to 2^-33 with 32.
+
+The two elements of a pair are not quite independent. With t = 2^16 h + l, exactly h^2 + 2 min(h, l) + (1 if h < l) of
+the 2^32 words drop both, at least the t^2 / 2^32 of independent elements. Their correlation is 0 where p is a multiple
+of 2^-16, and never more than 3 * 2^-16, or 2^-32 / min(p, 1 - p) where p is so near 0 or 1 that this is larger: there
+one single word drops, or keeps, both. Elements of different pairs are independent.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+_HALF = 16  # bits that are an element's own
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -27,7 +37,7 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
-    """The 16 random bits of elements 0 ... count - 1, as int64."""
+    """The 32 random bits of elements 0 ... count - 1, as int64."""
     blocks = torch.arange(-(-count // 8), device=seed.device)
     words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
     for number in range(_ROUNDS):
@@ -40,8 +50,12 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
             ((first >> 32) & _LOW) ^ words[3] ^ key[1],
             first & _LOW,
         ]
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=-1).flatten()[:count]
+    return torch.stack([bits for word in words for bits in pair_bits(word)], dim=-1).flatten()[:count]
+
+
+def pair_bits(word: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of the even and of the odd element that share a word: its halves exchanged, and as they are."""
+    return (word & (1 << _HALF) - 1) << _HALF | word >> _HALF, word
 
 
 def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:

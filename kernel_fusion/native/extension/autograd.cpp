@@ -26,7 +26,7 @@ ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
   static const Stages none;
   const Stages& s = c.stages ? *c.stages : none;
   auto result = op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, s.residual,
-                        kActivationNames[s.pre_activation], kActivationNames[s.activation], dropout_p_of(s.threshold), s.seed);
+                        kActivationNames[s.pre_activation], kActivationNames[s.activation], s.dropout.p(), s.seed);
   if (!present(s.residual)) std::get<2>(result) = Tensor();  // which the operator gives no elements
   return result;
 }
@@ -43,7 +43,7 @@ BackwardResult call_backward(const BackwardCall& c) {
           "kernel_fusion::row_norm_bwd");
   return op.call(c.dy, c.input, c.stats, c.num_dims, c.weight, c.bias_dtype, c.weight_offset, c.rms, c.wants, c.x_dtype, s.dh,
                  s.x, s.bias, s.has_residual, kActivationNames[s.pre_activation], kActivationNames[s.activation],
-                 dropout_p_of(s.threshold), s.seed);
+                 s.dropout.p(), s.seed);
 }
 
 // ---- The node ------------------------------------------------------------------------------------------------------
@@ -54,10 +54,10 @@ struct SavedStages {
   at::ScalarType x_dtype, out_dtype;
   bool has_residual, saves_output;  // the latter: what is saved as input is h with its history
   int32_t pre_activation, activation;
-  uint32_t threshold;
+  Dropout dropout;
 
   // Whether h = residual + x, so that both have the same gradient, up to its dtype.
-  bool only_adds() const { return has_residual && pre_activation == 0 && threshold == 0; }
+  bool only_adds() const { return has_residual && pre_activation == 0 && !dropout; }
 };
 
 torch::autograd::edge_list edges_of(const ForwardCall& call) {
@@ -101,7 +101,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
     stages->saves_output = saves_output;
     stages->pre_activation = s.pre_activation;
     stages->activation = s.activation;
-    stages->threshold = s.threshold;
+    stages->dropout = s.dropout;
   }
 
   std::string name() const override { return "RowNormBackward"; }
@@ -139,7 +139,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
     const SavedStages& s = *stages;
     const BackwardStages of_call{optional(dh),     optional(s.x.unpack()), s.activation ? b : std::nullopt,
                                  s.has_residual,   s.pre_activation,       s.activation,
-                                 s.threshold,      optional(s.seed.unpack())};
+                                 s.dropout,        optional(s.seed.unpack())};
     call.stages = &of_call;
     call.x_dtype = s.x_dtype;
     const Wanted wants = call.wants;
@@ -178,7 +178,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
     Stages s{std::nullopt, 0, stages->activation};
     if (!stages->has_residual) {
       s.pre_activation = stages->pre_activation;
-      s.threshold = stages->threshold;
+      s.dropout = stages->dropout;
       s.seed = optional(stages->seed.unpack());
     }
     return std::get<0>(staged_reference(x, num_dims, w, b, eps, weight_offset, dtype, rms, s));
@@ -197,7 +197,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
   Tensor chain(const Tensor& t, int32_t activation) const {
     static const auto op = find_op<Tensor(const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double, double,
                                           const OptionalTensor&)>("kernel_fusion::pointwise_reference");
-    return op.call(t.contiguous(), std::nullopt, "first", kActivationNames[activation], 1.0, dropout_p_of(stages->threshold),
+    return op.call(t.contiguous(), std::nullopt, "first", kActivationNames[activation], 1.0, stages->dropout.p(),
                    optional(stages->seed.unpack()));
   }
 
@@ -213,7 +213,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
     for (const bool flag : {stages->has_residual, stages->saves_output}) args.collect(flag);
     for (const auto dtype : {stages->x_dtype, stages->out_dtype}) args.collect(dtype);
     for (const int32_t code : {stages->pre_activation, stages->activation}) args.collect(code);
-    args.collect(stages->threshold);
+    args.collect(stages->dropout.threshold);
   }
 };
 

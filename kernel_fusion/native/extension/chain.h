@@ -5,6 +5,8 @@
 #include <optional>
 #include <string_view>
 
+#include "dropout.h"
+
 namespace kf {
 
 enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
@@ -23,7 +25,7 @@ struct Chain {
   Combine combine;
   int32_t activation;   // its position in KF_ACTIVATIONS
   double scale;         // that of dropout included
-  uint32_t threshold;   // elements whose 16 bits are below it are dropped; 0: no dropout
+  Dropout dropout;
   const int64_t* seed;  // where the tensors are; null without dropout
   // A bit for each element of y, in the order in which it lies in memory: whether the slope of the activation is that at 1.
   // Forward writes them, backward (of kFirst) reads them in place of a; null: neither. Of the CUDA kernels alone.

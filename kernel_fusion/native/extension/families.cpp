@@ -10,7 +10,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "activation_codes.h"
@@ -60,18 +59,12 @@ namespace {
 
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
-constexpr uint32_t kAll = 65536;  // the threshold that drops everything
-
-// As in backends/eager/dropout.py, rounding included: to the nearest, halves to the even one.
-uint32_t threshold_of(const PointwiseCall& c) {
-  return present(c.seed) ? static_cast<uint32_t>(std::nearbyint(c.dropout_p * kAll)) : 0;
-}
+Dropout dropout_of(const PointwiseCall& c) { return present(c.seed) ? Dropout::of(c.dropout_p) : Dropout{}; }
 
 Chain chain_of(const PointwiseCall& c) {
-  const uint32_t threshold = threshold_of(c);
-  const double kept = threshold < kAll ? static_cast<double>(kAll) / (kAll - threshold) : 0.0;
-  return {*combine_of(c.combine), activation_code(c.activation), c.scale * kept, threshold,
-          threshold ? c.seed->const_data_ptr<int64_t>() : nullptr};
+  const Dropout dropout = dropout_of(c);
+  return {*combine_of(c.combine), activation_code(c.activation), c.scale * dropout.scale(), dropout,
+          dropout ? c.seed->const_data_ptr<int64_t>() : nullptr};
 }
 
 at::ScalarType result_type(const PointwiseCall& c) {
@@ -92,7 +85,7 @@ Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor
     *bits = at::empty({ceil_div(y.numel(), 8)}, y.options().dtype(at::kByte));
     chain.bits = bits->mutable_data_ptr<uint8_t>();
   }
-  if (chain.threshold == kAll) {
+  if (chain.dropout.drops_all()) {
     y.zero_();
   } else if (y.numel()) {
     backend.pointwise(chain, iter);
@@ -151,7 +144,7 @@ bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOpe
   const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
     if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
     // Positions of dropout and of bits are offsets in dy, so a copy of dy would not do.
-    if ((chain.threshold || chain.bits) && !t.dy.is_contiguous()) return false;
+    if ((chain.dropout || chain.bits) && !t.dy.is_contiguous()) return false;
     Tensor gradient = at::empty_like(wants_matrix ? matrix : row);
     if (!gradient.is_contiguous()) return false;
     if (wants_matrix) dmatrix = std::move(gradient);
@@ -200,9 +193,9 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
   TORCH_CHECK(!by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() &&
                            call.a.numel() == ceil_div(dy.numel(), 8)),
               "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
-  TORCH_CHECK(threshold_of(c) == 0 || dy.is_non_overlapping_and_dense(),
+  TORCH_CHECK(!dropout_of(c) || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
-  if (threshold_of(c) == kAll || dy.numel() == 0)
+  if (dropout_of(c).drops_all() || dy.numel() == 0)
     return {wants[0] ? at::zeros_like(a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
   Chain chain = chain_of(c);

@@ -46,7 +46,7 @@ int32_t tile_lanes(int64_t vectors) {
 constexpr int kOperands = PointwiseArgs::kOperands, kMaxDims = PointwiseArgs::kDims;
 enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
 enum Mode : int32_t { kLinear, kVector, kBroadcast, kStrided, kGather };
-enum Dropout : int32_t { kNoDropout, kAligned, kAnywhere };
+enum : int32_t { kNoDropout, kAligned, kAnywhere };  // the positions of dropout
 
 // An iterator as the kernels see it: operands in slots, and how each meets the iteration.
 struct Iteration {
@@ -128,7 +128,7 @@ struct Iteration {
     args.position = position;
     args.seed = chain.seed;
     args.scale = chain.scale;
-    args.threshold = chain.threshold;
+    args.dropout_last = chain.dropout.last();
     for (size_t d = 0; d < shape.size(); ++d) {
       if (d + 1 < shape.size()) args.dim[d] = fast_divisor(static_cast<unsigned>(shape[d]));
       for (int k = 0; k < kOperands; ++k)
@@ -323,7 +323,7 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const void* a = chain.bits ? chain.bits : call.a.const_data_ptr();
   const PointwiseColumnsArgs args{call.dy.const_data_ptr(), a, call.b.const_data_ptr(),
                                   da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
-                                  partials.pitch, chain.seed, chain.scale, chain.threshold};
+                                  partials.pitch, chain.seed, chain.scale, chain.dropout.last()};
   launch(kernel, tiles, slabs, on.stream, &args);
   sum_partials(partials, &db, nullptr, on.stream);
 }

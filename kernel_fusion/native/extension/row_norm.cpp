@@ -73,19 +73,19 @@ Stages make_stages(const OptionalTensor& residual, std::string_view pre_activati
   const int32_t pre = activation_code(pre_activation), post = activation_code(activation);
   TORCH_CHECK_VALUE(pre >= 0 && post >= 0, "kernel_fusion: no activation is called '", pre < 0 ? pre_activation : activation, "'");
   TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p <= 1.0, "kernel_fusion: dropout_p must be between 0 and 1, got ", dropout_p);
-  const auto threshold = present(seed) ? static_cast<uint32_t>(std::nearbyint(dropout_p * 65536)) : 0;
-  return {residual, pre, post, threshold, threshold ? seed : std::nullopt};
+  const Dropout dropout = present(seed) ? Dropout::of(dropout_p) : Dropout{};
+  return {residual, pre, post, dropout, dropout ? seed : std::nullopt};
 }
 
 bool accepts(const Tensor& input, const Stages& stages) {
-  return fits(stages.residual, input, input.sym_sizes()) && (!stages.threshold || is_seed(stages.seed, input));
+  return fits(stages.residual, input, input.sym_sizes()) && (!stages.dropout || is_seed(stages.seed, input));
 }
 
 StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
                               double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages) {
   static const auto op = find_op<StagedVerb>("kernel_fusion::staged_row_norm_reference");
   return op.call(input, stages.residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms,
-                 kActivationNames[stages.pre_activation], kActivationNames[stages.activation], dropout_p_of(stages.threshold),
+                 kActivationNames[stages.pre_activation], kActivationNames[stages.activation], stages.dropout.p(),
                  stages.seed);
 }
 
@@ -113,7 +113,7 @@ bool consistent(const BackwardCall& call, const BackwardStages& stages) {
   const bool dx_fits = stages.has_residual ? mixes(input.scalar_type(), call.x_dtype) : call.x_dtype == input.scalar_type();
   return has_x && dx_fits && x_fits && dh_fits && fits(stages.x, input, shape) && fits(stages.dh, input, shape) &&
          fits(stages.bias, input, normalized_shape(input, call.num_dims)) &&
-         (!stages.threshold || is_seed(stages.seed, input));
+         (!stages.dropout || is_seed(stages.seed, input));
 }
 
 bool consistent(const BackwardCall& call) {
@@ -197,7 +197,7 @@ ForwardResult row_norm_fwd(const Tensor& input, int64_t num_dims, const Optional
   TORCH_CHECK(accepts(input, num_dims, weight, bias, weight_offset, out_dtype) && accepts(input, stages),
               "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
   const auto dtype = out_dtype.value_or(input.scalar_type());
-  const bool bare = !present(residual) && !stages.pre_activation && !stages.activation && !stages.threshold;
+  const bool bare = !present(residual) && !stages.pre_activation && !stages.activation && !stages.dropout;
   auto result =
       forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, true, bare ? nullptr : &stages});
   define(std::get<2>(result), input, input.scalar_type());
@@ -211,8 +211,8 @@ BackwardResult row_norm_bwd(const Tensor& dy, const Tensor& input, const Tensor&
                             const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
                             std::string_view activation, double dropout_p, const OptionalTensor& seed) {
   const Stages s = make_stages(std::nullopt, pre_activation, activation, dropout_p, seed);
-  const BackwardStages stages{dh, x, bias, has_residual, s.pre_activation, s.activation, s.threshold, s.seed};
-  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.threshold;
+  const BackwardStages stages{dh, x, bias, has_residual, s.pre_activation, s.activation, s.dropout, s.seed};
+  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.dropout;
   const auto dx_dtype = x_dtype.value_or(input.scalar_type());
   auto result = backward(backend, {dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, dx_dtype,
                                    bare ? nullptr : &stages});

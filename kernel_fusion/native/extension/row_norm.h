@@ -9,6 +9,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "dropout.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -60,16 +61,13 @@ Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& we
 struct Stages {
   OptionalTensor residual;  // of the input's shape
   int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
-  uint32_t threshold = 0;                      // of dropout (shared/philox.h); 0: none
+  Dropout dropout;
   OptionalTensor seed;
 };
 
 // Those that the arguments of an operator name. Without a seed there is no dropout.
 Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
                    double dropout_p, const OptionalTensor& seed);
-
-// The probability that a threshold stands for.
-inline double dropout_p_of(uint32_t threshold) { return threshold / 65536.0; }
 
 bool accepts(const Tensor& input, const Stages& stages);
 
@@ -100,7 +98,7 @@ struct BackwardStages {
   OptionalTensor bias;  // where there is an activation, whose argument is computed again
   bool has_residual = false;
   int32_t pre_activation = 0, activation = 0;
-  uint32_t threshold = 0;
+  Dropout dropout;
   OptionalTensor seed;
 };
 

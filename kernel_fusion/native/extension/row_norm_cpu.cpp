@@ -54,8 +54,8 @@ size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
 // What both directions have of the stages.
 template <class S> cpu::Stages common(const S& s) {
-  return {s.pre_activation, s.activation, s.threshold,
-          s.threshold ? static_cast<uint64_t>(*s.seed->template const_data_ptr<int64_t>()) : 0};
+  return {s.pre_activation, s.activation, s.dropout,
+          s.dropout ? static_cast<uint64_t>(*s.seed->template const_data_ptr<int64_t>()) : 0};
 }
 
 // The rows of a tensor that may be absent.
@@ -101,7 +101,7 @@ struct StagedBackward {
 bool is_bare(const BackwardCall& call) {
   if (!call.stages) return true;
   const BackwardStages& s = *call.stages;
-  return s.has_residual && !s.pre_activation && !s.activation && !s.threshold && !call.wants[3] &&
+  return s.has_residual && !s.pre_activation && !s.activation && !s.dropout && !call.wants[3] &&
          call.x_dtype == call.input.scalar_type();
 }
 

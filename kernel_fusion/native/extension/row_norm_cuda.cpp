@@ -21,9 +21,6 @@ struct Stats {
         rstd(static_cast<char*>(stats.data_ptr()) + (rms ? 0 : rows * stats.element_size())) {}
 };
 
-// What dropout multiplies the elements that it keeps by; 0 where it keeps none.
-double dropout_scale(uint32_t threshold) { return threshold < 65536 ? 65536.0 / (65536 - threshold) : 0.0; }
-
 // Those of a call that has none.
 const Stages kNoStages;
 const BackwardStages kNoBackwardStages;
@@ -47,7 +44,7 @@ RowNormFields forward_fields(const ForwardCall& call, const Stages& stages, cons
                              const Tensor& y, int weight_alignment) {
   using F = RowNormFields;
   const int flags = flag_if(call.wants_stats, F::kStats) | flag_if(call.weight_offset != 0.0, F::kOffset) |
-                    flag_if(x.strided, F::kStridedX) | flag_if(stages.threshold != 0, F::kDropout) |
+                    flag_if(x.strided, F::kStridedX) | flag_if(bool(stages.dropout), F::kDropout) |
                     flag_if(residual && residual->strided, F::kStridedResidual);
   const int row_bytes = static_cast<int>((x.cols * y.element_size()) & 15);
   return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype),
@@ -80,10 +77,10 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
     args.residual_rows = residual->layout;
     args.h = h.data_ptr();
   }
-  if (stages.threshold) {
+  if (stages.dropout) {
     args.seed = stages.seed->const_data_ptr();
-    args.dropout_threshold = stages.threshold;
-    args.dropout_scale = dropout_scale(stages.threshold);
+    args.dropout_last = stages.dropout.last();
+    args.dropout_scale = stages.dropout.scale();
   }
   launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
@@ -112,7 +109,7 @@ struct BackwardInputs {
     const int flags = flag_if(wants_dx, F::kDX) | flag_if(wants_dweight, F::kDWeight) | flag_if(wants_dbias, F::kDBias) |
                       flag_if(wants_dresidual, F::kDResidual) | flag_if(call.weight_offset != 0.0, F::kOffset) |
                       flag_if(x.strided, F::kStridedX) | flag_if(dy.strided, F::kStridedY) |
-                      flag_if(stages.threshold != 0, F::kDropout) | flag_if(dh.defined(), F::kDH) |
+                      flag_if(bool(stages.dropout), F::kDropout) | flag_if(dh.defined(), F::kDH) |
                       flag_if(pre_x && pre_x->strided, F::kStridedPreX);
     const void *w = data_or_null(weight), *b = data_or_null(bias), *g = data_or_null(dh);
     const int dh_alignment = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16;
@@ -131,10 +128,10 @@ struct BackwardInputs {
       args.pre_x = pre_x->data();
       args.pre_x_rows = pre_x->layout;
     }
-    if (stages.threshold) {
+    if (stages.dropout) {
       args.seed = stages.seed->const_data_ptr();
-      args.dropout_threshold = stages.threshold;
-      args.dropout_scale = dropout_scale(stages.threshold);
+      args.dropout_last = stages.dropout.last();
+      args.dropout_scale = stages.dropout.scale();
     }
     return args;
   }

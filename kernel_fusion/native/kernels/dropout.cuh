@@ -1,4 +1,4 @@
-// Which elements dropout drops: those whose 16 random bits are below a threshold, from 1 to 65536 (shared/philox.h).
+// Which elements dropout drops: those whose 32 random bits (shared/philox.h) are at most `last`.
 #pragma once
 
 #include "shared/philox.h"
@@ -7,14 +7,11 @@ namespace kf {
 
 struct Dropper {
   unsigned long long seed = 0;
-  // The bits are compared in the upper half of a word, where those of odd elements are: below the threshold is what is at most
-  // this, whatever the lower half holds.
   unsigned last = 0;
 
   Dropper() = default;
   // The seed is in global memory: after wait_for_previous_kernel().
-  __device__ Dropper(const void* seed, unsigned threshold)
-      : seed(*static_cast<const unsigned long long*>(seed)), last((threshold << 16) - 1) {}
+  __device__ Dropper(const void* seed, unsigned last) : seed(*static_cast<const unsigned long long*>(seed)), last(last) {}
 
   // Zeroes what is dropped of kVec neighbours from `position`, a multiple of kVec, which divides eight.
   template <int kVec, class A> __device__ void drop_neighbours(unsigned long long position, A (&v)[kVec]) const {
@@ -27,7 +24,7 @@ struct Dropper {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
       const bool odd = kVec == 1 ? position % 2 : e % 2;
-      v[e] = (odd ? words[e / 2] : words[e / 2] << 16) <= last ? A(0) : v[e];
+      v[e] = (odd ? words[e / 2] : exchange_halves(words[e / 2])) <= last ? A(0) : v[e];
     }
   }
 

@@ -1,7 +1,7 @@
 // The arithmetic of a pointwise chain, dropout(scale * f(a, b)), on vectors in the compute type, and its derivatives.
 //
-// f is act(a), act(a + b), act(a * b) or act(a) * b. Dropout draws 16 bits for each element from Philox, keyed by a seed and the
-// element's position; one draw serves eight neighbours (dropout.cuh).
+// f is act(a), act(a + b), act(a * b) or act(a) * b. Dropout draws its bits from Philox, keyed by a seed and the element's
+// position; one draw serves eight neighbours (dropout.cuh).
 #pragma once
 
 #include "dropout.cuh"
@@ -26,7 +26,7 @@ template <class S, class Result> struct Chain {
   Dropper dropper;
 
   template <class Args> __device__ explicit Chain(const Args& args) : scale(static_cast<A>(args.scale)) {
-    if constexpr (S::kDropout != kNoDropout) dropper = Dropper(args.seed, args.threshold);
+    if constexpr (S::kDropout != kNoDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
   // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e.

@@ -51,7 +51,7 @@ template <class S> struct Dropout {
 
   template <class Args> __device__ explicit Dropout(const Args& args) {
     if constexpr (S::kDropout) {
-      dropper = Dropper(args.seed, static_cast<unsigned>(args.dropout_threshold));
+      dropper = Dropper(args.seed, args.dropout_last);
       scale = static_cast<A>(args.dropout_scale);
     }
   }

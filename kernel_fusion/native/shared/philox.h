@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// The 16 bits of element i of eight are half i % 2 of word i / 2.
+// Elements 2j and 2j + 1 of eight share word j: its bits are those of the odd one, and with its halves exchanged of the even one.
 struct RandomBits {
   unsigned word[4];
 };
@@ -36,6 +36,8 @@ template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Mul
     word[3] = Word(first);
   }
 }
+
+KF_INLINE unsigned exchange_halves(unsigned word) { return word << 16 | word >> 16; }
 
 // The bits of elements 8 * block ... 8 * block + 7.
 KF_INLINE RandomBits random_bits(unsigned long long seed, unsigned long long block) {

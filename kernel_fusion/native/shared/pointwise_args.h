@@ -30,7 +30,7 @@ struct PointwiseArgs {
   long long position;     // dropout's, of the element at offset 0
   const void* seed;
   double scale;
-  unsigned threshold;
+  unsigned dropout_last;  // elements whose random bits are at most this are dropped
   FastDivisor dim[kDims];              // sizes
   unsigned stride[kDims][kOperands];   // in elements
 };
@@ -46,7 +46,7 @@ struct PointwiseColumnsArgs {
   long long pitch;  // of the partial rows, in elements
   const void* seed;
   double scale;
-  unsigned threshold;
+  unsigned dropout_last;  // elements whose random bits are at most this are dropped
 };
 
 }  // namespace kf

@@ -30,7 +30,7 @@ struct RowNormFwdArgs {
   void* h;  // contiguous
   const void* seed;
   RowLayout residual_rows;
-  long long dropout_threshold;
+  unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
 };
 
@@ -56,7 +56,7 @@ struct RowNormBwdArgs {
   void* dresidual;
   const void* seed;
   RowLayout pre_x_rows;
-  long long dropout_threshold;
+  unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
 };
 

@@ -1,8 +1,8 @@
 """Dropout: the bits that decide which elements of a tile are kept, from the seed and the elements' positions.
 
 The generator is defined in backends/eager/dropout.py: Philox4x32 with 7 rounds, one block of 128 bits for eight
-neighbouring elements. Where every row of a tile begins with such a block (ALIGNED), each block is drawn once and dealt
-to its eight elements; elsewhere every element draws the block that it lies in.
+neighbouring elements, a word for each pair of them. Where every row of a tile begins with such a block (ALIGNED), each
+block is drawn once and dealt to its eight elements; elsewhere every element draws the block that it lies in.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ def _words(seed, block):
 
 
 @triton.jit
+def _exchange_halves(words):
+    """Each word with its upper and lower half in each other's place."""
+    return (words << 16) | (words >> 16)
+
+
+@triton.jit
 def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Which elements of a tile are kept; `first` (int64, one per row, shape (rows, 1)) is the position of column 0."""
     seed = tl.load(seed_ptr)
     if ALIGNED:
         w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-        bits = tl.interleave(words & 0xFFFF, words >> 16)
+        bits = tl.interleave(_exchange_halves(words), words)
     else:
         position = first + tl.arange(0, BLOCK)[None, :]
         w0, w1, w2, w3 = _words(seed, position // 8)
         word = (position // 2) % 4
         drawn = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-        bits = tl.where(position % 2 == 1, drawn >> 16, drawn & 0xFFFF)
-    return bits.to(tl.int32) >= THRESHOLD
+        bits = tl.where(position % 2 == 1, drawn, _exchange_halves(drawn))
+    return bits > THRESHOLD - 1  # THRESHOLD itself may need 33 bits

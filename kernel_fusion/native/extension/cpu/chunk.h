@@ -5,6 +5,7 @@
 // stretch of up to kChunk<A> elements at a time. Results likewise.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <type_traits>
 
@@ -147,18 +148,19 @@ struct LaneProduct {
   }
 };
 
-// The bits of `count` blocks from `first` on, and of as many more as make whole vectors.
-inline void draw_blocks(uint64_t seed, uint64_t first, int64_t count, uint64_t* bits) {
+// The words of `count` blocks from `first` on, and of as many more as make whole vectors.
+inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* words) {
+  using V = at::vec::Vectorized<double>;
   Lanes block = {};
   for (int64_t lane = 0; lane < kLanes; ++lane) block[lane] = first + static_cast<uint64_t>(lane);
   for (int64_t start = 0; start < count; start += kLanes, block += kLanes) {
     Lanes word[4] = {block, block >> 32, Lanes{} + seed, Lanes{} + (seed >> 32)};
     philox(word, LaneProduct{});
-    const Lanes lower = (word[0] & kLowerHalf) | word[1] << 32, upper = (word[2] & kLowerHalf) | word[3] << 32;
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      *bits++ = lower[lane];
-      *bits++ = upper[lane];
-    }
+    const auto pair = [&](int i) { return std::bit_cast<V>((word[i] & kLowerHalf) | word[i + 1] << 32); };
+    const auto [some, others] = at::vec::interleave2(pair(0), pair(2));
+    some.store(words);
+    others.store(words + 2 * kLanes);
+    words += 4 * kLanes;
   }
 }
 
@@ -167,14 +169,22 @@ template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, u
 
 // For the elements at position, position + 1, ...: whether each is kept. n at most kChunk<A>.
 template <class A>
-KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t threshold, int64_t n, MaskOf<A>* kept) {
+KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
   constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
-  const int64_t skip = static_cast<int64_t>(position % 8), blocks = (skip + n + 7) / 8;
-  uint64_t drawn[2 * kBlocks];
-  draw_blocks(seed, position / 8, blocks, drawn);
-  uint16_t bits[8 * kBlocks];  // element by element, as quarters of what is drawn lie on a little-endian machine
-  std::memcpy(bits, drawn, 16 * blocks);
-  for (int64_t i = 0; i < n; ++i) kept[i] = bits[skip + i] < threshold ? MaskOf<A>(0) : ~MaskOf<A>(0);
+  const int64_t skip = static_cast<int64_t>(position % 8);
+  uint32_t words[4 * kBlocks];
+  draw_words(seed, position / 8, (skip + n + 7) / 8, words);
+  const auto mask_of = [&](uint32_t bits) { return bits > last ? ~MaskOf<A>(0) : MaskOf<A>(0); };
+  const uint32_t* word = words + skip / 2;
+  if (skip % 2) {
+    *kept++ = mask_of(*word++);
+    --n;
+  }
+  for (int64_t i = 0; i < n / 2; ++i) {
+    kept[2 * i] = mask_of(exchange_halves(word[i]));
+    kept[2 * i + 1] = mask_of(word[i]);
+  }
+  if (n % 2) kept[n - 1] = mask_of(exchange_halves(word[n / 2]));
 }
 
 }  // namespace CPU_CAPABILITY

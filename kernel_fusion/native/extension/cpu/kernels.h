@@ -100,7 +100,7 @@ inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) /
 // What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages {
   int pre_activation, activation;
-  uint32_t threshold;  // of dropout; 0: none
+  Dropout dropout;
   uint64_t seed;
 };
 

@@ -44,7 +44,7 @@ template <class A> struct Operands {
   bool in_place(int count) const {
     for (int k = 0; k < count; ++k)
       if (region.inner[k] != size_of(call.types[k]) || !Source<A>::reads(call.types[k])) return false;
-    return call.chain.threshold == 0;
+    return !call.chain.dropout;
   }
 
   Source<A> read(int k, const Tile& tile, A* room) const {
@@ -77,14 +77,15 @@ template <class A> struct Operands {
   // Positions are offsets in operand k.
   Source<A> kept(int k, const Tile& tile, MaskOf<A>* room) const {
     const Chain& chain = call.chain;
-    if (chain.threshold == 0) return {};
+    if (!chain.dropout) return {};
     const int64_t element = size_of(call.types[k]);
     const auto seed = static_cast<uint64_t>(*chain.seed);
+    const uint32_t last = chain.dropout.last();
     for_stretches(region, k, element, tile, [&](const char* p, int64_t stride, int64_t n, int64_t first) {
       const auto position = static_cast<uint64_t>((p - call.base) / element);
-      if (stride == 1) return draw_kept<A>(position, seed, chain.threshold, n, room + first);
+      if (stride == 1) return draw_kept<A>(position, seed, last, n, room + first);
       for (int64_t i = 0; i < n; ++i)
-        draw_kept<A>(position + static_cast<uint64_t>(i * stride), seed, chain.threshold, 1, room + first + i);
+        draw_kept<A>(position + static_cast<uint64_t>(i * stride), seed, last, 1, room + first + i);
     });
     return {kDtypeOf<A>, room};
   }
@@ -155,8 +156,8 @@ void columns_region(const ChainColumns& call, int64_t begin, int64_t end, int64_
       const int64_t position = r * call.cols + start;
       loop.dy = read_chunk<A>(call.dy_type, call.dy + position * dy_size, 1, n, grad);
       loop.a = read_chunk<A>(call.a_type, call.a + position * a_size, 1, n, a);
-      if (chain.threshold) {
-        draw_kept<A>(static_cast<uint64_t>(position), static_cast<uint64_t>(*chain.seed), chain.threshold, n, kept);
+      if (chain.dropout) {
+        draw_kept<A>(static_cast<uint64_t>(position), static_cast<uint64_t>(*chain.seed), chain.dropout.last(), n, kept);
         loop.kept.data = kept.values;
       }
       char* result = call.da ? call.da + position * a_size : nullptr;

@@ -40,10 +40,10 @@ template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLay
 
 // Dropout of elements that begin at `position`, with the scale of those that are kept.
 template <class A> void drop(const Stages& s, int64_t position, int64_t n, ChainLoop<A>& loop, MaskOf<A>* kept) {
-  if (!s.threshold) return;
-  draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.threshold, n, kept);
+  if (!s.dropout) return;
+  draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.dropout.last(), n, kept);
   loop.kept.data = kept;
-  loop.scale = static_cast<A>(s.threshold < 65536 ? 65536.0 / (65536 - s.threshold) : 0.0);
+  loop.scale = static_cast<A>(s.dropout.scale());
 }
 
 // out = dropout(pre_activation(x)) + addend of a chunk.
@@ -63,7 +63,7 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
 // residual. Where it lies already, or in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row, 0);
-  if (!s.residual && !s.pre_activation && !s.threshold) return x;
+  if (!s.residual && !s.pre_activation && !s.dropout) return x;
   const int64_t first = row * c.cols;
   const Target<A> h = s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row, 0) : Source<A>{};
@@ -141,7 +141,7 @@ template <class F, class T> KF_INLINE auto load_pair(const Behind<F, T>* p) { re
 template <class F, class T> KF_INLINE auto load_pair(const Behind<F, T>* p, Part part) { return load_pair(&p->value, part); }
 
 // Whether backward makes h, what was normalised, again: it was kept nowhere.
-inline bool makes_h(const BackwardStages& s) { return !s.has_residual && (s.pre_activation || s.threshold); }
+inline bool makes_h(const BackwardStages& s) { return !s.has_residual && (s.pre_activation || s.dropout); }
 
 // h of a row, from the input. dy, which is read next, is fetched meanwhile: gelu, then norm of 4096 x 768 bf16 takes 2.9 ms instead
 // of 3.3 (EPYC with AVX-512, 1 thread).
@@ -198,7 +198,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, int64_t index, 
     ChainLoop<A> back;
     Chunk<MaskOf<A>> kept;
     drop(s, position, n, back, kept);
-    if (s.threshold && !s.pre_activation && s.dx_type == c.x_type)
+    if (s.dropout && !s.pre_activation && s.dx_type == c.x_type)
       return write(BeforeDropout<X>{Results<X>(static_cast<X*>(c.dx) + position, c.streams), kept, back.scale});
     Chunk<A> dh;
     write(Results<A>(dh));
@@ -222,7 +222,7 @@ void store_gradients(const Backward& c, const BackwardStages&, int64_t index, co
 template <class X, class DY> void backward_staged_rows(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
   using A = AccOf<X>;
   const bool h = makes_h(s) && !kActivated<X>, dz = s.activation && !kBehind<DY>;
-  const bool writes_dx = !s.pre_activation && !s.threshold && !s.dresidual && s.dx_type == c.x_type;
+  const bool writes_dx = !s.pre_activation && !s.dropout && !s.dresidual && s.dx_type == c.x_type;
   Backward norm = c;
   if (!writes_dx) norm.dx = nullptr;
   const int together = h || dz ? 2 : rows_together<X>(c);  // with half the buffers, one row at a time took as long
@@ -270,7 +270,7 @@ void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, 
   // relu, as rows are read: 2048 x 2048 bf16 takes 1.5 ms with it before the norm and 1.8 behind it, in buffers 3.8 and 2.9 (EPYC
   // with AVX-512, 1 thread). With AVX2, behind it, bf16 of 700 x 3000 takes 1.4 instead of 1.2: there are not registers enough.
   const bool on_load = c.x_type == c.dy_type && made == Dtype::kFloat;
-  if (on_load && makes_h(s) && is_relu(s.pre_activation) && !s.threshold && !s.activation)
+  if (on_load && makes_h(s) && is_relu(s.pre_activation) && !s.dropout && !s.activation)
     return with_acc<float>(c.x_type, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       backward_staged_rows<Activated<act::relu, T>, T>(c, s, begin, end);
