@@ -11,8 +11,11 @@ from itertools import product
 
 import pytest
 import torch
-from support import Target, call, check
+from support import CPU, Target, call, check
+from torch import Tensor
+from torch.nn import functional as F
 
+import kernel_fusion as kf
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import RowNormCase
 
@@ -143,6 +146,28 @@ def test_first_columns_far_off(verb: str, cols: int, dtype: torch.dtype, distanc
         ours = oracle.run(case, inputs, any_target.backend)["y"]
     verdict = oracle.judge("y", [(ours, oracle.reference(case, inputs)["y"], oracle.pytorch(case, inputs)["y"])])
     assert verdict.ok, verdict
+
+
+# Grid rationale. Without and with stages; of a length that is summed in vectors, and of one that is not.
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("rows", "cols"), [(65536, 16), (131072, 7)])
+def test_sums_over_many_rows(rows: int, cols: int, activation: str | None) -> None:
+    """On the CPU dweight and dbias of a tall input err no more than PyTorch's sums, which are cascades."""
+    x, dy = torch.randn(2, rows, cols)
+    parameters = [p.requires_grad_() for p in torch.randn(2, cols)]
+
+    def pytorch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = F.rms_norm(x, (cols,), weight, 1e-5) + bias
+        return F.silu(y) if activation else y
+
+    with CPU.ran(forward=1, backward=1):
+        y = kf.rms_norm(x, cols, parameters[0], 1e-5, bias=parameters[1], activation=activation)
+        ours = torch.autograd.grad(y, parameters, dy)
+    theirs = torch.autograd.grad(pytorch(x, *parameters), parameters, dy)
+    wide = [p.detach().double().requires_grad_() for p in parameters]
+    exact = torch.autograd.grad(pytorch(x.double(), *wide), wide, dy.double())
+    for our, their, right in zip(ours, theirs, exact, strict=True):
+        assert (our - right).norm() <= (their - right).norm()
 
 
 # Grid rationale. The offset is added in the compute type: a bf16 weight near zero keeps its digits.

@@ -303,6 +303,43 @@ template <class X, class DY> KF_INLINE void write_kept_dx(const Backward& c, con
   });
 }
 
+// dweight and dbias of many rows: what kRowsSummed of them have is added up there, and then in double, so that the error of a sum
+// grows no faster with the rows than that of PyTorch's sums, which are cascades.
+template <class A> class ColumnSums {
+ public:
+  explicit ColumnSums(const Backward& c) : c(c) {}
+
+  // Whether dweight and dbias begin anew with row `row`, counted from the first.
+  bool begin_anew(int64_t row) {
+    if (row % kRowsSummed) return false;
+    if (row) {
+      each([&](A* sum, double* total) {
+        if (empty) std::copy_n(sum, c.cols, total);
+        else for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
+      });
+      empty = false;
+    }
+    return true;
+  }
+
+  // The sums of all rows, rounded.
+  void finish() {
+    if (empty) return;
+    each([&](A* sum, double* total) {
+      for (int64_t i = 0; i < c.cols; ++i) sum[i] = static_cast<A>(total[i] + sum[i]);
+    });
+  }
+
+ private:
+  template <class F> void each(F&& f) {
+    if (c.dweight) f(static_cast<A*>(c.dweight), c.totals);
+    if (c.dbias) f(static_cast<A*>(c.dbias), c.totals + c.cols);
+  }
+
+  const Backward& c;
+  bool empty = true;  // the totals
+};
+
 // What `add_columns` adds, of any number of rows.
 template <bool keeps, class X, class DY>
 void add_stretch(const Backward& c, Row<X, DY>* rows, int64_t count, bool first, int64_t start, int64_t stop) {

@@ -119,14 +119,16 @@ template <class X, class DY> void backward_rows(const Backward& c, int64_t begin
   const int together = rows_together<X>(c);
   Row<X, DY> rows[8];
   RowResults<X> results(c.dx, c.cols, c.streams);
+  ColumnSums<AccOf<X>> sums(c);
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     for (int r = 0; r < count; ++r) {
       const int64_t row = first + r, next = row + together;
       rows[r] = row_of<X, DY>(c, row, next < end ? next : row);
     }
-    backward_together(c, rows, count, first == begin, results);
+    backward_together(c, rows, count, sums.begin_anew(first - begin), results);
   }
+  sums.finish();
   restore_sums<X>(c);
 }
 
@@ -145,9 +147,11 @@ template <class X, class DY> void sums_of_strips(const BackwardByColumns& c, int
   using A = AccOf<X>;
   const int64_t width = strip_width(c.cols);
   A room[3][kStretch];
+  double totals[2 * kStretch];
   Backward strip = c;
   strip.dweight = c.dweight ? room[1] : nullptr;
   strip.dbias = c.dbias ? room[2] : nullptr;
+  strip.totals = totals;
   for (int64_t s = begin; s < end; ++s) {
     const int64_t start = s * width;
     strip.cols = std::min(width, c.cols - start);
@@ -157,7 +161,10 @@ template <class X, class DY> void sums_of_strips(const BackwardByColumns& c, int
       rows[r] = row_of<X, DY>(c, r, r, start);
       if (s + 1 < end) rows[r].next_x = rows[r].next_dy = width;
     }
-    add_stretch<false>(strip, rows, c.rows, true, 0, strip.cols);
+    ColumnSums<A> of_strip(strip);
+    for (int64_t r = 0; r < c.rows; r += kRowsSummed)
+      add_stretch<false>(strip, rows + r, std::min(kRowsSummed, c.rows - r), of_strip.begin_anew(r), 0, strip.cols);
+    of_strip.finish();
     restore_sums<X>(strip);
     store_gradient(room[1], start, strip.cols, c.dweight_type, c.dweight);
     store_gradient(room[2], start, strip.cols, c.dbias_type, c.dbias);

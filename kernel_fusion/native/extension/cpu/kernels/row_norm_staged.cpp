@@ -230,6 +230,7 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
   const std::unique_ptr<A[]> buffer(new A[(h + dz) * together * c.cols]);
   Row<X, DY> rows[8];
   RowResults<X> results(norm.dx, c.cols, c.streams);
+  ColumnSums<A> sums(c);
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     A* room = buffer.get();
@@ -250,10 +251,12 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
         }
       if (kBehind<DY>) row.bias = bias;
     }
-    if constexpr (kActivated<X>) add_together(norm, rows, count, first == begin);
-    else backward_together(norm, rows, count, first == begin, results);
+    const bool anew = sums.begin_anew(first - begin);
+    if constexpr (kActivated<X>) add_together(norm, rows, count, anew);
+    else backward_together(norm, rows, count, anew, results);
     for (int r = 0; !writes_dx && (c.dx || s.dresidual) && r < count; ++r) store_gradients(c, s, first + r, rows[r]);
   }
+  sums.finish();
   if (c.streams) finish_streams();
 }
 
