@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import Target, pytorch_call, widened
+from support import Target, widened
 from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends.eager.dropout import dropout
-from kernel_fusion.core.activations import formula
-from kernel_fusion.testing import oracle
+from kernel_fusion.testing import oracle, unfused
 
 VERBS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 ADD_VERBS = VERBS[2:]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# The eps of `pytorch_call`, the same for every dtype.
+# The same for every dtype.
 EPS = {"layer_norm": 1e-5, "rms_norm": torch.finfo(torch.float32).eps}
 
 
@@ -64,14 +63,18 @@ def composition(
 ) -> list[Tensor]:
     """The same by PyTorch's calls, each of which writes its result; dropout with the mask of `seed`."""
     x, *residual, weight, bias = tensors
-    h = dropout(formula(pre_activation)(x), dropout_p, seed)
-    if residual:
-        h = (h + residual[0]).to(residual[0].dtype)
-    if len({h.dtype, weight.dtype, bias.dtype}) == 1:
-        y = pytorch_call(norm_of(verb), h, weight, bias)
-    else:
-        y = pytorch_call(norm_of(verb), h.float(), weight.float(), bias.float())
-    y = formula(activation)(y.to(x.dtype))
+    y, h = unfused.staged_norm(
+        x,
+        residual[0] if residual else None,
+        x.shape[-1:],
+        weight,
+        bias,
+        EPS[norm_of(verb)],
+        rms=verb.endswith("rms_norm"),
+        pre_activation=pre_activation,
+        activation=activation,
+        dropout=lambda u: dropout(u, dropout_p, seed),
+    )
     return [y, h] if residual else [y]
 
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 import kernel_fusion as kf
 from kernel_fusion.native import build, loader
-from kernel_fusion.testing import oracle
+from kernel_fusion.testing import oracle, unfused
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(kf.__file__).parent
@@ -92,10 +92,8 @@ def call(verb: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None
 
 def pytorch_call(verb: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """PyTorch's call for `call` without options, with the eps of float32 whatever the dtype."""
-    if verb == "layer_norm":
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
-    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, torch.finfo(torch.float32).eps)
-    return y if bias is None else y + bias
+    rms = verb == "rms_norm"
+    return unfused.norm(x, x.shape[-1:], weight, bias, torch.finfo(torch.float32).eps if rms else 1e-5, rms=rms)
 
 
 def check(case: oracle.Case, target: Target) -> None:

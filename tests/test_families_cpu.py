@@ -11,7 +11,7 @@ from support import CPU, assert_as_accurate
 from torch import Tensor
 
 from kernel_fusion.backends import eager
-from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.testing import unfused
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 pointwise, reduce, softmax = (getattr(torch.ops.kernel_fusion, name) for name in ("pointwise", "reduce", "softmax"))
@@ -43,58 +43,6 @@ def assert_matches(
         torch.testing.assert_close(ours, theirs(dy, *leaves), rtol=few, atol=few)
     else:
         assert_as_accurate(ours, theirs, dy, *leaves)
-
-
-# ---- Activations
-
-
-# Grid rationale. Zero and the kinks of all activations with their neighbours, both tails until they are flat, the ends
-# of the exponential's range.
-_KINKS = (0.0, -3.0, 3.0, 20.0)
-_GRID = torch.tensor(
-    [
-        *torch.linspace(-12, 12, 97).tolist(),
-        *(kink + step for kink in _KINKS for step in (0.0, -1e-2, 1e-2)),
-        *(sign * size for sign in (1, -1) for size in (50.0, 88.0, 100.0, 1e-6, 0.0)),
-    ]
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name: str, dtype: torch.dtype) -> None:
-    """Value and slope, beside PyTorch in the same dtype and against float64."""
-    x = _GRID.to(dtype)
-    assert_matches(
-        lambda a: pointwise(a, None, "first", name, 1.0, 0.0, None),
-        lambda a: (
-            eager.pointwise(a, None, "first", name, 1.0, 0.0, None)
-            if a.dtype == torch.float64
-            else ACTIVATIONS[name](a)
-        ),
-        x,
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_of_nan_and_infinity(name: str, dtype: torch.dtype) -> None:
-    """NaN and infinities come out as in PyTorch, as it computes them in float64, in values and slopes.
-
-    The slopes of hardswish and elu at NaN are NaN. PyTorch's are 1 or NaN, depending on where in a tensor the element
-    is: its vectorised and its scalar loops differ.
-    """
-    x = torch.tensor([math.nan, math.inf, -math.inf])
-    ours, theirs = x.to(dtype).requires_grad_(), x.double().requires_grad_()
-    with CPU.ran(forward=1, backward=1):
-        y = pointwise(ours, None, "first", name, 1.0, 0.0, None)
-        (dx,) = gradients(y, [ours], torch.ones_like(y))
-    expected = ACTIVATIONS[name](theirs)
-    torch.testing.assert_close(y, expected.to(dtype), equal_nan=True)
-    (slope,) = gradients(expected, [theirs], torch.ones_like(expected))
-    if name in ("hardswish", "elu"):
-        slope[0] = math.nan
-    torch.testing.assert_close(dx, slope.to(dtype), equal_nan=True)
 
 
 # ---- Broadcasting and layouts
@@ -235,10 +183,7 @@ _REDUCTIONS: list[tuple[tuple[int, ...], list[int]]] = [
 ]
 
 
-_KINDS: dict[str, Callable[..., Tensor]] = {
-    "sum_squared": lambda x, dim, keepdim: x.square().sum(dim, keepdim),
-    "mean_abs": lambda x, dim, keepdim: x.abs().mean(dim, keepdim),
-}
+_KINDS = ("sum_squared", "mean_abs")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -249,7 +194,7 @@ def test_reductions(shape: tuple[int, ...], dim: list[int], kind: str, keepdim: 
     """Every pattern of dimensions, forward and backward."""
     assert_matches(
         lambda x: reduce(x, dim, keepdim, kind, None),
-        lambda x: _KINDS[kind](x, dim, keepdim),
+        lambda x: unfused.reduce(kind, x, dim, keepdim),
         torch.randn(shape).to(dtype),
         forward=None,
     )
@@ -272,7 +217,7 @@ def test_reductions_of_any_strides(x: Callable[[], Tensor], dim: list[int], kind
     with CPU.ran(forward=None):
         y = reduce(tensor, dim, False, kind, None)
     assert y.is_contiguous()
-    torch.testing.assert_close(y, _KINDS[kind](tensor.contiguous(), dim, False))
+    torch.testing.assert_close(y, unfused.reduce(kind, tensor.contiguous(), dim))
 
 
 def test_reductions_of_nothing() -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from support import Target
 from torch import Tensor
 
 import kernel_fusion as kf
+from kernel_fusion.testing import unfused
 
 Function = Callable[..., Any]
 EPS = 1e-5
@@ -120,107 +120,65 @@ def _keys(rows: int, cols: int) -> tuple[int, ...]:
 _AFFINE = {"x": _matrix, "weight": _row, "bias": _row}
 _ADDED = {"x": _matrix, "residual": _matrix, "weight": _row, "bias": _row}
 _PAIR = {"a": _matrix, "b": _matrix}
+_BIASED = {"x": _matrix, "bias": _row}
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, EPS) + bias
-
-
-def _our_norm(verb: Function, **options: Any) -> Function:
+def _norm(name: str, verb: str, **stages: Any) -> Verb:
     """A norm over the last dimension; the tensors are x, perhaps a residual, weight and bias."""
+    added = verb.startswith("add_")
 
-    def norm(x: Tensor, *rest: Tensor, backend: str | None = None) -> Any:
+    def ours(x: Tensor, *rest: Tensor, backend: str | None = None) -> Any:
         *residual, weight, bias = rest
-        return verb(x, *residual, x.shape[-1:], weight, bias=bias, eps=EPS, backend=backend, **options)
+        return getattr(kf, verb)(x, *residual, x.shape[-1:], weight, bias=bias, eps=EPS, backend=backend, **stages)
 
-    return norm
+    def pytorch(x: Tensor, *rest: Tensor) -> Any:
+        residual, weight, bias = rest if added else (None, *rest)
+        rms = verb.endswith("rms_norm")
+        y, h = unfused.staged_norm(x, residual, x.shape[-1:], weight, bias, EPS, rms=rms, **stages)
+        return (y, h) if added else y
 
-
-def _staged(norm: Function) -> Function:
-    return lambda x, weight, bias: F.silu(norm(F.gelu(x), weight, bias))
-
-
-def _added(norm: Function) -> Function:
-    def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        h = residual + torch.tanh(x)
-        return norm(h, weight, bias), h
-
-    return added
+    return Verb(name, _ADDED if added else _AFFINE, ours, pytorch, batches=not stages)
 
 
-def _causal(scores: Tensor) -> Tensor:
-    left_out = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return torch.softmax(scores.masked_fill(left_out, float("-inf")), -1)
+def _pointwise(verb: str, activation: str, arguments: dict[str, Any], form: str = "", **options: Any) -> Verb:
+    def ours(*tensors: Tensor, **backend: Any) -> Tensor:
+        return getattr(kf, verb)(*tensors, activation, **backend)
+
+    def pytorch(a: Tensor, b: Tensor) -> Tensor:
+        return unfused.pointwise(verb, a, b, activation)
+
+    return Verb(verb + form, arguments, ours, pytorch, **options)
 
 
 _STAGES = {"pre_activation": "gelu", "activation": "silu"}
 _VERBS = (
-    Verb("layer_norm", _AFFINE, _our_norm(kf.layer_norm), _layer_norm, batches=True),
-    Verb("rms_norm", _AFFINE, _our_norm(kf.rms_norm), _rms_norm, batches=True),
-    Verb("layer_norm-staged", _AFFINE, _our_norm(kf.layer_norm, **_STAGES), _staged(_layer_norm)),
-    Verb("rms_norm-staged", _AFFINE, _our_norm(kf.rms_norm, **_STAGES), _staged(_rms_norm)),
-    Verb("add_layer_norm", _ADDED, _our_norm(kf.add_layer_norm, pre_activation="tanh"), _added(_layer_norm)),
-    Verb("add_rms_norm", _ADDED, _our_norm(kf.add_rms_norm, pre_activation="tanh"), _added(_rms_norm)),
-    Verb("add_act", _PAIR, lambda a, b, **o: kf.add_act(a, b, "gelu", **o), lambda a, b: F.gelu(a + b)),
-    Verb(
-        "add_act-column",
-        {"a": _matrix, "b": _column},
-        lambda a, b, **o: kf.add_act(a, b, "silu", **o),
-        lambda a, b: F.silu(a + b),
-        kernels=None,
-    ),
-    Verb("mul_act", _PAIR, lambda a, b, **o: kf.mul_act(a, b, "tanh", **o), lambda a, b: torch.tanh(a * b)),
-    Verb(
-        "bias_act",
-        {"x": _matrix, "bias": _row},
-        lambda x, b, **o: kf.bias_act(x, b, "gelu", **o),
-        lambda x, b: F.gelu(x + b),
-    ),
-    Verb(
-        "bias_act-tanh",
-        {"x": _matrix, "bias": _row},
-        lambda x, b, **o: kf.bias_act(x, b, "tanh", **o),
-        lambda x, b: torch.tanh(x + b),
-        kernels=None,
-    ),
-    Verb(
-        "add_act-leaky_relu",
-        _PAIR,
-        lambda a, b, **o: kf.add_act(a, b, "leaky_relu", **o),
-        lambda a, b: F.leaky_relu(a + b),
-    ),
-    Verb(
-        "bias_act-relu",
-        {"x": _matrix, "bias": _row},
-        lambda x, b, **o: kf.bias_act(x, b, "relu", **o),
-        lambda x, b: F.relu(x + b),
-        kernels=None,
-    ),
+    _norm("layer_norm", "layer_norm"),
+    _norm("rms_norm", "rms_norm"),
+    _norm("layer_norm-staged", "layer_norm", **_STAGES),
+    _norm("rms_norm-staged", "rms_norm", **_STAGES),
+    _norm("add_layer_norm", "add_layer_norm", pre_activation="tanh"),
+    _norm("add_rms_norm", "add_rms_norm", pre_activation="tanh"),
+    _pointwise("add_act", "gelu", _PAIR),
+    _pointwise("add_act", "silu", {"a": _matrix, "b": _column}, "-column", kernels=None),
+    _pointwise("mul_act", "tanh", _PAIR),
+    _pointwise("bias_act", "gelu", _BIASED),
+    _pointwise("bias_act", "tanh", _BIASED, "-tanh", kernels=None),
+    _pointwise("add_act", "leaky_relu", _PAIR, "-leaky_relu"),
+    _pointwise("bias_act", "relu", _BIASED, "-relu", kernels=None),
     Verb(
         "act_dropout",
         {"x": _matrix},
         lambda x, **o: kf.act_dropout(x, "mish", 0.5, training=False, **o),
-        lambda x: F.mish(x),
+        lambda x: unfused.pointwise("act_dropout", x, None, "mish"),
         batches=True,
     ),
-    Verb("gated_act", _PAIR, lambda a, b, **o: kf.gated_act(a, b, "silu", **o), lambda a, b: F.silu(a) * b),
-    Verb(
-        "gated_act-row",
-        {"gate": _row, "value": _matrix},
-        lambda a, b, **o: kf.gated_act(a, b, "gelu_tanh", **o),
-        lambda a, b: F.gelu(a, approximate="tanh") * b,
-        kernels=None,
-        row_wise=False,
-    ),
+    _pointwise("gated_act", "silu", _PAIR),
+    _pointwise("gated_act", "gelu_tanh", {"gate": _row, "value": _matrix}, "-row", kernels=None, row_wise=False),
     Verb(
         "sum_squared",
         {"x": _matrix},
         lambda x, **o: kf.sum_squared(x, -1, **o),
-        lambda x: x.square().sum(-1),
+        lambda x: unfused.reduce("sum_squared", x, -1),
         kernels=None,
         batches=True,
     ),
@@ -228,7 +186,7 @@ _VERBS = (
         "mean_abs",
         {"x": _matrix},
         lambda x, **o: kf.mean_abs(x, **o),
-        lambda x: x.abs().mean((-1, -2)),
+        lambda x: unfused.reduce("mean_abs", x, (-1, -2)),
         kernels=None,
         batches=True,
         row_wise=False,
@@ -237,21 +195,21 @@ _VERBS = (
         "softmax",
         {"x": _matrix},
         lambda x, **o: kf.softmax(x, scale=0.5, **o),
-        lambda x: torch.softmax(x * 0.5, -1),
+        lambda x: unfused.softmax(x, 0.5),
         batches=True,
     ),
     Verb(
         "softmax-masked",
         {"x": _matrix, "mask": _row},
         lambda x, mask, **o: kf.softmax(x, mask=mask, causal=True, **o),
-        lambda x, mask: _causal(x + mask),
+        lambda x, mask: unfused.softmax(x, mask=mask, causal=True),
         row_wise=False,
     ),
     Verb(
         "attention_scores",
         {"query": _matrix, "key": _keys},
         lambda q, k, **o: kf.attention_scores(q, k, 0.25, **o),
-        lambda q, k: q @ k.mT * 0.25,
+        lambda q, k: unfused.attention_scores(q, k, 0.25),
         kernels=0,
         row_wise=False,
     ),
@@ -259,7 +217,7 @@ _VERBS = (
         "attention_weights",
         {"query": _matrix, "key": _keys},
         lambda q, k, **o: kf.attention_scores(q, k, 0.25, causal=True, normalize=True, **o),
-        lambda q, k: _causal(q @ k.mT * 0.25),
+        lambda q, k: unfused.softmax(unfused.attention_scores(q, k, 0.25), causal=True),
         row_wise=False,
     ),
 )

@@ -13,13 +13,13 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.chains import DROPOUT_P, Dropout, Operation
+from kernel_fusion.bench.chains import DROPOUT_P, Arguments, Dropout, Operation
 from kernel_fusion.bench.workloads import Argument, Call, Function, Inputs
 from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.testing import unfused
 
 Shape = tuple[int, ...]
 
@@ -51,39 +51,37 @@ def _halves(shape: Shape, dtype: torch.dtype) -> list[Argument]:
     ]
 
 
+_PAIR = _tensors("a", "b")
+
+
 def _pointwise() -> list[Operation]:
-    def two(name: str, verb: Callable[..., Tensor], chain: Function, activation: str, **options: Any) -> Operation:
+    def two(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, **options: Any) -> Operation:
+        def chain(dropout: Dropout, a: Tensor, b: Tensor) -> Tensor:
+            return unfused.pointwise(verb, a, b, activation, dropout)
+
         def fused(a: Tensor, b: Tensor, p: float, backend: str | None) -> Tensor:
-            return verb(a, b, activation, backend=backend)
+            with_dropout = {"dropout_p": p} if verb == "bias_act" else {}
+            y: Tensor = getattr(kf, verb)(a, b, activation, backend=backend, **with_dropout)
+            return y
 
-        return Operation(name, verb.__name__, _tensors("a", "b"), lambda _, a, b: chain(a, b), fused, **options)
+        return Operation(name, verb, arguments, chain, fused, **options)
 
-    def bias_gelu(x: Tensor, bias: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.bias_act(x, bias, "gelu", dropout_p=p, backend=backend)
-
-    def silu_gate(gate: Tensor, value: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.gated_act(gate, value, "silu", backend=backend)
-
-    def bias_chain(dropout: Dropout, x: Tensor, bias: Tensor) -> Tensor:
-        return dropout(F.gelu(x + bias))
-
-    bias = Operation("bias+gelu", "bias_act", _with_rows("bias"), bias_chain, bias_gelu)
-    gate = Operation("silu gate", "gated_act", _halves, lambda _, gate, value: F.silu(gate) * value, silu_gate)
+    bias = two("bias+gelu", "bias_act", "gelu", _with_rows("bias"))
     gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
     return [
-        two("add+relu", kf.add_act, lambda a, b: F.relu(a + b), "relu", backward_reads=_BITS, backward_writes=("a",)),
-        two("mul+tanh", kf.mul_act, lambda a, b: torch.tanh(a * b), "tanh"),
+        two("add+relu", "add_act", "relu", backward_reads=_BITS, backward_writes=("a",)),
+        two("mul+tanh", "mul_act", "tanh"),
         bias,
         replace(bias, name="bias+gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero),
         gelu_dropout,
-        gate,
+        two("silu gate", "gated_act", "silu", _halves),
         *map(_activation, ACTIVATIONS),
     ]
 
 
 def _activation(name: str) -> Operation:
     def chain(dropout: Dropout, x: Tensor) -> Tensor:
-        return dropout(ACTIVATIONS[name](x))
+        return unfused.pointwise("act_dropout", x, None, name, dropout)
 
     def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.act_dropout(x, name, p, backend=backend)
@@ -98,28 +96,22 @@ def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Te
 
 
 def _row_norms() -> list[Operation]:
-    layer, rms = _with_rows("weight", "bias"), _with_rows("weight")
+    def one(name: str, verb: str, parameters: Sequence[str], **stages: Any) -> Operation:
+        def chain(_: Dropout, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            rms = verb == "rms_norm"
+            return unfused.staged_norm(x, None, x.shape[-1:], weight, bias, _EPS, rms=rms, **stages)[0]
 
-    def layer_norm(name: str, chain: Function, **stages: Any) -> Operation:
-        def fused(x: Tensor, weight: Tensor, bias: Tensor, p: float, backend: str | None) -> Tensor:
-            return kf.layer_norm(x, x.shape[-1:], weight, bias, _EPS, backend=backend, **stages)
+        def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Tensor:
+            y: Tensor = getattr(kf, verb)(x, x.shape[-1:], *affine, eps=_EPS, backend=backend, **stages)
+            return y
 
-        return Operation(name, "layer_norm", layer, lambda _, x, weight, bias: chain(x, weight, bias), fused)
-
-    def rms_norm(x: Tensor, weight: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.rms_norm(x, x.shape[-1:], weight, _EPS, backend=backend)
-
-    def rms_chain(_: Dropout, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, _EPS)
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, _EPS)
+        return Operation(name, verb, _with_rows(*parameters), chain, fused)
 
     return [
-        layer_norm("layer_norm", norm),
-        layer_norm("layer_norm+relu", lambda *args: F.relu(norm(*args)), activation="relu"),
-        layer_norm("relu+layer_norm", lambda x, *args: norm(F.relu(x), *args), pre_activation="relu"),
-        Operation("rms_norm", "rms_norm", rms, rms_chain, rms_norm),
+        one("layer_norm", "layer_norm", ("weight", "bias")),
+        one("layer_norm+relu", "layer_norm", ("weight", "bias"), activation="relu"),
+        one("relu+layer_norm", "layer_norm", ("weight", "bias"), pre_activation="relu"),
+        one("rms_norm", "rms_norm", ("weight",)),
     ]
 
 
@@ -136,11 +128,11 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         same = _with_rows(*parameters, tensors=("x", "residual"))(shape, dtype)
         return [replace(a, dtype=torch.float32) if wide_residual and a.name == "residual" else a for a in same]
 
-    def chain(dropout: Dropout, x: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        h = residual + dropout(x)
-        weights = tuple(w.to(h.dtype) for w in weights)
-        y = getattr(F, norm)(h, h.shape[-1:], *weights, eps=_EPS)
-        return y.to(x.dtype), h
+    def chain(
+        dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        rms = norm == "rms_norm"
+        return unfused.staged_norm(x, residual, x.shape[-1:], weight, bias, _EPS, rms=rms, dropout=dropout)
 
     def fused(x: Tensor, residual: Tensor, *weights: Tensor, p: float, backend: str | None) -> kf.NormOutput:
         options: dict[str, Any] = {"eps": _EPS, "dropout_p": p, "backend": backend}
@@ -170,14 +162,10 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
 
 def _reductions() -> list[Operation]:
     dims: dict[str, int | None] = {"last": -1, "first": 0, "all": None}
-    chains: dict[str, Callable[[Tensor, int | None], Tensor]] = {
-        "sum_squared": lambda x, dim: x.square().sum(dim),
-        "mean_abs": lambda x, dim: x.abs().mean(dim),
-    }
 
     def reduction(verb: str, which: str) -> Operation:
         def chain(_: Dropout, x: Tensor) -> Tensor:
-            return chains[verb](x, dims[which])
+            return unfused.reduce(verb, x, dims[which])
 
         def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
             y: Tensor = getattr(kf, verb)(x, dims[which], backend=backend)
@@ -189,7 +177,7 @@ def _reductions() -> list[Operation]:
             f"{verb}, {which}", verb, _tensors("x"), chain, fused, reduces_rows=which != "last", dtypes=dtypes
         )
 
-    return [reduction(verb, which) for verb in chains for which in dims]
+    return [reduction(verb, which) for verb in ("sum_squared", "mean_abs") for which in dims]
 
 
 def _softmaxes() -> list[Operation]:
@@ -205,7 +193,7 @@ def _softmaxes() -> list[Operation]:
         return arguments
 
     def masked_chain(_: Dropout, x: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(torch.where(keep, x * scale, -torch.inf), -1)
+        return unfused.softmax(x, scale, keep)
 
     def plain(x: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.softmax(x, backend=backend)
@@ -219,7 +207,7 @@ def _softmaxes() -> list[Operation]:
     # Backward reads y, which has the size of x.
     softmax = partial(Operation, verb="softmax", backward_reads=("x",))
     return [
-        softmax("softmax", arguments=_tensors("x"), chain=lambda _, x: torch.softmax(x, -1), fused=plain),
+        softmax("softmax", arguments=_tensors("x"), chain=lambda _, x: unfused.softmax(x), fused=plain),
         softmax("softmax, scale, mask", arguments=with_mask("mask", True), chain=masked_chain, fused=masked),
         softmax("softmax, scale, causal", arguments=with_mask("causal", False), chain=masked_chain, fused=causal),
     ]
@@ -235,10 +223,10 @@ def _scores() -> list[Operation]:
         return [*arguments(shape, dtype), keep]
 
     def chain(_: Dropout, query: Tensor, key: Tensor) -> Tensor:
-        return torch.mul(query @ key.mT, _HEAD**-0.5)
+        return unfused.attention_scores(query, key)
 
     def weights_chain(_: Dropout, query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(torch.where(keep, query @ key.mT * _HEAD**-0.5, -torch.inf), -1)
+        return unfused.softmax(unfused.attention_scores(query, key), mask=keep)
 
     def fused(query: Tensor, key: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.attention_scores(query, key, backend=backend)

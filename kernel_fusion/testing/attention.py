@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
+from kernel_fusion.testing import unfused
 from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, wide
 from kernel_fusion.testing.long_double import sum_to
@@ -54,17 +55,6 @@ class _MaskedCase(Case):
         if self.mask == "dead":
             mask[..., 0, :] = False
         return mask
-
-    def _masked(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """The scores with PyTorch's operations on them."""
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(mask.logical_not(), -math.inf)
-        elif mask is not None:
-            scores = scores + mask
-        if self.causal:
-            rows, cols = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
-            scores = scores.masked_fill(cols > rows[:, None], -math.inf)
-        return scores
 
     def _masked_by_hand(self, scores: Array, mask: Tensor | None) -> Array:
         if mask is not None and mask.dtype == torch.bool:
@@ -143,7 +133,7 @@ class SoftmaxCase(_MaskedCase):
     def pytorch(self, inputs: Logits) -> Results:
         """Multiplication, mask and softmax."""
         scaled = inputs.x if self.scale == 1.0 else inputs.x * self.scale
-        scores = self._masked(scaled, inputs.mask)
+        scores = unfused.masked(scaled, inputs.mask, self.causal)
         masked = inputs.mask is not None or self.causal
         y = _weights(scores, self.dim) if masked else torch.softmax(scores, self.dim)
         return {"y": y.to(self.dtype)}
@@ -220,13 +210,14 @@ class ScoresCase(_MaskedCase):
         """The product, the scale, and what PyTorch does with masks; the definition of softmax."""
         scores = inputs.query @ inputs.key.mT * self.factor
         if not self.normalize:
-            return {"y": self._masked(scores, inputs.mask)}
+            return {"y": unfused.masked(scores, inputs.mask, self.causal)}
         mask = None if inputs.mask is None else inputs.mask.expand(scores.shape)
         return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
 
     def pytorch(self, inputs: QueryKey) -> Results:
         """A product, a multiplication, a mask, and softmax where it is wanted."""
-        scores = self._masked(inputs.query @ inputs.key.mT * self.factor, inputs.mask)
+        scores = unfused.attention_scores(inputs.query, inputs.key, self.scale)
+        scores = unfused.masked(scores, inputs.mask, self.causal)
         return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}
 
     def long_double(self, inputs: QueryKey) -> Reference:

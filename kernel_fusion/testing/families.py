@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
-from kernel_fusion.core.activations import IDENTITY, formula
-from kernel_fusion.testing import long_double
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.testing import long_double, unfused
 from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
 from kernel_fusion.testing.long_double import sum_to
@@ -92,14 +91,11 @@ class PointwiseCase(Case):
 
     def pytorch(self, inputs: Operands) -> Results:
         """The operations one by one."""
-        act, a, b = formula(self.activation or IDENTITY), inputs.a, inputs.b
-        if b is None:
-            y = act(a)
-        elif self.verb == "gated_act":
-            y = act(a) * b
-        else:
-            y = act(a * b if self.verb == "mul_act" else a + b)
-        return {"y": y * dropout_factors(y.detach(), self.dropout_p, inputs.seed) if self.dropout_p else y * 1}
+
+        def dropout(y: Tensor) -> Tensor:
+            return y * dropout_factors(y.detach(), self.dropout_p, inputs.seed) if self.dropout_p else y * 1
+
+        return {"y": unfused.pointwise(self.verb, inputs.a, inputs.b, self.activation, dropout)}
 
     def long_double(self, inputs: Operands) -> Reference:
         """Value and gradients from those of the activation."""
@@ -132,12 +128,6 @@ class Reduced(Tensors):
 
     x: Tensor
     dy: Tensor
-
-
-_UNFUSED: dict[str, Callable[..., Tensor]] = {
-    "sum_squared": lambda x, *args: x.square().sum(*args),
-    "mean_abs": lambda x, *args: x.abs().mean(*args),
-}
 
 
 @dataclass(frozen=True)
@@ -190,7 +180,7 @@ class ReduceCase(Case):
     def pytorch(self, inputs: Reduced) -> Results:
         """The pointwise function and the reduction, both in the dtype of the result."""
         x = inputs.x.to(self.out_dtype or self.dtype)
-        return {"y": _UNFUSED[self.verb](x, self.dim, self.keepdim)}
+        return {"y": unfused.reduce(self.verb, x, self.dim, self.keepdim)}
 
     def long_double(self, inputs: Reduced) -> Reference:
         """Sums by NumPy, and their gradients."""

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
-from kernel_fusion.core.activations import IDENTITY, formula
+from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.testing import long_double
+from kernel_fusion.testing import long_double, unfused
 from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
 from kernel_fusion.testing.long_double import Activation
@@ -99,20 +98,12 @@ class RowNormCase(Case):
 
     def pytorch(self, inputs: Inputs) -> Results:
         """`F.layer_norm`, or `F.rms_norm` and an addition."""
-        return {"y": self._pytorch_norm(inputs.x, inputs).to(self.result_dtype)}
+        return {"y": self._pytorch_norm(inputs)[0]}
 
-    def _pytorch_norm(self, x: Tensor, inputs: Inputs) -> Tensor:
-        dtypes = {t.dtype for t in (x, inputs.weight, inputs.bias) if t is not None}
-        compute = x.dtype if len(dtypes) == 1 else torch.float32
-        weight = None if inputs.weight is None else inputs.weight.to(compute)
-        if weight is not None and self.weight_offset:
-            weight = weight + self.weight_offset
-        bias = None if inputs.bias is None else inputs.bias.to(compute)
-        x = x.to(compute)
-        if not self.rms:
-            return F.layer_norm(x, self.normalized_shape, weight, bias, default_eps(self))
-        y = F.rms_norm(x, self.normalized_shape, weight, default_eps(self))
-        return y if bias is None else y + bias
+    def _pytorch_norm(self, inputs: Inputs, **stages: Any) -> tuple[Tensor, Tensor]:
+        affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
+        stages |= {"rms": self.rms, "weight_offset": self.weight_offset, "out_dtype": self.result_dtype}
+        return unfused.staged_norm(inputs.x, inputs.residual, *affine, **stages)
 
     def long_double(self, inputs: Inputs) -> Reference:
         """The formulas of forward and backward."""
@@ -198,11 +189,12 @@ class StagedNormCase(RowNormCase):
 
     def pytorch(self, inputs: Inputs) -> Results:
         """Activation, dropout, addition, norm and activation, each by PyTorch."""
-        u = formula(self.pre_activation or IDENTITY)(inputs.x)
-        if self.dropout_p:
-            u = u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed)
-        h = u if inputs.residual is None else (inputs.residual + u).to(inputs.residual.dtype)
-        y = formula(self.activation or IDENTITY)(self._pytorch_norm(h, inputs).to(self.result_dtype))
+
+        def dropout(u: Tensor) -> Tensor:
+            return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
+
+        stages = {"pre_activation": self.pre_activation, "activation": self.activation, "dropout": dropout}
+        y, h = self._pytorch_norm(inputs, **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Inputs) -> Reference:

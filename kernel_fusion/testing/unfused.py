@@ -1,0 +1,105 @@
+"""What each verb stands for: PyTorch's own calls, unfused, in the dtypes of their arguments.
+
+`verify`, the benchmarks and the tests all compare with these. `dropout` is a function of a tensor, so that each can
+bring its own mask; without one nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernel_fusion.core.activations import IDENTITY, formula
+
+Dropout = Callable[[Tensor], Tensor]
+
+
+def keep_all(t: Tensor) -> Tensor:
+    """No dropout."""
+    return t
+
+
+def norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 where dtypes are mixed, which PyTorch refuses."""
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    compute = x.dtype if len(dtypes) == 1 else torch.float32
+    weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
+    if weight is not None and weight_offset:
+        weight = weight + weight_offset
+    if not rms:
+        return F.layer_norm(x.to(compute), list(shape), weight, bias, eps)
+    y = F.rms_norm(x.to(compute), list(shape), weight, eps)
+    return y if bias is None else y + bias
+
+
+def staged_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    weight_offset: float = 0.0,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    dropout: Dropout = keep_all,
+) -> tuple[Tensor, Tensor]:
+    """y and h: activation, dropout, addition, norm and activation."""
+    h = dropout(formula(pre_activation or IDENTITY)(x))
+    if residual is not None:
+        h = (residual + h).to(residual.dtype)
+    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset).to(out_dtype or x.dtype)
+    return formula(activation or IDENTITY)(y), h
+
+
+def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
+    """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout` one by one."""
+    act = formula(activation or IDENTITY)
+    if b is None:
+        y = act(a)
+    elif verb == "gated_act":
+        y = act(a) * b
+    else:
+        y = act(a * b if verb == "mul_act" else a + b)
+    return dropout(y)
+
+
+def reduce(verb: str, x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
+    """The pointwise function of `sum_squared` or `mean_abs` and the reduction, both in the dtype of x."""
+    return x.square().sum(dim, keepdim) if verb == "sum_squared" else x.abs().mean(dim, keepdim)
+
+
+def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """The scores with an additive mask, or one that is True where they are kept; `causal` keeps those up to the row."""
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        rows, cols = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+        scores = torch.where(cols <= rows[:, None], scores, -math.inf)
+    return scores
+
+
+def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False, dim: int = -1) -> Tensor:
+    """Multiplication, mask and softmax; NaN in a row of which nothing is left."""
+    return torch.softmax(masked(x if scale == 1.0 else x * scale, mask, causal), dim)
+
+
+def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """A product and a multiplication."""
+    return query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
