@@ -190,7 +190,7 @@ def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     for helpers in range(plan.helpers):
         yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
     for stages in range(2, plan.stages):
-        yield replace(plan, stages=stages)
+        yield replace(plan, stages=stages, few=plan.few and stages > 2)
     if plan.stages and plan.per_block > 1:
         yield replace(plan, per_block=1, threads=plan.threads // plan.per_block)
     if plan.stages and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:

@@ -1,34 +1,79 @@
-"""Whether compiled kernels keep everything in registers: the compiler's own count, which needs no GPU."""
+"""Whether compiled kernels keep everything in registers: the compiler's own count, which needs no GPU.
+
+A grid gives, for an architecture, the kernels to look at. One that several architectures of a generation plan is
+compiled for the first of them. Verdicts are kept in the cache folder, by all that they depend on.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
-from kernel_fusion.backends.cuda.compile import compile_source
+import pytest
+from covering import covering, factors
+
+from kernel_fusion.backends.cuda import compile, planner
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.bench.machine import nvrtc_version
+from kernel_fusion.core.cache import Cache
 from kernel_fusion.errors import CompileError
 
+Kernel = tuple[Any, Any]  # spec and access
+Grid = Callable[[int], Iterable[Kernel]]
+
+# Architectures whose compilers give out registers alike.
+_GENERATIONS = {"ampere": (80, 86, 89), "hopper": (90,), "blackwell": (100, 120)}
+_VERDICTS = Cache("spills", ".txt")
 _LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+# Every kernel of a generation, or few that have each value of the grid once.
+each_generation = pytest.mark.parametrize(
+    "generation", ["some", *(pytest.param(name, marks=pytest.mark.slow) for name in _GENERATIONS)]
+)
 
 
 def local_memory(source: str, name: str, arch: int) -> str | None:
     """The compiler's words about local memory if the kernel uses any."""
-    try:
-        _, log = compile_source(source, arch, verbose=True)
-    except CompileError as error:
-        return f"{name}: {error}"
-    counts = _LOG.findall(log)
-    if not counts:
-        return f"{name}: no count of spills in the log: {log}"
-    used = [match for match in counts if any(map(int, match))]
-    return f"{name}: stack frame, spill stores, spill loads = {used} bytes" if used else None
+    key = compile.key("spills", source, arch, str(nvrtc_version()))
+    kept = _VERDICTS.read(key)
+    if kept is None:
+        try:
+            _, log = compile.compile_source(source, arch, verbose=True)
+        except CompileError as error:
+            return f"{name}: {error}"
+        counts = _LOG.findall(log)
+        if not counts:
+            return f"{name}: no count of spills in the log: {log}"
+        kept = str([match for match in counts if any(map(int, match))] or "").encode()
+        _VERDICTS.write(key, kept)
+    return f"{name} on sm_{arch}: stack frame, spill stores, spill loads = {kept.decode()} bytes" if kept else None
 
 
-def assert_no_local_memory(kernels: Mapping[str, str], arch: int) -> None:
-    """Every kernel (source: name) compiles for sm_`arch` and uses no local memory."""
+def assert_no_local_memory(grid: Grid, generation: str) -> None:
+    """Every kernel of the grid for the generation compiles and uses no local memory."""
+    kernels = list(_planned(grid, [generation] if generation in _GENERATIONS else [*_GENERATIONS]))
+    if generation == "some":
+        rows = [factors({"spec": spec, "access": access, "arch": arch}) for (spec, access), arch, _ in kernels]
+        kernels = [kernels[index] for index in covering(rows, 1)]
+    kinds, archs, sources = zip(*kernels, strict=True)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        lines = pool.map(local_memory, kernels, kernels.values(), [arch] * len(kernels), chunksize=8)
+        lines = pool.map(local_memory, sources, [f"{spec} {access}" for spec, access in kinds], archs, chunksize=8)
         bad = [line for line in lines if line]
-    assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory on sm_{arch}:\n" + "\n".join(bad)
+    assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory:\n" + "\n".join(bad)
+
+
+def _planned(grid: Grid, generations: list[str]) -> Iterator[tuple[Kernel, int, str]]:
+    """The distinct kernels of each generation, with the first architecture that plans each, and their sources."""
+    for generation in generations:
+        seen: set[str] = set()
+        for arch in _GENERATIONS[generation]:
+            for spec, access in grid(arch):
+                plan = planner.plan_for(spec, access, KNOWN_DEVICES[arch])
+                source = planner.source_of(spec, access, plan).text()
+                if source not in seen:
+                    seen.add(source)
+                    yield (spec, access), arch, source
+    assert seen

@@ -46,14 +46,19 @@ def cubin(source: str, arch: int) -> bytes:
     Raises:
         CompileError: NVRTC is missing or refuses the source.
     """
-    key = cache.digest("cubin", source, str(arch), *_OPTIONS, _headers_digest())
-    stored = cache.CUBINS.read(key)
+    entry = key("cubin", source, arch)
+    stored = cache.CUBINS.read(entry)
     counters.add(from_disk=stored is not None)
     if stored is not None:
         return stored
     code, _ = compile_source(source, arch)
-    cache.CUBINS.write(key, code)
+    cache.CUBINS.write(entry, code)
     return code
+
+
+def key(kind: str, source: str, arch: int, *more: str) -> str:
+    """The key of what is made of a kernel and kept: its source, the headers, the options, and whatever else counts."""
+    return cache.digest(kind, source, str(arch), *_OPTIONS, _headers_digest(), *more)
 
 
 def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
