@@ -2,9 +2,11 @@
 # of constraints.txt, made anew whenever pyproject.toml or constraints.txt changes.
 #
 #   make demo    verify every kernel, benchmark quickly with a plot, train a small GPT; on the best device present
-#   make test    all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
+#   make test    the quick tests: every verb, backend, direction and dtype, in minutes; PYTEST_ARGS chooses among them
+#   make test-all
+#                all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
 #   make coverage
-#                the tests, those marked slow apart, with the lines they run: fails below 95 % of those that need no GPU
+#                the tests of `make test` with the lines they run: fails below 95 % of those that need no GPU
 #   make lint    ruff and mypy
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
@@ -16,7 +18,7 @@
 PYTHON ?= python3
 VENV_ARGS ?=
 # Two workers are faster than one even on two cores, and few enough to share a GPU.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 RESULTS := demo-results
 
 BIN := .venv/bin
@@ -24,7 +26,10 @@ STAMP := .venv/installed
 # A PyTorch taken from outside need not be the pinned one, and neither need what came with it.
 CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constraints.txt)
 
-.PHONY: demo test coverage lint docs clean
+# Threads that spin while they wait take the cores from the other worker.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+
+.PHONY: demo test test-all coverage lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -32,13 +37,14 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --output-dir $(RESULTS)
 	@echo; echo "Plots:"; ls $(RESULTS)/*.png $(RESULTS)/*/*.png
 
-# Threads that spin while they wait take the cores from the other worker: on two cores tests/test_train_gpt.py alone
-# took over six minutes so, and half a minute with threads that sleep.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) $(PYTEST_ARGS)
 
 coverage: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
+	$(PYTEST) $(PYTEST_ARGS) -m "not slow" --cov
 	$(BIN)/python tests/gpu_only_lines.py
 
 lint: $(STAMP)

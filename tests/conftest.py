@@ -1,36 +1,88 @@
-"""Fixtures and the rule for tests that need a GPU: see support.py for what they hand out."""
+"""Fixtures, and the rules: what needs a GPU, what is slow, how long a test may take. support.py has what fixtures give.
+
+Limits are in CPU time, so that a busy machine fails no test; pytest-timeout ends what waits for ever.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import resource
+import signal
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be asked for before Triton is imported.
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from covering import mark_slow
 from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
 
 from kernel_fusion.native import build
 
-# One library with every build of the CPU kernels serves all tests and the processes that they start.
-build.built_library(print, every_variant=True)
+# Seconds of all threads and of processes that a test starts and waits for.
+_CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800
+
+# The same examples in each run; `--hypothesis-profile=random` draws others, which test_random_search.py does.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None)
+settings.load_profile("fixed")
 
 _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where PyTorch sees no GPU, and say so."""
+    """Mark `slow` what covering arrays leave out; skip what is marked `cuda` where PyTorch sees no GPU, and say so."""
+    mark_slow(items)
+    for item in filter(_wants_every_variant, items):
+        item.add_marker("slow")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+def _wants_every_variant(item: pytest.Item) -> bool:
+    return "every_variant" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the library that serves all tests and the processes that they start, before the first of them."""
+    if not session.config.option.collectonly:
+        build.built_library(print, every_variant=any(map(_wants_every_variant, session.items)))
+
+
+def _cpu_seconds(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that takes too much CPU time: at once in this process, else when the processes that it starts end."""
+    limit = _SLOW_CPU_LIMIT if item.get_closest_marker("slow") else _CPU_LIMIT
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"more than {limit} s of CPU time")
+
+    children = _cpu_seconds(resource.RUSAGE_CHILDREN)
+    previous = signal.signal(signal.SIGPROF, fail)
+    signal.setitimer(signal.ITIMER_PROF, limit)
+    try:
+        result = yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+    if _cpu_seconds(resource.RUSAGE_CHILDREN) - children > limit:
+        fail()
+    return result
 
 
 @pytest.fixture(params=[pytest.param(CPU, id="cpu"), _CUDA_PARAM])
@@ -43,6 +95,11 @@ def target(request: pytest.FixtureRequest) -> Target:
 def any_target(request: pytest.FixtureRequest) -> Target:
     """Each backend, the eager definition among them."""
     return request.param
+
+
+@pytest.fixture
+def every_variant() -> None:
+    """Have a library with every build of the CPU kernels, here and in other processes; the test is a slow one then."""
 
 
 @pytest.fixture(params=["layer_norm", "rms_norm"])
