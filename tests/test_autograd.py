@@ -34,22 +34,22 @@ def assert_equal(ones: list[Tensor], others: list[Tensor], target: Target) -> No
 
 
 # float64, because finite differences need it. gradcheck also tries undefined and batched cotangents.
-def test_gradcheck(operation: Verb, any_target: Target) -> None:
+def test_gradcheck(operation: Verb, target: Target) -> None:
     """The kernels' gradients are those of finite differences."""
-    tensors = operation.leaves(any_target, 3, 5, torch.float64)
-    with operation.ran(any_target, None, None):
+    tensors = operation.leaves(target, 3, 5, torch.float64)
+    with operation.ran(target, None, None):
         assert torch.autograd.gradcheck(
-            operation.on(any_target), tensors, check_undefined_grad=True, check_batched_grad=True
+            operation.on(target), tensors, check_undefined_grad=True, check_batched_grad=True
         )
 
 
-def test_gradgradcheck(operation: Verb, any_target: Target) -> None:
+def test_gradgradcheck(operation: Verb, target: Target) -> None:
     """The gradients' gradients are those of finite differences, for dy too."""
-    tensors = operation.leaves(any_target, 3, 5, torch.float64)
+    tensors = operation.leaves(target, 3, 5, torch.float64)
     # A differentiated backward is the composite, by design. Where it reads a result of the kernel, y or h, second
     # derivatives go on from there through the backward kernel.
-    with operation.ran(any_target, None, None if operation.reads_results(any_target) else 0):
-        assert torch.autograd.gradgradcheck(operation.on(any_target), tensors)
+    with operation.ran(target, None, None if operation.reads_results(target) else 0):
+        assert torch.autograd.gradgradcheck(operation.on(target), tensors)
 
 
 # Grid rationale. Each parameter absent, because autograd numbers the inputs that are there.
@@ -88,13 +88,13 @@ _SUBSETS = [
 
 
 @pytest.mark.parametrize(("operation", "needs"), _SUBSETS)
-def test_gradients_only_where_needed(operation: Verb, needs: tuple[bool, ...], any_target: Target) -> None:
+def test_gradients_only_where_needed(operation: Verb, needs: tuple[bool, ...], target: Target) -> None:
     """Each subset of inputs that require gradients gets its gradients, within budget, and the others get none."""
-    tensors = operation.leaves(any_target, 33, 65)
+    tensors = operation.leaves(target, 33, 65)
     for tensor, need in zip(tensors, needs, strict=True):
         tensor.requires_grad_(need)
-    with operation.ran(any_target, 1, 1):
-        y = operation.on(any_target)(*tensors)
+    with operation.ran(target, 1, 1):
+        y = operation.on(target)(*tensors)
         dys = cotangents(y)
         # h does not depend on weight and bias.
         used = [(one, dy) for one, dy in zip(results(y), dys, strict=True) if one.requires_grad]
@@ -123,12 +123,12 @@ def test_backward_operator_computes_what_the_mask_says(verb: str, mask: tuple[bo
     assert [r.numel() > 0 for r in results] == [*mask, False]
 
 
-def test_inputs_and_cotangent_are_unchanged(operation: Verb, any_target: Target) -> None:
+def test_inputs_and_cotangent_are_unchanged(operation: Verb, target: Target) -> None:
     """Forward and backward write to no argument and to no cotangent."""
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 1, 1):
+    tensors = operation.leaves(target)
+    with operation.ran(target, 1, 1):
         before = [(t.detach().clone(), t._version) for t in tensors]
-        y = operation.on(any_target)(*tensors)
+        y = operation.on(target)(*tensors)
         dys = cotangents(y)
         tensors += dys
         before += [(t.clone(), t._version) for t in dys]
@@ -140,11 +140,11 @@ def test_inputs_and_cotangent_are_unchanged(operation: Verb, any_target: Target)
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("cols", [1, 17])
-def test_result_is_no_alias(operation: Verb, cols: int, requires_grad: bool, any_target: Target) -> None:
+def test_result_is_no_alias(operation: Verb, cols: int, requires_grad: bool, target: Target) -> None:
     """Every result has memory of its own, and no gradient lies in that of an argument, a result or a cotangent."""
-    tensors = [t.detach().requires_grad_(requires_grad) for t in operation.leaves(any_target, 7, cols)]
-    with operation.ran(any_target, None, int(requires_grad)):
-        y = operation.on(any_target)(*tensors)
+    tensors = [t.detach().requires_grad_(requires_grad) for t in operation.leaves(target, 7, cols)]
+    with operation.ran(target, None, int(requires_grad)):
+        y = operation.on(target)(*tensors)
         dys = cotangents(y)
         made = results(y) + (gradients(y, tensors, dys) if requires_grad else [])
     pointers = [t.untyped_storage().data_ptr() for t in [*tensors, *results(y), *dys]]
@@ -171,38 +171,38 @@ _COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", _COTANGENTS)
-def test_cotangents_of_any_layout(operation: Verb, kind: str, any_target: Target) -> None:
+def test_cotangents_of_any_layout(operation: Verb, kind: str, target: Target) -> None:
     """A strided or expanded dy gives the bits of a contiguous one."""
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 1, 2):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target)
+    with operation.ran(target, 1, 2):
+        y = operation.on(target)(*tensors)
         dys = [_COTANGENTS[kind](one) for one in results(y)]
         strided = gradients(y, tensors, dys, retain_graph=True)
         contiguous = gradients(y, tensors, [dy.contiguous() for dy in dys])
     if operation.exact:
-        assert_equal(strided, contiguous, any_target)
+        assert_equal(strided, contiguous, target)
     else:
         torch.testing.assert_close(strided, contiguous)
 
 
-def test_sum_backward(operation: Verb, any_target: Target) -> None:
+def test_sum_backward(operation: Verb, target: Target) -> None:
     """`y.sum().backward()`, whose dy is an expanded scalar, gives the gradients of a dy of ones."""
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 1, 2):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target)
+    with operation.ran(target, 1, 2):
+        y = operation.on(target)(*tensors)
         ones = gradients(y, tensors, [torch.ones_like(one) for one in results(y)], retain_graph=True)
         sum(one.sum() for one in results(y)).backward()
-    assert_equal([t.grad for t in tensors], ones, any_target)
+    assert_equal([t.grad for t in tensors], ones, target)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
-def test_gradient_of_one_result_alone(name: str, which: int, any_target: Target) -> None:
+def test_gradient_of_one_result_alone(name: str, which: int, target: Target) -> None:
     """Where only y or only h is used, the other's cotangent counts as zero."""
     operation = VERBS[name]
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 1, None if which == 0 else 1):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target)
+    with operation.ran(target, 1, None if which == 0 else 1):
+        y = operation.on(target)(*tensors)
         dy = torch.randn_like(y[which])
         ours = torch.autograd.grad(y[which], tensors, dy, allow_unused=which == 1)
 
@@ -214,11 +214,11 @@ def test_gradient_of_one_result_alone(name: str, which: int, any_target: Target)
     assert_as_accurate(ours, pytorch, dy, *tensors)
 
 
-def test_create_graph_gives_the_same_gradients(operation: Verb, any_target: Target) -> None:
+def test_create_graph_gives_the_same_gradients(operation: Verb, target: Target) -> None:
     """With `create_graph` the gradients are within budget and carry a graph of their own."""
-    tensors = operation.leaves(any_target, 64, 100)
-    with operation.ran(any_target, 1, 0):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target, 64, 100)
+    with operation.ran(target, 1, 0):
+        y = operation.on(target)(*tensors)
         dys = [dy.requires_grad_() for dy in cotangents(y)]
         got = gradients(y, tensors, dys, create_graph=True)
     # The gradient of a bias is linear in dy and depends on nothing else.
@@ -241,11 +241,11 @@ def test_create_graph_where_the_input_depends_on_the_weight(verb: str, target: T
     torch.testing.assert_close(differentiable, plain)
 
 
-def test_backward_twice(operation: Verb, any_target: Target) -> None:
+def test_backward_twice(operation: Verb, target: Target) -> None:
     """With `retain_graph` a second backward gives the same bits; without, PyTorch's error."""
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 1, 2):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target)
+    with operation.ran(target, 1, 2):
+        y = operation.on(target)(*tensors)
         dys = cotangents(y)
         first = gradients(y, tensors, dys, retain_graph=True)
         second = gradients(y, tensors, dys)
@@ -254,16 +254,16 @@ def test_backward_twice(operation: Verb, any_target: Target) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_changed_input_is_noticed(operation: Verb, any_target: Target) -> None:
+def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
     """Changing an input in place between forward and backward raises PyTorch's error instead of a wrong gradient."""
-    if any_target.backend == "eager":
+    if target.backend == "eager":
         pytest.skip("the definition widens its input, and keeps that")
-    if operation.keeps_bits(any_target):
+    if operation.keeps_bits(target):
         pytest.skip("a change of what is not kept is no matter")
-    tensors = operation.leaves(any_target)
+    tensors = operation.leaves(target)
     tensors[0] = tensors[0] * 1
-    with operation.ran(any_target, 1, 0):
-        y = operation.on(any_target)(*tensors)
+    with operation.ran(target, 1, 0):
+        y = operation.on(target)(*tensors)
         if operation.name.startswith(("softmax", "attention_weights", "bias_act-tanh", "bias_act-relu")):
             y.detach().add_(1)  # what is kept is the result
         else:
@@ -274,12 +274,10 @@ def test_changed_input_is_noticed(operation: Verb, any_target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [None, *kf.ACTIVATIONS])
-def test_a_result_may_be_changed_where_pytorch_lets_it(
-    name: str | None, dtype: torch.dtype, any_target: Target
-) -> None:
+def test_a_result_may_be_changed_where_pytorch_lets_it(name: str | None, dtype: torch.dtype, target: Target) -> None:
     """What PyTorch's backward does not read may be changed in place before it, after our verb too."""
     function = formula(name or "identity")
-    a, b = (torch.randn(3, 8, device=any_target.device, dtype=dtype, requires_grad=True) for _ in range(2))
+    a, b = (torch.randn(3, 8, device=target.device, dtype=dtype, requires_grad=True) for _ in range(2))
 
     def changed(y: Tensor) -> Tensor | None:
         y.add_(1)
@@ -288,7 +286,7 @@ def test_a_result_may_be_changed_where_pytorch_lets_it(
         except RuntimeError:
             return None
 
-    ours = changed(kf.add_act(a, b, name, backend=any_target.backend))
+    ours = changed(kf.add_act(a, b, name, backend=target.backend))
     theirs = changed(function(a + b))
     if theirs is not None:
         assert ours is not None
@@ -296,14 +294,14 @@ def test_a_result_may_be_changed_where_pytorch_lets_it(
             torch.testing.assert_close(ours, theirs)
 
 
-def test_hooks(operation: Verb, any_target: Target) -> None:
+def test_hooks(operation: Verb, target: Target) -> None:
     """Hooks on a result and on an argument see and replace gradients."""
-    tensors = operation.leaves(any_target)
-    with operation.ran(any_target, 2, 2):
-        y = operation.on(any_target)(*tensors)
+    tensors = operation.leaves(target)
+    with operation.ran(target, 2, 2):
+        y = operation.on(target)(*tensors)
         dys = cotangents(y)
         plain = gradients(y, tensors, [2 * dys[0], *dys[1:]])
-        y = operation.on(any_target)(*tensors)
+        y = operation.on(target)(*tensors)
         results(y)[0].register_hook(lambda gradient: gradient * 2)
         tensors[0].register_hook(lambda gradient: gradient * 4)
         torch.autograd.backward(results(y), dys)
@@ -329,15 +327,15 @@ def test_anomaly_mode(verb: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(operation: Verb, use_reentrant: bool, any_target: Target) -> None:
+def test_checkpoint(operation: Verb, use_reentrant: bool, target: Target) -> None:
     """Checkpointing runs forward twice and gives the same bits."""
-    tensors = operation.leaves(any_target)
-    function = operation.on(any_target)
-    with operation.ran(any_target, 1, 1):
+    tensors = operation.leaves(target)
+    function = operation.on(target)
+    with operation.ran(target, 1, 1):
         y = function(*tensors)
         dys = cotangents(y)
         plain = gradients(y, tensors, dys)
-    with operation.ran(any_target, 2, 1):
+    with operation.ran(target, 2, 1):
         again = checkpoint(lambda *t: tuple(results(function(*t))), *tensors, use_reentrant=use_reentrant)
         torch.autograd.backward(again, dys)
     assert all(torch.equal(t.grad, g) for t, g in zip(tensors, plain, strict=True))
@@ -387,14 +385,14 @@ def test_training_keeps_no_more_than_it_needs(operation: Verb, target: Target) -
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-def test_inference_saves_nothing(operation: Verb, mode: Callable[[], Any], any_target: Target) -> None:
+def test_inference_saves_nothing(operation: Verb, mode: Callable[[], Any], target: Target) -> None:
     """Where no gradient can be asked for, nothing is kept, and the bits are those of training."""
-    tensors = operation.leaves(any_target)
+    tensors = operation.leaves(target)
     packed: list[Tensor] = []
-    with operation.ran(any_target, 2, 0):
-        training = results(operation.on(any_target)(*tensors))
+    with operation.ran(target, 2, 0):
+        training = results(operation.on(target)(*tensors))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t), mode():
-            outputs = results(operation.on(any_target)(*tensors))
+            outputs = results(operation.on(target)(*tensors))
     assert packed == []
     for y, trained in zip(outputs, training, strict=True):
         assert not y.requires_grad

@@ -86,6 +86,7 @@ def test_derived_values_follow_from_the_medians(tmp_path: Path) -> None:
     assert "max_abs_error_y" not in cell["floor"]
 
 
+@pytest.mark.usefixtures("every_variant")
 def test_devices_and_threads_stand_side_by_side(tmp_path: Path) -> None:
     """Each cell in every place, a table of all of them, plots, and the command that does it again."""
     assert loader.load(), loader.error()

@@ -393,6 +393,7 @@ def test_a_workload_that_fails_altogether_does_not_end_the_run(monkeypatch: pyte
     assert results.failures[0].reason == "OutOfMemoryError: tried to allocate 3 TB"
 
 
+@pytest.mark.usefixtures("every_variant")
 def test_the_portable_build_is_timed_in_turns_with_the_best() -> None:
     """Its calls run the kernels of that build, forward and backward, and the calls after them those of the best."""
     (provider,), _ = peers.find(["portable"], CPU)
@@ -419,6 +420,7 @@ def test_the_portable_build_is_timed_in_turns_with_the_best() -> None:
     assert loader.cpu_variant() == best
 
 
+@pytest.mark.usefixtures("every_variant")
 def test_the_portable_build_is_held_to_the_budget_of_ours() -> None:
     """It is measured beside the others, on a CPU; a result that a peer would be marked for is refused."""
     (provider,), states = peers.find(["portable"], CPU)

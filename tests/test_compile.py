@@ -165,39 +165,39 @@ def test_opcheck_of_bits() -> None:
 
 
 # The row count is what varies from call to call; `attention_scores` has as many rows as there are queries.
-def test_inference_compiles_once(operation: Verb, any_target: Target) -> None:
+def test_inference_compiles_once(operation: Verb, target: Target) -> None:
     """One full graph serves every row count, with the eager call's bits where they are always the same."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(*tensors: Tensor) -> list[Tensor]:
-        return [y + 1 for y in results(operation.on(any_target)(tensors[0] * 2, *tensors[1:]))]
+        return [y + 1 for y in results(operation.on(target)(tensors[0] * 2, *tensors[1:]))]
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for rows in ROWS:
-        tensors = [t.detach() for t in operation.leaves(any_target, rows, 64)]
-        with operation.ran(any_target, 2):
+        tensors = [t.detach() for t in operation.leaves(target, rows, 64)]
+        with operation.ran(target, 2):
             made, expected = compiled(*tensors), function(*tensors)
         if operation.exact:
-            assert_equal(made, expected, any_target)
+            assert_equal(made, expected, target)
         else:
             torch.testing.assert_close(made, expected)
-    assert _graphs(counter, operation, any_target) == 1
+    assert _graphs(counter, operation, target) == 1
 
 
-def test_training_compiles_once(operation: Verb, any_target: Target) -> None:
+def test_training_compiles_once(operation: Verb, target: Target) -> None:
     """One full graph serves forward and backward of every row count, with the eager call's bits."""
     counter = CompileCounterWithBackend("aot_eager")
-    function = operation.on(any_target)
+    function = operation.on(target)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for rows in ROWS:
-        tensors = operation.leaves(any_target, rows, 64)
-        with operation.ran(any_target, 2, 2):
+        tensors = operation.leaves(target, rows, 64)
+        with operation.ran(target, 2, 2):
             y = compiled(*tensors)
             dys = cotangents(y)
             ours = gradients(y, tensors, dys)
             plain = gradients(function(*tensors), tensors, dys)
-        assert_equal(ours, plain, any_target)
-    assert _graphs(counter, operation, any_target) == 1
+        assert_equal(ours, plain, target)
+    assert _graphs(counter, operation, target) == 1
 
 
 def assert_equal(ones: list[Tensor], others: list[Tensor], target: Target) -> None:
@@ -310,17 +310,17 @@ class _Call(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(operation: Verb, strict: bool, any_target: Target) -> None:
+def test_export(operation: Verb, strict: bool, target: Target) -> None:
     """An exported program with a dynamic row count gives the call's results at another one."""
     rows = torch.export.Dim("rows", min=2)
-    tensors = [t.detach() for t in operation.leaves(any_target, 4, 64)]
+    tensors = [t.detach() for t in operation.leaves(target, 4, 64)]
     shapes = [{0: rows} if shape(4, 64) != shape(5, 64) else None for shape in operation.arguments.values()]
-    with kf.use_backend(any_target.backend):
+    with kf.use_backend(target.backend):
         program = torch.export.export(_Call(operation), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=strict)
-    others = [t.detach() for t in operation.leaves(any_target, 9, 64)]
-    with operation.ran(any_target, 2):
-        expected = results(operation.on(any_target)(*others))
-        assert_equal(list(program.module()(*others)), expected, any_target)
+    others = [t.detach() for t in operation.leaves(target, 9, 64)]
+    with operation.ran(target, 2):
+        expected = results(operation.on(target)(*others))
+        assert_equal(list(program.module()(*others)), expected, target)
 
 
 _FIRST_USE = """

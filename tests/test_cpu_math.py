@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from support import skip_unless_cpu_runs
 
 from kernel_fusion.config import cxx_compiler
@@ -17,7 +18,15 @@ _CONTRACT = {"exp": 1.5, "expm1": 1.5, "log1p": 1.5, "tanh": 1.5, "erf": 3.0, "e
 _ROUGH_GELU = 1 / 8  # of half an ulp of bf16
 
 
-@pytest.fixture(scope="module", params=build.cpu_variants())
+_OWN = torch.backends.cpu.get_cpu_capability()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(variant, marks=[] if variant == _OWN else [pytest.mark.slow]) for variant in build.cpu_variants()
+    ],
+)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The largest error of every function, by name."""
     variant = request.param

@@ -17,7 +17,7 @@ _LIMITS = {"DEFAULT": "default", "AVX2": "avx2", "AVX512": None}
 _BEST = torch.backends.cpu.get_cpu_capability()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("every_variant")
 @pytest.mark.parametrize("variant", build.cpu_variants())
 def test_every_build_keeps_the_budgets(variant: str) -> None:
     """`verify` passes in a process of its own: every verb, dtype, direction and activation, with the same dropout."""
@@ -29,7 +29,7 @@ def test_every_build_keeps_the_budgets(variant: str) -> None:
     assert loader.cpu_variant() == sys.argv[1], loader.cpu_variant()
     app(["verify", "--quick", "--device", "cpu"])
     """
-    python(code, variant, env={"ATEN_CPU_CAPABILITY": _LIMITS[variant]}, timeout=600)
+    python(code, variant, env={"ATEN_CPU_CAPABILITY": _LIMITS[variant]})
 
 
 def _variants_in(library: Path) -> set[str]:
@@ -37,6 +37,7 @@ def _variants_in(library: Path) -> set[str]:
     return set(re.findall(r"^[0-9a-f]+ . kf::cpu::(\w+)::kernels$", symbols, re.MULTILINE))
 
 
+@pytest.mark.usefixtures("every_variant")
 def test_a_library_for_any_processor() -> None:
     """It has every build, and a process that finds it in the cache takes what it may of them."""
     library = build.built_library(print, every_variant=True)
@@ -48,10 +49,10 @@ def test_a_library_for_any_processor() -> None:
         assert not ran.stderr  # nothing was built
 
 
+@pytest.mark.usefixtures("every_variant")
 @pytest.mark.parametrize("variant", build.cpu_variants())
 def test_what_is_built_is_what_runs(variant: str) -> None:
     """Building and loading go by PyTorch's word, here for processors that this one need not be; less may be chosen."""
-    build.built_library(print, every_variant=True)
     code = """
     import sys
     from kernel_fusion.native import build, loader
@@ -72,7 +73,7 @@ def test_a_library_of_our_own(tmp_path: Path) -> None:
     kf.layer_norm(torch.randn(3, 17), (17,), backend="cpu")
     print(loader.cpu_variant())
     """
-    ran = python(code, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path)}, timeout=600)
+    ran = python(code, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path)})
     assert ran.stdout.strip() == _BEST
     (library,) = (tmp_path / "extension").glob("*.so")
     assert _variants_in(library) == {_BEST}
@@ -87,12 +88,13 @@ def test_the_benchmark_builds_what_it_compares_with(tmp_path: Path) -> None:
     options = "bench cpu --quick --device cpu --shape 16x32 --threads 1 --directions forward --output-dir"
     app([*options.split(), sys.argv[1]])
     """
-    ran = python(code, tmp_path, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path)}, timeout=600)
+    ran = python(code, tmp_path, env={"KERNEL_FUSION_CACHE_DIR": str(tmp_path)})
     assert "portable: absent" not in ran.stdout
     (library,) = (tmp_path / "extension").glob("*.so")
     assert _variants_in(library) == {*build.cpu_variants()}
 
 
+@pytest.mark.usefixtures("every_variant")
 def test_a_build_can_be_chosen_for_a_process() -> None:
     """The portable one runs at once, in every thread; a build that is none, or beyond this machine, changes nothing."""
     before = loader.cpu_variant()

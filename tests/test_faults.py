@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import rest_slow
 from support import popen, python
 
 from kernel_fusion.core import cache
@@ -111,6 +112,7 @@ def _finish(processes: list[Any]) -> Iterator[str]:
         yield err
 
 
+@pytest.mark.slow
 def test_eight_processes_build_once(compiler: StandIn) -> None:
     """Eight processes at first use at once: one builds, the others wait for it, all work."""
     compiler.set_action("sleep 3")
@@ -159,7 +161,7 @@ _DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", _DAMAGE)
+@pytest.mark.parametrize("damage", rest_slow(_DAMAGE))
 def test_bad_library_is_built_again(compiler: StandIn, damage: str) -> None:
     """A library in the cache that is damaged, foreign or writable by others is not loaded but replaced."""
     for links in (1, 1):
@@ -264,7 +266,7 @@ _OBSTACLES: dict[str, tuple[Callable[[StandIn], Mapping[str, str | None]], str]]
 }
 
 
-@pytest.mark.parametrize("obstacle", _OBSTACLES)
+@pytest.mark.parametrize("obstacle", rest_slow(_OBSTACLES))
 def test_everything_works_without_the_extension(compiler: StandIn, obstacle: str) -> None:
     """Where the extension cannot be built, eager serves every call after exactly one warning that says why."""
     arrange, reason = _OBSTACLES[obstacle]

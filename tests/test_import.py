@@ -139,6 +139,7 @@ def test_import_builds_and_loads_nothing(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_import_adds_at_most_50_ms(tmp_path: Path) -> None:
     """After `import torch`, `import kernel_fusion` takes at most 50 ms of processor time (median of 7 interpreters)."""
     # Processor time, because the time on the clock of a busy machine says little; bytecode is kept, as by installing.

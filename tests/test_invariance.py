@@ -153,14 +153,14 @@ def _with_cotangents(operation: Verb, target: Target, rows: int, cols: int, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(513, 255), (40, 4097)])
 def test_repeated_calls_of_every_verb(
-    operation: Verb, rows: int, cols: int, dtype: torch.dtype, any_target: Target
+    operation: Verb, rows: int, cols: int, dtype: torch.dtype, target: Target
 ) -> None:
     """Three calls give the same bits, forward and backward."""
-    with operation.ran(any_target, 4, 3):
-        inputs = _with_cotangents(operation, any_target, rows, cols, dtype)
-        first = run_operation(operation, *inputs, any_target)
+    with operation.ran(target, 4, 3):
+        inputs = _with_cotangents(operation, target, rows, cols, dtype)
+        first = run_operation(operation, *inputs, target)
         for _ in range(2):
-            again = run_operation(operation, *inputs, any_target)
+            again = run_operation(operation, *inputs, target)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 

@@ -108,14 +108,14 @@ def test_references(name: str, dtype: torch.dtype, target: Target) -> None:
 
 # layer_norm has no error inputs of its own; native_layer_norm's have the same arguments.
 @pytest.mark.parametrize("name", ["native_layer_norm", "nn.functional.rms_norm"])
-def test_error_inputs(name: str, any_target: Target) -> None:
+def test_error_inputs(name: str, target: Target) -> None:
     """PyTorch's bad inputs raise PyTorch's type of error in its words."""
-    errors = list(_op_db()[name].error_inputs(any_target.device))
+    errors = list(_op_db()[name].error_inputs(target.device))
     assert errors
     for bad in errors:
         sample = bad.sample_input
-        with any_target.ran(forward=0), pytest.raises(bad.error_type, match=bad.error_regex):
-            VERBS[name](sample.input, *sample.args, **sample.kwargs, backend=any_target.backend)
+        with target.ran(forward=0), pytest.raises(bad.error_type, match=bad.error_regex):
+            VERBS[name](sample.input, *sample.args, **sample.kwargs, backend=target.backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

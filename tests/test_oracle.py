@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import EAGER
+from support import EAGER, Target, check
 from torch import Tensor
 
 import kernel_fusion as kf
@@ -125,6 +125,20 @@ def test_long_double_results_are_those_of_the_definition(case: oracle.Case) -> N
         # Gradients that cancel to nothing, as of RMSNorm's rows of one element, are as exact as what cancels.
         scale = max([1e-3, *expected[expected.isfinite()].abs().flatten().tolist()])
         torch.testing.assert_close(result, expected, rtol=0, atol=(1e-8 if far else 1e-12) * scale, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", cases.cases(quick=False), ids=str)
+def test_what_verify_runs(case: oracle.Case, target: Target) -> None:
+    """Every verb, dtype and direction is within budget on each backend with kernels."""
+    check(case, target)
+
+
+@pytest.mark.parametrize(
+    "case", {(c.verb, c.dtype): c for c in cases.cases(quick=True) if c.runs_kernels}.values(), ids=str
+)
+def test_the_definition_is_within_budget(case: oracle.Case) -> None:
+    """The eager backend in the dtype of the call, where the budget is of its own run in float64."""
+    check(case, EAGER)
 
 
 def _unbiased(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, **_: Any) -> Tensor:

@@ -35,9 +35,9 @@ def _mixes() -> Iterator[RowNormCase]:
 
 
 @pytest.mark.parametrize("case", list(_mixes()), ids=str)
-def test_dtype_mixes(case: RowNormCase, any_target: Target) -> None:
+def test_dtype_mixes(case: RowNormCase, target: Target) -> None:
     """Any mix of dtypes, with and without weight and bias, is within budget."""
-    check(case, any_target)
+    check(case, target)
 
 
 # Grid rationale. The row length decides vectors, tails, lanes per row, warps per row, clusters and whether a row stays
@@ -77,17 +77,17 @@ def test_long_rows_of_other_mixes(verb: str, cols: int, weight: torch.dtype | No
 # gradients of weight and bias are zeros of full shape, or empty.
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0,), (3, 0), (0, 0)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_empty(verb: str, shape: tuple[int, ...], dtype: torch.dtype, any_target: Target) -> None:
+def test_empty(verb: str, shape: tuple[int, ...], dtype: torch.dtype, target: Target) -> None:
     """Empty inputs give empty results and zero gradients of the parameters."""
-    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype), any_target)
+    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype), target)
 
 
 # Grid rationale. Rows of more than one dimension, down to none left over: statistics then have leading dimensions of
 # any number. 255 = 3 x 5 x 17 keeps a tail.
 @pytest.mark.parametrize("num_dims", [1, 2, 3, 4])
-def test_several_normalized_dimensions(verb: str, num_dims: int, any_target: Target) -> None:
+def test_several_normalized_dimensions(verb: str, num_dims: int, target: Target) -> None:
     """Rows may span any number of last dimensions, all of them included."""
-    check(RowNormCase(verb, (4, 3, 5, 17), F32, num_dims, weight=F32, bias=F32), any_target)
+    check(RowNormCase(verb, (4, 3, 5, 17), F32, num_dims, weight=F32, bias=F32), target)
 
 
 # Grid rationale. Three leading dimensions is the most that the row addressing holds; x and dy have the same layout
@@ -99,9 +99,9 @@ _LAYOUT_SHAPES = ((7, 255), (2, 3, 64), (3, 4, 5, 1000), (2, 3, 1, 2, 264), (5, 
 @pytest.mark.parametrize("layout", _LAYOUTS)
 @pytest.mark.parametrize("shape", _LAYOUT_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
-def test_layouts(verb: str, dtype: torch.dtype, shape: tuple[int, ...], layout: str, any_target: Target) -> None:
+def test_layouts(verb: str, dtype: torch.dtype, shape: tuple[int, ...], layout: str, target: Target) -> None:
     """Strided rows, permuted dimensions and storage offsets are within budget."""
-    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype, layout=layout), any_target)
+    check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype, layout=layout), target)
 
 
 # Grid rationale. The values that break a variance computed as E[x^2] - E[x]^2, or in the input's dtype: a mean far
@@ -124,9 +124,9 @@ _VALUES = [
 
 @pytest.mark.parametrize(("dtype", "mean", "std"), _VALUES)
 @pytest.mark.parametrize("cols", [255, 4096, 12288])
-def test_values(verb: str, dtype: torch.dtype, mean: float, std: float, cols: int, any_target: Target) -> None:
+def test_values(verb: str, dtype: torch.dtype, mean: float, std: float, cols: int, target: Target) -> None:
     """Rows with a large mean, a large, tiny or no variance stay within budget."""
-    check(RowNormCase(verb, (64, cols), dtype, weight=dtype, bias=dtype, mean=mean, std=std), any_target)
+    check(RowNormCase(verb, (64, cols), dtype, weight=dtype, bias=dtype, mean=mean, std=std), target)
 
 
 # Grid rationale. Where statistics are taken in passing, the first columns of a warp's or a chunk's stretch give their
@@ -135,15 +135,15 @@ def test_values(verb: str, dtype: torch.dtype, mean: float, std: float, cols: in
 @pytest.mark.parametrize("distance", [2e3, 2e5])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("cols", [4096, 4099, 12289, 24576])
-def test_first_columns_far_off(verb: str, cols: int, dtype: torch.dtype, distance: float, any_target: Target) -> None:
+def test_first_columns_far_off(verb: str, cols: int, dtype: torch.dtype, distance: float, target: Target) -> None:
     """y is within budget though the columns that are read first lie far off the others."""
     case = RowNormCase(verb, (64, cols), dtype, weight=dtype, bias=dtype)
-    inputs = oracle.make_inputs(case, any_target.device)
-    first = torch.arange(cols, device=any_target.device) % (cols // 16) < cols // 128
+    inputs = oracle.make_inputs(case, target.device)
+    first = torch.arange(cols, device=target.device) % (cols // 16) < cols // 128
     with torch.no_grad():
         inputs.x += distance * first
-    with any_target.ran(forward=1, backward=1):
-        ours = oracle.run(case, inputs, any_target.backend)["y"]
+    with target.ran(forward=1, backward=1):
+        ours = oracle.run(case, inputs, target.backend)["y"]
     verdict = oracle.judge("y", [(ours, oracle.reference(case, inputs)["y"], oracle.pytorch(case, inputs)["y"])])
     assert verdict.ok, verdict
 
@@ -173,29 +173,29 @@ def test_sums_over_many_rows(rows: int, cols: int, activation: str | None) -> No
 # Grid rationale. The offset is added in the compute type: a bf16 weight near zero keeps its digits.
 @pytest.mark.parametrize("offset", [1.0, -0.5])
 @pytest.mark.parametrize(("dtype", "weight"), [(F32, F32), (BF16, BF16), (BF16, F32), (F64, F64)])
-def test_weight_offset(verb: str, dtype: torch.dtype, weight: torch.dtype, offset: float, any_target: Target) -> None:
+def test_weight_offset(verb: str, dtype: torch.dtype, weight: torch.dtype, offset: float, target: Target) -> None:
     """`weight_offset` is within budget, forward and backward."""
-    check(RowNormCase(verb, (7, 255), dtype, weight=weight, bias=weight, weight_offset=offset), any_target)
+    check(RowNormCase(verb, (7, 255), dtype, weight=weight, bias=weight, weight_offset=offset), target)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
 @pytest.mark.parametrize("cols", [17, 1024, 5000])
 def test_nan_and_inf_propagate_as_in_pytorch(
-    verb: str, cols: int, dtype: torch.dtype, value: float, any_target: Target
+    verb: str, cols: int, dtype: torch.dtype, value: float, target: Target
 ) -> None:
     """A NaN or Inf makes NaN and Inf of the same elements of y and of the gradients as PyTorch's call on the CPU does.
 
     On the CPU, because PyTorch's CUDA rms_norm gives other patterns for some row lengths than for others.
     """
     case = RowNormCase(verb, (4, cols), dtype, weight=dtype, bias=dtype)
-    inputs, cpu_inputs = oracle.make_inputs(case, any_target.device), oracle.make_inputs(case, "cpu")
+    inputs, cpu_inputs = oracle.make_inputs(case, target.device), oracle.make_inputs(case, "cpu")
     with torch.no_grad():
         for x in (inputs.x, cpu_inputs.x):
             x[1, cols // 2] = value
             x[2, -1] = value
-    with any_target.ran(forward=1, backward=1):
-        ours = oracle.run(case, inputs, any_target.backend)
+    with target.ran(forward=1, backward=1):
+        ours = oracle.run(case, inputs, target.backend)
     theirs = oracle.pytorch(case, cpu_inputs)
     for name, result in theirs.items():
         # PyTorch's kernels disagree with each other on Inf or NaN in a row that holds either, so both count as one.
@@ -203,17 +203,17 @@ def test_nan_and_inf_propagate_as_in_pytorch(
     assert not ours["y"][1].isfinite().all(), "the value did not propagate"
 
 
-def test_nan_stays_in_its_row(verb: str, any_target: Target) -> None:
+def test_nan_stays_in_its_row(verb: str, target: Target) -> None:
     """A row of NaN leaves every other row's y and dx as they are, to the bit."""
-    clean = torch.randn(9, 255, device=any_target.device)
+    clean = torch.randn(9, 255, device=target.device)
     dirty = clean.clone()
     dirty[4] = float("nan")
     dy = torch.randn_like(clean)
     results = []
-    with any_target.ran(forward=2, backward=2):
+    with target.ran(forward=2, backward=2):
         for x in (clean, dirty):
             x.requires_grad_()
-            y = call(verb, x, backend=any_target.backend)
+            y = call(verb, x, backend=target.backend)
             results.append((y, *torch.autograd.grad(y, x, dy)))
     others = torch.arange(9) != 4
     for one, other in zip(*results, strict=True):

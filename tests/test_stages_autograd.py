@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from stages_support import ADD_VERBS, BF16, F32, F64, VERBS, assert_equal, call, cotangents, make, run, with_gradients
-from support import CPU, EAGER, Target
+from support import CPU, Target
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -31,12 +31,6 @@ CASES = [(verb, name) for verb, name in product(VERBS, STAGES) if verb in ADD_VE
 each_case = pytest.mark.parametrize(("verb", "stages"), CASES)
 each_add_case = pytest.mark.parametrize(("verb", "stages"), list(product(ADD_VERBS, STAGES)))
 each_add_verb = pytest.mark.parametrize("verb", ADD_VERBS)
-
-
-@pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(EAGER, id="eager")])
-def here(request: pytest.FixtureRequest) -> Target:
-    """The backends that serve stages on every machine."""
-    return request.param
 
 
 def function_of(verb: str, target: Target, **options: Any) -> Callable[..., tuple[Tensor, ...]]:
@@ -109,11 +103,11 @@ def test_gradients_only_where_needed(verb: str, stages: str, needs: tuple[bool, 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["output", "residual"])
 @each_add_case
-def test_one_result_used(verb: str, stages: str, used: int, here: Target) -> None:
+def test_one_result_used(verb: str, stages: str, used: int) -> None:
     """Where only y or only h is used, the other's gradient counts as zero."""
     tensors = make(verb, (7, 255), BF16, F32)
-    function = function_of(verb, here, **STAGES[stages])
-    with here.ran(forward=1, backward=2):
+    function = function_of(verb, CPU, **STAGES[stages])
+    with CPU.ran(forward=1, backward=2):
         outputs = function(*tensors)
         grads = cotangents(list(outputs))
         grads[1 - used].zero_()
@@ -185,12 +179,12 @@ def test_inference_saves_nothing(verb: str) -> None:
 
 @each_add_verb
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_results_have_memory_of_their_own(verb: str, requires_grad: bool, here: Target) -> None:
+def test_results_have_memory_of_their_own(verb: str, requires_grad: bool) -> None:
     """y and h are contiguous, alias neither an input nor each other, and no input is written to."""
     tensors = [t.detach().requires_grad_(requires_grad) for t in make(verb, (7, 17))]
     before = [(t.detach().clone(), t._version) for t in tensors]
-    with here.ran(forward=1):
-        outputs = call(verb, *tensors, backend=here.backend)
+    with CPU.ran(forward=1):
+        outputs = call(verb, *tensors, backend=CPU.backend)
     assert all(o.is_contiguous() and not o._is_view() for o in outputs)
     assert len({t.untyped_storage().data_ptr() for t in [*tensors, *outputs]}) == 6
     for tensor, (values, version) in zip(tensors, before, strict=True):
@@ -246,7 +240,7 @@ def test_checkpoint(verb: str, stages: str, use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "forward-mode"])
 @pytest.mark.parametrize(("verb", "stages"), [case for case in CASES if "dropout_p" not in STAGES[case[1]]])
-def test_transforms(verb: str, stages: str, transform: str, here: Target) -> None:
+def test_transforms(verb: str, stages: str, transform: str) -> None:
     """torch.func and forward mode agree with the definition in plain PyTorch, to its own tolerance for float64."""
     tensors = [t.detach() for t in make(verb, (3, 5), F64)]
     weights = cotangents(call(verb, *tensors, backend="eager"))
@@ -268,7 +262,7 @@ def test_transforms(verb: str, stages: str, transform: str, here: Target) -> Non
             return [forward_ad.unpack_dual(o).tangent for o in outputs]
 
     options = STAGES[stages]
-    result = transformed(lambda *t: tuple(call(verb, *t, backend=here.backend, **options)))
+    result = transformed(lambda *t: tuple(call(verb, *t, backend=CPU.backend, **options)))
     expected = transformed(lambda *t: tuple(call(verb, *t, backend="eager", **options)))
     torch.testing.assert_close(result, expected)
     assert all(t.abs().max() > 0 for t in torch.utils._pytree.tree_leaves(result))

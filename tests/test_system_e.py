@@ -57,14 +57,14 @@ def _kernel(path: str) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS)
-def test_ops(name: str, dtype: torch.dtype, any_target: Target) -> None:
+def test_ops(name: str, dtype: torch.dtype, target: Target) -> None:
     """Value and every gradient are within budget, in the dtype of the input, on the target's backend."""
     row = OPS[name]
-    tensors = [torch.randn(s, device=any_target.device, dtype=dtype, requires_grad=True) for s in row.shapes]
+    tensors = [torch.randn(s, device=target.device, dtype=dtype, requires_grad=True) for s in row.shapes]
     function = getattr(kf.ops, name)
     exact = row.kernels == 1 and not name.startswith("reduce")
     count = row.kernels if exact or row.kernels == 0 else None
-    with kf.use_backend(any_target.backend), any_target.ran(forward=count, backward=count):
+    with kf.use_backend(target.backend), target.ran(forward=count, backward=count):
         y = function(*row.arguments(tensors))
         dy = torch.randn_like(y)
         results = [y, *torch.autograd.grad(y, tensors, dy)]
@@ -100,10 +100,10 @@ def test_every_name_is_tested() -> None:
     assert set(OPS) == {name for name in vars(kf.ops) if name.startswith(("elementwise_", "fused_", "reduce_"))}
 
 
-def test_gelu_dropout_drops(any_target: Target) -> None:
+def test_gelu_dropout_drops(target: Target) -> None:
     """In training it drops with p and scales the rest, forward and backward alike."""
-    x = torch.full((256, 256), 30.0, device=any_target.device, requires_grad=True)
-    with kf.use_backend(any_target.backend), any_target.ran(forward=1, backward=1):
+    x = torch.full((256, 256), 30.0, device=target.device, requires_grad=True)
+    with kf.use_backend(target.backend), target.ran(forward=1, backward=1):
         y = kf.ops.fused_gelu_dropout(x, 0.25)
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert set(y.unique().tolist()) == {0.0, 40.0}

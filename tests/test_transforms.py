@@ -52,10 +52,10 @@ _FIRST_ORDER: dict[str, Callable[[Function], Function]] = {
 
 
 @pytest.mark.parametrize("transform", _FIRST_ORDER)
-def test_first_order(operation: Verb, transform: str, any_target: Target) -> None:
+def test_first_order(operation: Verb, transform: str, target: Target) -> None:
     """grad, vjp, jvp, jacrev and jacfwd agree with PyTorch's call."""
-    tensors = [t.detach().double() for t in operation.leaves(any_target, 3, 5)]
-    result = _FIRST_ORDER[transform](operation.on(any_target))(*tensors)
+    tensors = [t.detach().double() for t in operation.leaves(target, 3, 5)]
+    result = _FIRST_ORDER[transform](operation.on(target))(*tensors)
     expected = _FIRST_ORDER[transform](operation.pytorch)(*tensors)
     assert_close(result, expected)
 
@@ -76,10 +76,10 @@ _SECOND_ORDER: dict[str, Callable[[Function, tuple[int, ...]], Function]] = {
 
 
 @pytest.mark.parametrize("transform", _SECOND_ORDER)
-def test_second_order(operation: Verb, transform: str, any_target: Target) -> None:
+def test_second_order(operation: Verb, transform: str, target: Target) -> None:
     """Second derivatives, mixed ones included, agree with PyTorch's in float64."""
-    tensors = [t.detach().double() for t in operation.leaves(any_target, 2, 5)]
-    result = _SECOND_ORDER[transform](weighted(operation.on(any_target)), _every(tensors))(*tensors)
+    tensors = [t.detach().double() for t in operation.leaves(target, 2, 5)]
+    result = _SECOND_ORDER[transform](weighted(operation.on(target)), _every(tensors))(*tensors)
     # Not by torch.func: PyTorch 2.13 gets some second derivatives of its own layer_norm wrong there.
     expected = torch.autograd.functional.hessian(weighted(operation.pytorch), tuple(tensors))
     assert_close(result, expected, vanishing=operation.name == "mean_abs" or not operation.bends)
@@ -93,9 +93,9 @@ _ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("operation", "index"), _ARGUMENTS)
-def test_forward_mode(operation: Verb, index: int, any_target: Target) -> None:
+def test_forward_mode(operation: Verb, index: int, target: Target) -> None:
     """A tangent on any one argument reaches the result."""
-    tensors = [t.detach().double() for t in operation.leaves(any_target, 3, 5)]
+    tensors = [t.detach().double() for t in operation.leaves(target, 3, 5)]
     tangent = torch.randn_like(tensors[index])
 
     def tangents_of(function: Function) -> list[Tensor]:
@@ -105,13 +105,13 @@ def test_forward_mode(operation: Verb, index: int, any_target: Target) -> None:
             duals = [forward_ad.unpack_dual(y) for y in results(function(*inputs))]
         return [torch.zeros_like(d.primal) if d.tangent is None else d.tangent for d in duals]
 
-    assert_close(tangents_of(operation.on(any_target)), tangents_of(operation.pytorch))
+    assert_close(tangents_of(operation.on(target)), tangents_of(operation.pytorch))
 
 
-def test_forward_mode_gradcheck(operation: Verb, any_target: Target) -> None:
+def test_forward_mode_gradcheck(operation: Verb, target: Target) -> None:
     """Forward mode, its batched form and forward over reverse are those of finite differences."""
-    tensors = operation.leaves(any_target, 2, 5, torch.float64)
-    function = operation.on(any_target)
+    tensors = operation.leaves(target, 2, 5, torch.float64)
+    function = operation.on(target)
     assert torch.autograd.gradcheck(
         function, tensors, check_forward_ad=True, check_backward_ad=False, check_batched_forward_grad=True
     )
@@ -128,12 +128,12 @@ _BATCHED = [
 
 
 @pytest.mark.parametrize(("operation", "in_dims"), _BATCHED)
-def test_vmap(operation: Verb, in_dims: tuple[int | None, ...], any_target: Target) -> None:
+def test_vmap(operation: Verb, in_dims: tuple[int | None, ...], target: Target) -> None:
     """Batching any of the arguments gives what one call per example gives."""
-    examples = [[t.detach().double() for t in operation.leaves(any_target, 3, 5)] for _ in range(4)]
+    examples = [[t.detach().double() for t in operation.leaves(target, 3, 5)] for _ in range(4)]
     columns = list(zip(*examples, strict=True))
     tensors = [column[0] if dim is None else torch.stack(column) for column, dim in zip(columns, in_dims, strict=True)]
-    function = operation.on(any_target)
+    function = operation.on(target)
     batched = results(vmap(function, in_dims=in_dims)(*tensors))
     for i in range(4):
         one = [t if dim is None else t[i] for t, dim in zip(tensors, in_dims, strict=True)]
@@ -166,9 +166,9 @@ def test_vmap_of_0_d_examples_and_nested(verb: str, target: Target) -> None:
         assert torch.equal(vmap(vmap(vmap(norm)))(x), norm(x))
 
 
-def test_vmap_backward(operation: Verb, any_target: Target) -> None:
+def test_vmap_backward(operation: Verb, target: Target) -> None:
     """Gradients flow through a vmapped call."""
-    x, *rest = (t.detach().double() for t in operation.leaves(any_target, 3, 5))
+    x, *rest = (t.detach().double() for t in operation.leaves(target, 3, 5))
     x = torch.stack([x, x.flip(0), x.sin()])
     tensors = [t.requires_grad_() for t in (x, *rest)]
     in_dims = (0, *[None] * len(rest))
@@ -176,19 +176,19 @@ def test_vmap_backward(operation: Verb, any_target: Target) -> None:
     def gradients_of(function: Function) -> tuple[Tensor, ...]:
         return torch.autograd.grad(weighted(vmap(function, in_dims=in_dims))(*tensors), tensors)
 
-    assert_close(gradients_of(operation.on(any_target)), gradients_of(operation.pytorch))
+    assert_close(gradients_of(operation.on(target)), gradients_of(operation.pytorch))
 
 
-def test_per_sample_gradients(operation: Verb, any_target: Target) -> None:
+def test_per_sample_gradients(operation: Verb, target: Target) -> None:
     """vmap over grad gives the gradient of each example, in every argument."""
-    x, *rest = (t.detach().double() for t in operation.leaves(any_target, 3, 5))
+    x, *rest = (t.detach().double() for t in operation.leaves(target, 3, 5))
     x = torch.stack([x, x.flip(0), x.sin()])
 
     def per_sample(function: Function) -> Any:
         gradients = grad(weighted(function), argnums=_every([x, *rest]))
         return vmap(gradients, in_dims=(0, *[None] * len(rest)))(x, *rest)
 
-    assert_close(per_sample(operation.on(any_target)), per_sample(operation.pytorch))
+    assert_close(per_sample(operation.on(target)), per_sample(operation.pytorch))
 
 
 _OF_NUMBERS: dict[str, Function] = {

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import TRITON, check, python
 from torch import Tensor
+from verbs import VERBS, Verb
 
 import kernel_fusion as kf
 from kernel_fusion.backends import select
@@ -29,28 +30,6 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 DEVICE = TRITON.device
 # On a GPU these are tests of its kernels; without one, of the interpreter's.
 pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
-
-
-def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[Tensor]:
-    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
-
-
-# Each verb, of tensors of which the first two, where there are two, have the shape (rows, cols).
-CALLS: dict[str, Callable[..., Any]] = {
-    "layer_norm": lambda x, r, w, **k: kf.layer_norm(x, w.shape, w, activation="gelu", **k),
-    "rms_norm": lambda x, r, w, **k: kf.rms_norm(x, w.shape, w, **k),
-    "add_layer_norm": lambda x, r, w, **k: kf.add_layer_norm(x, r, w.shape, w, pre_activation="silu", **k),
-    "add_rms_norm": lambda x, r, w, **k: kf.add_rms_norm(x, r, w.shape, w, bias=w, activation="silu", **k),
-    "add_act": lambda x, r, w, **k: kf.add_act(x, r, "gelu", **k),
-    "mul_act": lambda x, r, w, **k: kf.mul_act(x, w, "tanh", **k),
-    "bias_act": lambda x, r, w, **k: kf.bias_act(x, w, "silu", **k),
-    "act_dropout": lambda x, r, w, **k: kf.act_dropout(x, "gelu", 0.0, **k),
-    "gated_act": lambda x, r, w, **k: kf.gated_act(x, r, "silu", **k),
-    "sum_squared": lambda x, r, w, **k: kf.sum_squared(x, -1, **k),
-    "mean_abs": lambda x, r, w, **k: kf.mean_abs(x, 0, **k),
-    "softmax": lambda x, r, w, **k: kf.softmax(x, mask=w, **k),
-    "attention_scores": lambda x, r, w, **k: kf.attention_scores(x, r, normalize=True, causal=True, **k),
-}
 
 
 def _first(result: Any) -> Tensor:
@@ -104,6 +83,7 @@ def _affordable(case: Case) -> bool:
     return DEVICE == "cuda" or (case.draws <= 4 and math.prod(case.shape) <= 17000)
 
 
+@pytest.mark.covering(1, "case.verb", "case.dtype")
 @pytest.mark.parametrize("case", [*filter(_affordable, cases.cases(quick=True)), *_own_cases()], ids=str)
 def test_within_budget(case: Case) -> None:
     """Every verb, stage, activation, dtype and direction is within the oracle's budget."""
@@ -175,55 +155,48 @@ def test_dropout_is_the_definitions(cols: int, p: float) -> None:
             assert torch.equal(call() != 0, kept)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_same_bits_for_any_number_of_rows(name: str) -> None:
+def test_the_same_bits_for_any_number_of_rows(operation: Verb) -> None:
     """A row's result does not depend on the rows around it, and a call gives the same bits twice."""
-    if name in ("mean_abs", "attention_scores"):
+    if not operation.row_wise:
         pytest.skip("its rows are not independent")
-    x, r, w = (t.detach() for t in _leaves((9, 40), (9, 40), (40,)))
-    whole = _first(CALLS[name](x, r, w, backend="triton"))
-    assert torch.equal(whole, _first(CALLS[name](x, r, w, backend="triton")))
-    assert torch.equal(whole[:2], _first(CALLS[name](x[:2], r[:2], w, backend="triton")))
+    tensors, function = [t.detach() for t in operation.leaves(TRITON, 9, 40)], operation.on(TRITON)
+    whole = _first(function(*tensors))
+    assert torch.equal(whole, _first(function(*tensors)))
+    assert torch.equal(whole[:2], _first(function(*(t[:2] if len(t) == 9 else t for t in tensors))))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_computed_only_where_wanted(name: str) -> None:
+def test_gradients_are_computed_only_where_wanted(operation: Verb) -> None:
     """Each input alone gets the gradient that it gets among all, and `dy` is left alone.
 
     It is another program, in which a GPU's compiler may fuse other multiplications with additions. The interpreter
     fuses none, so there the bits show that the formula and its order are the same.
     """
-    leaves = _leaves((9, 40), (9, 40), (40,))
-    y = _first(CALLS[name](*leaves, backend="triton"))
+    leaves = operation.leaves(TRITON, 9, 40)
+    y = _first(operation.on(TRITON)(*leaves))
     dy = torch.randn_like(y)
     before = dy.clone()
-    together = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-    for i, expected in enumerate(together):
-        if expected is None:
-            continue
+    for i, expected in enumerate(torch.autograd.grad(y, leaves, dy)):
         alone = [t.detach().requires_grad_(i == j) for j, t in enumerate(leaves)]
-        y = _first(CALLS[name](*alone, backend="triton"))
+        y = _first(operation.on(TRITON)(*alone))
         found = torch.autograd.grad(y, alone[i], dy)[0]
         torch.testing.assert_close(found, expected)
         assert torch.equal(found, expected) or DEVICE == "cuda"
     assert torch.equal(dy, before)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_double_backward(name: str) -> None:
+def test_double_backward(operation: Verb) -> None:
     """Second derivatives are right: a differentiated backward is the definition's."""
-    leaves = _leaves((3, 4), (3, 4), (4,), dtype=F64)
-    assert torch.autograd.gradgradcheck(lambda *t: _first(CALLS[name](*t, backend="triton")), leaves, fast_mode=True)
+    leaves = operation.leaves(TRITON, 3, 4, F64)
+    assert torch.autograd.gradgradcheck(lambda *t: _first(operation.on(TRITON)(*t)), leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_transforms_take_the_definition(name: str) -> None:
+def test_transforms_take_the_definition(operation: Verb) -> None:
     """`torch.func.grad`, forward mode and vmap give the definition's results."""
-    x, r, w = (t.detach() for t in _leaves((5, 8), (5, 8), (8,), dtype=F64))
+    x, *rest = (t.detach() for t in operation.leaves(TRITON, 5, 8, F64))
     tangent = torch.randn_like(x)
 
     def call(backend: str) -> Callable[[Tensor], Tensor]:
-        return lambda t: _first(CALLS[name](t, r, w, backend=backend))
+        return lambda t: _first(operation.ours(t, *rest, backend=backend))
 
     def results(f: Callable[[Tensor], Tensor]) -> list[Any]:
         batch = torch.stack([x, 2 * x])
@@ -282,7 +255,7 @@ def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason.startswith("the package triton is not installed")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in VERBS if hasattr(kf, name)])
 def test_explain(name: str) -> None:
     """The plan of a requested call is listed, and nothing is launched."""
     x = torch.randn(4, 40000, device=DEVICE)
@@ -441,11 +414,11 @@ def test_inductor_runs_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
 
     def call(*leaves: Tensor) -> Tensor:
-        return _first(CALLS[name](*leaves, backend="triton"))
+        return _first(VERBS[name].on(TRITON)(*leaves))
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     for rows in (300, 7, 4096):
-        leaves = _leaves((rows, 40), (rows, 40), (40,))
+        leaves = VERBS[name].leaves(TRITON, rows, 40)
         dy = torch.randn_like(call(*leaves))
         found, expected = (
             [y := function(*leaves), *torch.autograd.grad(y, leaves, dy, allow_unused=True)]

@@ -1,6 +1,7 @@
 """Compiles, for one GPU that need not be there, every kernel of the Triton backend as the operators launch it.
 
-Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`.
+Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`;
+with `each` behind that, once each kernel in bf16, not all dtypes, activations and lengths.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
 calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, the bytes
 of shared memory that it takes beyond what the device has (none, if the plan is right), and how often it touches global
@@ -174,15 +175,11 @@ def activations() -> None:
         torch.autograd.grad(y, a, torch.zeros_like(y))
 
 
-def main(backend: str, arch: str) -> None:
-    """Compile, and print what was compiled."""
-    select._define_triton()
-    cuda = backend == "cuda"
-    device = _DEVICES[arch]
-    shared = device.shared_bytes or _AMD_SHARED_BYTES
+def all_launches(arch: str) -> list[Launch]:
+    """Every kernel in bf16, fp16 and fp64, every activation, and the lengths that an architecture stands for."""
 
     def recorded(calls: Callable[[], None]) -> list[Launch]:
-        return record(calls, device)
+        return record(calls, _DEVICES[arch])
 
     launches = recorded(activations)
     for rows, cols, dtype in ((48, 1024, torch.bfloat16), (3, 40000, torch.bfloat16), (7, 320, torch.float16)):
@@ -197,7 +194,25 @@ def main(backend: str, arch: str) -> None:
         launches += recorded(lambda: norms(3, 24576, torch.bfloat16))
     if arch == "80":
         launches += recorded(lambda: norms(3, 12288, torch.float32))
-    for launch in distinct(launches):
+    return launches
+
+
+def each_kernel(arch: str) -> list[Launch]:
+    """One launch of each kernel, and of each that loops over a row."""
+    found: dict[Any, Launch] = {}
+    for rows, cols in ((48, 1024), (3, 40000)):
+        for launch in record(partial(verbs, rows, cols, torch.bfloat16), _DEVICES[arch]):
+            found.setdefault((launch.kernel, launch.constants.get("LOOPED", False)), launch)
+    return [*found.values()]
+
+
+def main(backend: str, arch: str, which: str = "all") -> None:
+    """Compile, and print what was compiled."""
+    select._define_triton()
+    cuda = backend == "cuda"
+    device = _DEVICES[arch]
+    shared = device.shared_bytes or _AMD_SHARED_BYTES
+    for launch in distinct(each_kernel(arch) if which == "each" else all_launches(arch)):
         size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
         looped = launch.constants.get("LOOPED", False)
         print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - shared), early]))
