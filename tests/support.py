@@ -152,12 +152,12 @@ def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | Pa
 
 
 def python(
-    code: str, *args: str | Path, env: Mapping[str, str | None] | None = None, timeout: float = 300
+    code: str, *args: str | Path, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter where warnings are errors; a variable set to None is removed."""
     with popen(code, *args, env=env) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate()
         except BaseException:
             process.kill()
             raise

