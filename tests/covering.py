@@ -54,7 +54,8 @@ def factors(params: Mapping[str, Any]) -> dict[str, Hashable]:
 
 def rest_slow(values: Iterable[Any]) -> list[Any]:
     """For `parametrize`: the first value for the quick set, the others marked `slow`."""
-    return [value if index == 0 else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)]
+    first, *rest = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*first), *(pytest.param(*value, marks=pytest.mark.slow) for value in rest)]
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import rest_slow
 from support import python
 
 _TESTS = Path(__file__).parent
@@ -37,8 +38,18 @@ _KERNELS = {
 
 # Grid rationale. Three generations of NVIDIA's, one of AMD's: every kernel in bf16, fp16 and fp64, every activation. Of
 # the plans that depend on the length sm_90 compiles most.
-@pytest.mark.parametrize("which", ["each", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("backend", "arch"), [("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942")])
+@pytest.mark.parametrize(
+    ("backend", "arch", "which"),
+    rest_slow(
+        [
+            ("cuda", "90", "each"),
+            ("cuda", "90", "all"),
+            ("cuda", "80", "all"),
+            ("cuda", "100", "all"),
+            ("hip", "gfx942", "all"),
+        ]
+    ),
+)
 def test_every_kernel_compiles(backend: str, arch: str, which: str, tmp_path: Path) -> None:
     """Every kernel compiles to machine code, with the constants and types with which the operators launch it.
 
