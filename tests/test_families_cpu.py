@@ -165,39 +165,7 @@ def test_dropout_of_a_bias() -> None:
 # ---- Reductions
 
 
-_REDUCTIONS: list[tuple[tuple[int, ...], list[int]]] = [
-    ((6, 7), [-1]),
-    ((6, 7), [0]),
-    ((6, 7), []),
-    ((4, 5, 6), [1]),
-    ((4, 5, 6), [0, 2]),
-    ((4, 5, 6, 7), [1, 3]),
-    ((4, 5, 6, 7), [0, 2]),
-    ((), []),
-    ((1, 5, 1), [0, 2]),
-    ((3, 40000), [1]),
-    ((40000, 3), [0]),
-    ((3000, 700), [0]),
-    ((70000,), [0]),
-    ((2, 900, 600), [1]),
-]
-
-
 _KINDS = ("sum_squared", "mean_abs")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize(("shape", "dim"), _REDUCTIONS)
-def test_reductions(shape: tuple[int, ...], dim: list[int], kind: str, keepdim: bool, dtype: torch.dtype) -> None:
-    """Every pattern of dimensions, forward and backward."""
-    assert_matches(
-        lambda x: reduce(x, dim, keepdim, kind, None),
-        lambda x: unfused.reduce(kind, x, dim, keepdim),
-        torch.randn(shape).to(dtype),
-        forward=None,
-    )
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -57,8 +57,9 @@ def test_row_lengths(reduction: str, cols: int, dtype: torch.dtype, target: Targ
 @pytest.mark.parametrize("shape", [(5000, 17), (30011, 3), (255, 1), (2, 4099), (1000, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_columns(reduction: str, shape: tuple[int, ...], dtype: torch.dtype, target: Target) -> None:
-    """Sums down the columns of tall and of wide matrices are within budget."""
+    """Sums down the columns of tall and of wide matrices are within budget, of one and of several."""
     check(ReduceCase(reduction, shape, dtype, dim=0), target)
+    check(ReduceCase(reduction, (2, *shape), dtype, dim=1), target)
 
 
 @pytest.mark.parametrize("out", [F16, BF16, F32], ids=str)

@@ -48,7 +48,6 @@ STAGES: dict[str, dict[str, Any]] = {
 CASES = [(verb, name) for verb, name in product(VERBS, STAGES) if verb in ADD_VERBS or name in ("pre", "post", "both")]
 each_case = pytest.mark.parametrize(("verb", "stages"), CASES)
 each_add_verb = pytest.mark.parametrize("verb", ADD_VERBS)
-each_verb = pytest.mark.parametrize("verb", VERBS)
 
 
 # Grid rationale. One element, less than a vector, chunks of 2048 with and without a rest, several chunks; one row, two
@@ -206,22 +205,6 @@ def test_number_of_threads(verb: str, stages: str, rows: int, cols: int) -> None
                 results.append(run(verb, tensors, grads, backend="cpu", **STAGES[stages]))
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
-
-
-@pytest.mark.parametrize("cols", [17, 2049])
-@each_verb
-def test_a_row_alone_and_in_a_batch(verb: str, cols: int) -> None:
-    """A row's outputs, dx and dresidual do not depend on the other rows."""
-    tensors = make(verb, (13, cols), BF16, F32)
-    grads = cotangents(call(verb, *tensors, backend="eager"))
-    count = 2 * len(grads)
-    with CPU.ran(forward=14, backward=14):
-        whole = run(verb, tensors, grads, backend="cpu", **STAGES["both"])[:count]
-        for row in range(13):
-            at = slice(row, row + 1)
-            part = [t[at] if t.dim() == 2 else t for t in tensors]
-            alone = run(verb, part, [g[at] for g in grads], backend="cpu", **STAGES["both"])[:count]
-            assert_equal(alone, [t[at] for t in whole])
 
 
 @each_add_verb
