@@ -1,6 +1,6 @@
 // Measures the float functions of native/extension/cpu/math.h against double, over one in a thousand of all floats in the range of
 // each function's contract, NaN and infinities besides, and the gelu of RoughMath over all bf16. Prints lines "name error", in ulp
-// of the result, those of erf in ulp of 1, that of gelu as RoughMath states it.
+// of the result, those of erf in ulp of 1, that of gelu as RoughMath states it; and how many slopes their bits do not give back.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -84,6 +84,34 @@ void measure_rough_gelu() {
   std::printf("gelu_to_bf16 %g\ngelu_is_rough %d\n", most, !std::is_same_v<RoughMath, Math<float>>);
 }
 
+// An activation whose slope has two values, which a bit cannot tell: both 0 and 1 lie between the kinks.
+struct clamp {
+  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
+    return M::where_gt(M::of(-1), x, M::of(0), M::where_gt(x, M::of(1), M::of(0), M::of(1)));
+  }
+};
+
+}  // namespace
+
+template <> inline constexpr bool kf::act::kTwoSlopes<clamp> = true;
+static_assert(!kf::act::bits_tell_slopes<clamp>());
+
+namespace {
+
+// Prints how many slopes are not those that their bits give back, of an activation whose slopes are kept as bits.
+template <class F> void decode_bits(const char* name) {
+  using kf::act::Constants;
+  if constexpr (kf::act::kTwoSlopes<F>) {
+    int wrong = 0;
+    for (const double x : {-INFINITY, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, INFINITY, double{NAN}}) {
+      const double slope = F::template slope<Constants>(x);
+      const bool bit = slope == F::template slope<Constants>(1);
+      wrong += F::template slope<Constants>(bit) != slope;
+    }
+    std::printf("bits_of_%s %d\n", name, wrong);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -100,4 +128,6 @@ int main() {
   };
   measure("erf_and_power", -INFINITY, INFINITY, erf_and_power, [](double x) { return std::erf(x); });
   measure_rough_gelu();
+#define KF_DECODE(name) decode_bits<kf::act::name>(#name);
+  KF_ACTIVATIONS(KF_DECODE)
 }

@@ -58,7 +58,7 @@ struct from_sigmoid {
 // max(x, 0)
 struct relu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_ge(M::of(0), x, M::of(0), x); }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
     return M::where_ge(M::of(0), x, M::of(0), M::of(1));
   }
 };
@@ -77,7 +77,7 @@ struct leaky_relu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return M::where_gt(x, M::of(0), x, M::of(0.01) * x);
   }
-  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+  template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
     return M::where_gt(x, M::of(0), M::of(1), M::of(0.01));
   }
 };
@@ -217,10 +217,28 @@ template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
-// Whether the slope has but two values, that at 0 and that at 1, so that a bit tells which.
+// Whether the slope has but two values, that at 0 and that at 1, so that a bit tells which. Such a slope is constexpr.
 template <class F> inline constexpr bool kTwoSlopes = false;
 template <> inline constexpr bool kTwoSlopes<relu> = true;
 template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
+
+// The policy of numbers that the compiler computes with.
+struct Constants {
+  using V = double;
+  static constexpr KF_INLINE V of(double c) { return c; }
+  static constexpr KF_INLINE V where_gt(V a, V b, V yes, V no) { return a > b ? yes : no; }
+  static constexpr KF_INLINE V where_ge(V a, V b, V yes, V no) { return a >= b ? yes : no; }
+  static constexpr KF_INLINE V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
+};
+
+// Whether a bit gives back the slope that it stands for when backward reads it as an argument, 0 or 1.
+template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
+  if constexpr (kTwoSlopes<F>) return F::template slope<Constants>(0) != F::template slope<Constants>(1);
+  else return true;
+}
+#define KF_CHECK_SLOPES(name) static_assert(bits_tell_slopes<name>(), "of equal slopes at 0 and 1 a bit does not tell: " #name);
+KF_ACTIVATIONS(KF_CHECK_SLOPES)
+#undef KF_CHECK_SLOPES
 
 // The gradient at x, of g, which arrives at F(x).
 template <class F, class M> KF_INLINE typename M::V times_slope(typename M::V g, typename M::V x) {
