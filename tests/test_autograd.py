@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Target, assert_as_accurate, call
+from support import CPU, CUDA, TRITON, Target, assert_as_accurate, call
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from verbs import VERBS, Verb, cotangents, gradients, results
@@ -159,6 +159,53 @@ def test_norms_are_contiguous(verb: str, cols: int, target: Target) -> None:
     x = torch.randn(cols, 7, device=target.device).T
     with target.ran(forward=1):
         assert call(verb, x, backend=target.backend).is_contiguous()
+
+
+# Grid rationale. Dense in either format, not dense, of other strides, and rows of one pixel, which have every format.
+_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "channels-last-3d": lambda x: x[..., None].contiguous(memory_format=torch.channels_last_3d),
+    "part": lambda x: x.contiguous(memory_format=torch.channels_last)[:, :2],
+    "swapped": lambda x: x.transpose(0, 1),
+    "one-pixel": lambda x: x[:, :, :1, :1],
+    "matrix": lambda x: x[0, 0].T,
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("layout", _FORMATS)
+def test_norms_have_the_memory_format_of_pytorchs(
+    verb: str, layout: str, requires_grad: bool, format_target: Target
+) -> None:
+    """RMSNorm of a channels-last tensor is channels-last, all else contiguous, as in PyTorch; traced alike."""
+    x = _FORMATS[layout](torch.randn(2, 3, 4, 5, device=format_target.device))
+    expected = getattr(torch.nn.functional, verb)(x.cpu(), x.shape[-1:])  # whose fused kernel keeps no more
+    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
+    with format_target.ran(forward=1):
+        y = call(verb, x.requires_grad_(requires_grad), backend=format_target.backend)
+    torch.testing.assert_close(y.cpu(), expected, check_stride=True)
+    assert call(verb, meta.requires_grad_(requires_grad)).stride() == expected.stride()
+
+
+@pytest.fixture(params=[CPU, pytest.param(CUDA, marks=pytest.mark.cuda), TRITON], ids=lambda target: target.backend)
+def format_target(request: pytest.FixtureRequest) -> Target:
+    """Each backend with kernels, Triton's among them."""
+    return request.param
+
+
+def test_views_that_negate(operation: Verb, any_target: Target) -> None:
+    """A tensor that stands for its negative, in any place, has the results and gradients of one that is negative."""
+    tensors = [t.detach() for t in operation.leaves(any_target)]
+    for place, given in enumerate(tensors):
+        found = []
+        for negative in (-given, torch._neg_view(given)):
+            leaves = [negative if i == place else t for i, t in enumerate(tensors)]
+            leaves = [t.detach().requires_grad_() for t in leaves]
+            y = operation.on(any_target)(*leaves)
+            dys = [torch.full_like(one, 0.5) for one in results(y)]
+            found.append([*results(y), *gradients(y, leaves, dys)])
+        assert found[1][0].is_neg() is False
+        torch.testing.assert_close(*found)
 
 
 _COTANGENTS: dict[str, Callable[[Tensor], Tensor]] = {

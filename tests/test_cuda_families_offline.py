@@ -115,7 +115,8 @@ def _softmax_kernels() -> Iterator[Kernel]:
     for t, capacity in product(_DTYPES, _CAPACITIES):
         for vec in {1, _vec(t)}:
             x = RowAccess(min(16, vec * ITEMSIZE[t]))
-            yield SoftmaxBwdSpec(t, t, t), SoftmaxAccess(vec, capacity, x, x)
+            for leaves_out in (False, True):
+                yield SoftmaxBwdSpec(t, t, t, leaves_out), SoftmaxAccess(vec, capacity, x, x)
             yield SoftmaxSpec(t), SoftmaxAccess(vec, capacity, x)
             yield SoftmaxSpec(t, "b8", True), SoftmaxAccess(vec, capacity, x, RowAccess(1, True))
             additive = SoftmaxSpec(t, "f32" if t != "f64" else t, True)

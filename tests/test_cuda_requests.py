@@ -149,8 +149,8 @@ REQUESTS: dict[str, tuple[int, ctypes.Structure, Any, Any]] = {
     ),
     "softmax_bwd": (
         8,
-        requests.SoftmaxBwdFields(F32, BF16, F16, 8, 64, 1, 0, 4, 16),
-        SoftmaxBwdSpec("f32", "bf16", "f16"),
+        requests.SoftmaxBwdFields(F32, BF16, F16, 1, 8, 64, 1, 0, 4, 16),
+        SoftmaxBwdSpec("f32", "bf16", "f16", True),
         SoftmaxAccess(8, 64, RowAccess(16), RowAccess(4, True)),
     ),
 }

@@ -119,6 +119,19 @@ def test_slope_of_the_absolute_value_at_0_is_0(target: Target) -> None:
     assert torch.equal(x.grad, torch.tensor([0.0, 0.0, 0.25, -0.25], device=target.device))
 
 
+# Whose squares and values have no place in float32.
+@pytest.mark.parametrize("value", [1e-60, 1e50])
+def test_gradients_of_fp64_are_computed_in_fp64(reduction: str, value: float, any_target: Target) -> None:
+    """With `dtype=float32` the gradient of a float64 input has all digits, as in PyTorch."""
+    x = torch.tensor([value, -2 * value, 0.0], device=any_target.device, dtype=F64, requires_grad=True)
+    dy = torch.tensor(0.3, device=any_target.device)
+    with any_target.ran(forward=None, backward=1):
+        ours = getattr(kf, reduction)(x, dtype=F32, backend=any_target.backend)
+        (dx,) = torch.autograd.grad(ours, x, dy)
+    (expected,) = torch.autograd.grad(PYTORCH[reduction](x), x, dy.double())
+    torch.testing.assert_close(dx, expected, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_no_dimension_means_all(reduction: str, rows: int, target: Target) -> None:
     """Without `dim` all dimensions are reduced, with the bits of naming them all."""

@@ -166,6 +166,37 @@ def test_what_is_masked_does_not_matter(target: Target) -> None:
                 assert torch.equal(dirty[1][keep], clean[1][keep])
 
 
+@pytest.mark.parametrize("kind", ["boolean", "causal", "both"])
+@pytest.mark.parametrize("cols", [9, 4100])
+@pytest.mark.parametrize("value", [float("nan"), INF])
+def test_nan_does_not_reach_what_is_left_out(kind: str, cols: int, value: float, any_target: Target) -> None:
+    """In a row with NaN the gradients are PyTorch's; what is left out is zero, and so is its gradient."""
+    x = torch.randn(3, cols, device=any_target.device)
+    x[1, 0] = x[2, 1] = value
+    keep = torch.rand(3, cols, device=any_target.device) < 0.5
+    keep[:, :2], keep[:, -1] = True, False
+    options = {} if kind == "causal" else {"mask": keep}
+    if kind != "boolean":
+        options["causal"] = True
+    kept = torch.ones_like(keep).tril() if kind != "boolean" else torch.ones_like(keep)
+    kept = kept if kind == "causal" else kept & keep
+    dy = torch.randn_like(x)
+    x.requires_grad_()
+    with any_target.ran(forward=1, backward=1):
+        y = kf.softmax(x, backend=any_target.backend, **options)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    with any_target.ran(forward=1):
+        again = kf.softmax(x, backend=any_target.backend, **options)
+        (differentiable,) = torch.autograd.grad(again, x, dy, create_graph=True)
+    theirs = torch.softmax(x.masked_fill(~kept, -INF), -1)
+    torch.testing.assert_close(y, theirs.masked_fill(~kept, 0.0), equal_nan=True)
+    (expected,) = torch.autograd.grad(theirs, x, dy)
+    for found in (dx, differentiable):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert torch.equal(found[~kept], torch.zeros_like(found[~kept]))
+    assert dx[2].isnan().any()
+
+
 def test_causal_is_the_mask_of_scaled_dot_product_attention(target: Target) -> None:
     """Weights from `attention_scores` give what PyTorch's attention with `is_causal` gives."""
     q, k, v = torch.randn(3, 2, 4, 33, 16, device=target.device)

@@ -232,6 +232,30 @@ def test_errors_are_those_of_every_backend() -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": torch.tensor([True, True, False] * 3)}], ids=str)
+@pytest.mark.parametrize("repeats", [1, 1000])
+def test_nan_does_not_reach_what_is_left_out(options: dict[str, Any], repeats: int) -> None:
+    """What is left out of a row with NaN is zero, and so is its gradient: as in the definition, of several blocks."""
+    x = torch.randn(3, 9 * repeats, device=DEVICE)
+    x[1, 0] = x[2, 1] = float("nan")
+    options = {name: value.to(DEVICE).repeat(repeats) if name == "mask" else value for name, value in options.items()}
+    dy, found = torch.randn_like(x), []
+    for backend in ("triton", "eager"):
+        leaf = x.clone().requires_grad_()
+        y = kf.softmax(leaf, backend=backend, **options)
+        found.append([y, *torch.autograd.grad(y, leaf, dy)])
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert found[0][1][:, -1].isfinite().all()
+
+
+@pytest.mark.parametrize(("verb", "slope"), [(kf.sum_squared, 2e-60), (kf.mean_abs, 1.0)], ids=["squares", "means"])
+def test_gradients_of_fp64_are_computed_in_fp64(verb: Callable[..., Tensor], slope: float) -> None:
+    """With `dtype=float32` the gradient of a float64 input has all its digits."""
+    x = torch.tensor([1e-60], device=DEVICE, dtype=F64, requires_grad=True)
+    verb(x, dtype=F32, backend="triton").backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, slope), rtol=1e-14, atol=0)
+
+
 def test_integers_are_refused() -> None:
     """An explicit request never falls back."""
     with pytest.raises(

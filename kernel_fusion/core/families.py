@@ -135,11 +135,12 @@ class SoftmaxSpec:
 
 @dataclass(frozen=True)
 class SoftmaxBwdSpec:
-    """The gradient of a softmax: dtypes of dy, y and dx."""
+    """The gradient of a softmax: dtypes of dy, y and dx; with `leaves_out`, dx is 0 where y is."""
 
     dy: str
     y: str
     dx: str
+    leaves_out: bool = False
 
     @property
     def acc(self) -> str:

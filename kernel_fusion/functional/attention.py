@@ -40,7 +40,8 @@ def softmax(
 
     Returns:
         Tensor of the input's shape and dtype; computed in float32 (float64 for float64). A row of which mask or
-        `causal` leave nothing is zero, with zero gradients.
+        `causal` leave nothing is zero, with zero gradients. So is what a boolean mask or `causal` leave out, also in a
+        row with NaN.
 
     Raises:
         IndexError, RuntimeError: dimensions, shapes, dtypes and devices that don't fit; an integer mask among them.

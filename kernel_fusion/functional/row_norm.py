@@ -120,7 +120,8 @@ def rms_norm(
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:
-        Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input).
+        Tensor of the input's shape, contiguous or, as in PyTorch, channels-last where the input is. Accumulated in
+        float32 (float64 for float64 input).
 
     Raises:
         RuntimeError, ValueError, BackendUnavailableError: as for :func:`layer_norm`.

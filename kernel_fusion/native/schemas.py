@@ -10,12 +10,14 @@ devices) or cannot be built, the stub itself serves the call through the eager d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernel_fusion.backends import eager
+from kernel_fusion.core import arguments
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import loader
@@ -51,10 +53,10 @@ _PARTS = {
     # Backward takes them, or a result whose value tells the slope, as the operand of a chain of one.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
-    "softmax_bwd": "(Tensor dy, Tensor y, float scale) -> Tensor",
+    "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
 }
 # The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
-_REFERENCES = {
+_REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "row_norm_reference": (f"(Tensor input, {_AFFINE}) -> Tensor", eager.row_norm),
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
@@ -63,11 +65,17 @@ _REFERENCES = {
 }
 
 library = torch.library.Library("kernel_fusion", "DEF")
+
+
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.kernel_fusion, name).default
+
+
 for _name, _schema in (VERBS | _PARTS).items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, (_schema, _definition) in _REFERENCES.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, _definition, "CompositeImplicitAutograd")
+    library.impl(_name, arguments.checked(_operator(_name), _definition), "CompositeImplicitAutograd")
 
 layer_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.layer_norm.default
 rms_norm: Callable[..., Tensor] = torch.ops.kernel_fusion.rms_norm.default
@@ -103,22 +111,35 @@ def _bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 
 
 def _verb_stub(name: str) -> Callable[..., Any]:
-    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+    operator = _operator(name)
 
     def stub(*args: Any, **kwargs: Any) -> Any:
-        device, layout = args[0].device.type, args[0].layout
-        if device in NATIVE_DEVICES and layout == torch.strided and loader.load():
+        device, is_strided = args[0].device.type, args[0].layout == torch.strided
+        is_native, was_loaded = device in NATIVE_DEVICES, loader.is_loaded()
+        if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
+        given = _bind(operator, args, kwargs)
+        if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
+            return arguments.checked(operator, partial(reference_call, name))(*given)
         serve: Callable[..., Any] = without_extension.get(device, reference_call)
-        return serve(name, *_bind(operator, args, kwargs))
+        return serve(name, *given)
 
     return stub
 
 
+def _kind(t: Tensor) -> str:
+    return f"{'nested ' if t.is_nested else ''}{t.layout} on {t.device}".removeprefix("torch.")
+
+
 def _part_stub(name: str) -> Callable[..., Any]:
-    operator: Any = getattr(torch.ops.kernel_fusion, name).default
+    operator = _operator(name)
 
     def stub(*args: Any) -> Any:
+        if loader.is_loaded():
+            raise RuntimeError(
+                f"kernel_fusion::{name} takes dense tensors of one device, {', '.join(NATIVE_DEVICES[:-1])} or "
+                f"{NATIVE_DEVICES[-1]}; got {', '.join(_kind(t) for t in args if isinstance(t, Tensor))}"
+            )
         if loader.load():
             return operator(*args)
         raise BuildError(f"kernel_fusion::{name} needs the C++ extension: {loader.error()}")
@@ -139,7 +160,7 @@ for _name in _PARTS:
 def _forget_stubs(_: object) -> None:
     """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
     for name in VERBS | _PARTS:
-        getattr(torch.ops.kernel_fusion, name).default._dispatch_cache.clear()
+        _operator(name)._dispatch_cache.clear()
 
 
 loader.on_load(_forget_stubs)
@@ -171,8 +192,15 @@ def _register_meta() -> None:
     def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
         return torch.empty_like(y, memory_format=torch.contiguous_format)
 
+    def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            arguments.one_device(function.__name__, args)
+            return function(*args)
+
+        return checked
+
     for function in (pointwise, pointwise_fwd, pointwise_bwd, reduce, softmax, softmax_bwd):
-        library.impl(function.__name__, function, "Meta")
+        library.impl(function.__name__, on_one_device(function), "Meta")
 
 
 _register_meta()

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.core import arguments, checks
+from kernel_fusion.core.arguments import floating, shaped
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
 _pointer, _u32, _i64, _f64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double
@@ -223,6 +227,8 @@ def row_norm_fwd(  # pragma: gpu
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
         args = RowNormFwdArgs(*pointers, rows, _layout(cols, rows), eps, weight_offset)
         kernel.launch(kernel.grid(rows), 1, x.device, args)
+    if rms and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
+        y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, stats, x.new_empty(0)
 
 
@@ -340,10 +346,35 @@ def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: An
     )
 
 
+def _takes_forward(input: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> bool:
+    _, _, out_dtype, _, *stages = rest
+    if stages or not 1 <= num_dims <= input.dim() or out_dtype not in (None, *checks.FLOATING):
+        return False
+    return floating(input, weight, bias) and shaped(input.shape[input.dim() - num_dims :], weight, bias)
+
+
+def _takes_backward(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, weight: Tensor | None, *rest: Any) -> bool:
+    bias_dtype, offset, rms, wants, *stages = rest
+    if stages or not _takes_forward(input, num_dims, weight, None, 0.0, offset, None, rms):
+        return False
+    rows = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
+    dtypes = floating(dy) and bias_dtype in (None, *checks.FLOATING) and stats.dtype == compute_dtype(input.dtype)
+    present = (weight is not None or not wants[1]) and (bias_dtype is not None or not wants[2])
+    return dtypes and present and shaped(input.shape, dy) and shaped(rows, stats) and stats.is_contiguous()
+
+
+def _with_checks(function: Callable[..., Any], takes: Callable[..., bool]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        arguments.require(function.__name__, [t for t in args if isinstance(t, Tensor)], takes(*args))
+        return function(*args)
+
+    return checked
+
+
 @lru_cache(maxsize=1)
 def register(library: torch.library.Library) -> None:
     """Make these functions the CUDA kernels of the operators below autograd."""
-    library.impl("row_norm_fwd", row_norm_fwd, "CUDA")
-    library.impl("row_norm_bwd", row_norm_bwd, "CUDA")
+    for function, takes in ((row_norm_fwd, _takes_forward), (row_norm_bwd, _takes_backward)):
+        library.impl(function.__name__, _with_checks(function, takes), "CUDA")
     library.impl("row_norm_fwd", _fwd_meta, "Meta")
     library.impl("row_norm_bwd", _bwd_meta, "Meta")

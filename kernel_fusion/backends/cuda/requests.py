@@ -86,7 +86,7 @@ class SoftmaxFields(ctypes.Structure):
 class SoftmaxBwdFields(ctypes.Structure):
     """`SoftmaxBwdFields` of requests.h."""
 
-    _fields_: ClassVar = _int32("dy y dx vec capacity strided_dy strided_y align_dy align_y")
+    _fields_: ClassVar = _int32("dy y dx leaves_out vec capacity strided_dy strided_y align_dy align_y")
 
 
 _BOOLEAN_MASK = len(DTYPES)  # SoftmaxFields::kBooleanMask
@@ -170,7 +170,8 @@ def _softmax(fields: Any) -> tuple[SoftmaxSpec, SoftmaxAccess]:
 def _softmax_bwd(fields: Any) -> tuple[SoftmaxBwdSpec, SoftmaxAccess]:
     f = SoftmaxBwdFields.from_buffer_copy(fields)
     y, dy = RowAccess(f.align_y, bool(f.strided_y)), RowAccess(f.align_dy, bool(f.strided_dy))
-    return SoftmaxBwdSpec(DTYPES[f.dy], DTYPES[f.y], DTYPES[f.dx]), SoftmaxAccess(f.vec, f.capacity, y, dy)
+    spec = SoftmaxBwdSpec(DTYPES[f.dy], DTYPES[f.y], DTYPES[f.dx], bool(f.leaves_out))
+    return spec, SoftmaxAccess(f.vec, f.capacity, y, dy)
 
 
 # By kernel number, the order of `Kernel` in launcher.h.

@@ -94,6 +94,7 @@ def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -
     """What a backward kernel is compiled from."""
     types: dict[str, str | None] = {"DY": spec.dy, "Y": spec.y, "DX": spec.dx, "Acc": spec.acc}
     constants = _constants(access, plan) | {
+        "kLeavesOut": spec.leaves_out,
         "kStridedY": access.x.strided,
         "kStridedDY": access.other.strided,
         "kAlignY": access.x.align,

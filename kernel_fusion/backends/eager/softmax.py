@@ -15,23 +15,30 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     """softmax(scale * input + mask), the mask boolean (True = keep) or additive, broadcast to the input.
 
     With `causal`, column j of row i (the last two dimensions) is kept where j <= i. With a mask or `causal`, a row of
-    which nothing is left, whose logits are all -inf, gives zeros.
+    which nothing is left, whose logits are all -inf, gives zeros. What a boolean mask or `causal` leave out is 0, also
+    in a row with NaN, of which `torch.softmax` makes all elements NaN.
     """
     if mask is not None:
         checks.mask("softmax", mask)
     if input.dtype not in checks.FLOATING:
         return torch.softmax(input, -1)  # PyTorch's result, or its error
     logits = input.to(compute_dtype(input.dtype)) * scale
+    left_out: list[Tensor] = []
     if mask is not None and mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, -math.inf)
+        left_out.append(~mask)
     elif mask is not None:
         logits = logits + mask.to(logits.dtype)
     if causal:
-        logits = logits.masked_fill(causal_mask(input).logical_not(), -math.inf)
+        left_out.append(causal_mask(input).logical_not())
+    for part in left_out:
+        logits = logits.masked_fill(part, -math.inf)
     if mask is None and not causal:
         return torch.softmax(logits, -1).to(input.dtype)
     dead = (logits == -math.inf).all(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0).to(input.dtype)
+    y = torch.softmax(logits.masked_fill(dead, 0.0), -1)
+    for part in (dead, *left_out):
+        y = y.masked_fill(part, 0.0)
+    return y.to(input.dtype)
 
 
 def causal_mask(scores: Tensor) -> Tensor:

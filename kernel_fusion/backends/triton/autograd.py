@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernel_fusion.core import checks
+from kernel_fusion.core import arguments, checks
 
 
 def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
@@ -23,6 +23,8 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
         others: a seed, a boolean mask.
     """
     tensors = [t for t in (*values, *others) if t is not None]
+    for t in tensors:
+        arguments.memory(t)
     included = torch._C._dispatch_tls_is_dispatch_key_included
     if included(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode) or included(
         torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
@@ -32,7 +34,9 @@ def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | 
         return True
     if any(t is not None and t.dtype not in checks.FLOATING for t in values):
         return True
-    return any(t.layout != torch.strided or t.numel() == 0 or t.device != tensors[0].device for t in tensors)
+    return any(
+        t.layout != torch.strided or t.is_nested or t.numel() == 0 or t.device != tensors[0].device for t in tensors
+    )
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:

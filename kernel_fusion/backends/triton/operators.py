@@ -18,6 +18,7 @@ from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.row_norm import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
+from kernel_fusion.core import arguments
 
 # The verbs' operators by the name of the one of the other backends.
 VERBS: dict[str, Callable[..., Any]] = {
@@ -32,8 +33,9 @@ def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
     """Define the operators; `schemas` has those of the verbs."""
     for name, function in VERBS.items():
         library.define(f"triton_{name}{schemas[name]}", tags=torch.Tag.pt2_compliant_tag)
+        operator: Any = getattr(torch.ops.kernel_fusion, f"triton_{name}").default
         for key in ("Autograd", "CompositeExplicitAutograd"):
-            library.impl(f"triton_{name}", function, key)
+            library.impl(f"triton_{name}", arguments.checked(operator, function), key)
 
 
 def take_over(library: torch.library.Library, names: list[str], device: str) -> None:

@@ -14,8 +14,12 @@ from kernel_fusion.backends.triton.kernels import pointwise as kernels
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
 from kernel_fusion.backends.triton.row_norm import sum_partials
-from kernel_fusion.core import dropout
+from kernel_fusion.core import checks, dropout
+from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.arguments import floating, is_seed, require, shaped
 from kernel_fusion.core.spec import compute_dtype
+
+_COMBINES = ("first", "add", "mul", "gate")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,12 @@ def _result_dtype(a: Tensor, b: Tensor | None) -> torch.dtype:
     return a.dtype if b is None else torch.result_type(a, b)
 
 
+def _takes(a: Tensor, b: Tensor | None, combine: str, activation: str, dropout_p: float, seed: Tensor | None) -> bool:
+    named = combine in _COMBINES and activation in CODES and (b is not None or combine == "first")
+    known = floating(a, b) and is_seed(seed) and 0.0 <= dropout_p <= 1.0
+    return named and known and a.numel() > 0 and (b is None or b.numel() > 0) and _broadcast(a, b)
+
+
 @torch.library.triton_op("kernel_fusion::triton_pointwise_fwd", mutates_args={})
 def forward(
     a: Tensor,
@@ -111,6 +121,9 @@ def forward(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y, with the strides that PyTorch's pointwise operations give it, and their dtype unless `out_dtype` is given."""
+    chain = combine, activation, dropout_p, seed
+    known = out_dtype is None or out_dtype in checks.FLOATING
+    require("triton_pointwise_fwd", [a, b, seed], known and _takes(a, b, *chain))
     dtype, walk = _result_dtype(a, b), _walk(a, b)
     shape = a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape)
     y = _like(walk, shape, out_dtype or dtype, a.device)
@@ -136,6 +149,9 @@ def backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """da and db of the shape of y; db of the shape of b where that is one row; unwanted, without elements."""
+    takes = _takes(a, b, combine, activation, dropout_p, seed) and len(wants) == 2 and floating(dy)
+    shape = a.shape if b is None or not takes else torch.broadcast_shapes(a.shape, b.shape)
+    require("triton_pointwise_bwd", [dy, a, b, seed], takes and shaped(shape, dy))
     dtype, walk = _result_dtype(a, b), _walk(a, b)
     cotangent = dy if list(dy.stride()) == walk.strides else _like(walk, dy.shape, dy.dtype, dy.device).copy_(dy)
     constants = _constants(combine, activation, scale, dropout_p, seed, dtype)

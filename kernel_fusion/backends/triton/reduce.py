@@ -16,7 +16,9 @@ from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels.reduce import reduce_columns, reduce_rows
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import product
+from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.arguments import floating, require
 from kernel_fusion.core.spec import compute_dtype
 
 _MAPS = {"sum_squared": "square", "mean_abs": "abs"}
@@ -38,9 +40,16 @@ def _runs(dims: Sequence[int]) -> list[tuple[int, int]]:
     return runs[::-1]
 
 
+def _takes(input: Tensor, dim: Sequence[int], kind: str, dtype: torch.dtype) -> bool:
+    ndim = input.dim()
+    valid = ndim > 0 and all(-ndim <= d < ndim for d in dim) and len({d % ndim for d in dim}) == len(dim)
+    return valid and input.numel() > 0 and kind in _MAPS and floating(input) and dtype in checks.FLOATING
+
+
 @torch.library.triton_op("kernel_fusion::triton_reduce_fwd", mutates_args={})
 def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Tensor:
     """The reduction of `kind` ("sum_squared", "mean_abs") over `dim`, in `dtype`."""
+    require("triton_reduce_fwd", [input], _takes(input, dim, kind, dtype))
     dims = _canonical(dim, input.dim())
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else dtype)
     count = product([input.shape[d] for d in dims])
@@ -130,7 +139,7 @@ class Reduce(torch.autograd.Function):
             chain = "mul", IDENTITY, 2.0
         else:
             chain = "gate", "sign", 1.0
-            dy = dy.to(compute_dtype(dy.dtype)) / product([x.shape[d] for d in dims])
+            dy = dy.to(compute_dtype(torch.promote_types(dy.dtype, x.dtype))) / product([x.shape[d] for d in dims])
         dx = torch.ops.kernel_fusion.triton_pointwise_fwd(x, dy, *chain, 0.0, None, x.dtype)
         return dx, *(None,) * 4
 
@@ -138,9 +147,7 @@ class Reduce(torch.autograd.Function):
 def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
     """`kernel_fusion::reduce` on the Triton kernels."""
     args = (input, list(dim), keepdim, kind, dtype)
-    valid = all(-input.dim() <= d < input.dim() for d in dim) and len({d % input.dim() for d in dim}) == len(dim)
-    floating = dtype is None or dtype.is_floating_point
-    if autograd.needs_definition([input]) or input.dim() == 0 or not (valid and floating):
+    if autograd.needs_definition([input]) or not _takes(input, dim, kind, dtype or input.dtype):
         return torch.ops.kernel_fusion.reduce_reference(*args)  # type: ignore[no-any-return]
     if autograd.requires_grad(input):
         return Reduce.apply(*args)  # type: ignore[no-untyped-call,no-any-return]

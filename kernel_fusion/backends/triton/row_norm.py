@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
@@ -14,7 +15,8 @@ from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as f
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
-from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.activations import CODES, IDENTITY
+from kernel_fusion.core.arguments import floating, is_seed, require, shaped
 from kernel_fusion.core.spec import compute_dtype
 
 
@@ -40,6 +42,28 @@ def _in_units(rows: Rows, cols: int) -> tuple[int, list[int], list[int]]:
     return size, [rows.count, cols // size, rows.middle, rows.inner], [stride // size for stride in strides]
 
 
+def _takes(
+    input: Tensor,
+    num_dims: int,
+    parameters: Sequence[Tensor | None],
+    others: Sequence[Tensor | None],
+    stages: tuple[str, str, float, Tensor | None],
+) -> bool:
+    """Whether the kernels take these tensors, of which `others` have the input's shape."""
+    pre_activation, activation, dropout_p, seed = stages
+    if not (1 <= num_dims <= input.dim() and pre_activation in CODES and activation in CODES):
+        return False
+    shapes = shaped(input.shape[input.dim() - num_dims :], *parameters) and shaped(input.shape, *others)
+    types = floating(input, *parameters, *others) and is_seed(seed)
+    return shapes and types and input.numel() > 0 and 0.0 <= dropout_p <= 1.0
+
+
+def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
+    rows = product(h.shape[: h.dim() - num_dims])
+    known = stats.dtype == compute_dtype(h.dtype) and stats.is_contiguous()
+    return known and shaped((1 if rms else 2, rows), stats)
+
+
 @torch.library.triton_op("kernel_fusion::triton_row_norm_fwd", mutates_args={})
 def forward(
     input: Tensor,
@@ -58,6 +82,9 @@ def forward(
     wants_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
+    stages = pre_activation, activation, dropout_p, seed
+    takes = out_dtype in checks.FLOATING and _takes(input, num_dims, [weight, bias], [residual], stages)
+    require("triton_row_norm_fwd", [input, residual, weight, bias, seed], takes)
     given = [input] if residual is None else [input, residual]
     tensors, rows = rows_of(given, num_dims)
     x, r = tensors[0], tensors[-1]
@@ -79,6 +106,9 @@ def forward(
         PIECES=layout.pieces, LOOPED=layout.looped, SLICES=layout.slices, EARLY=layout.early, CHAINED=device.chained,
         RELEASES=device.chained and layout.releases, warps=layout.warps,
     )  # fmt: skip
+    bare = residual is None and seed is None and pre_activation == activation == IDENTITY
+    if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
+        y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, h, stats
 
 
@@ -111,6 +141,10 @@ def backward(
         x: the input, where h was stored and there is a pre-activation.
         bias: where there is an activation.
     """
+    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], (pre_activation, activation, dropout_p, seed))
+    kinds = (input_dtype in checks.FLOATING, bias_dtype in (*checks.FLOATING, None), len(wants) == 4)
+    takes = takes and all(kinds) and _are_statistics(stats, h, num_dims, rms)
+    require("triton_row_norm_bwd", [dy, dh, h, x, stats, weight, bias, seed], takes)
     tensors, rows = rows_of([dy, h, h if x is None else x], num_dims)
     shape = h.shape[h.dim() - num_dims :]
     cols = product(shape)

@@ -11,6 +11,7 @@ from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import softmax as kernels
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
+from kernel_fusion.core.arguments import floating, require, shaped
 from kernel_fusion.core.spec import compute_dtype
 
 
@@ -27,9 +28,16 @@ def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, 
     raise AssertionError("contiguous tensors are rows of one stride")
 
 
+def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    if input.dim() < 1 + causal or input.numel() == 0 or not floating(input):
+        return False
+    return mask is None or _is_mask(mask, input)
+
+
 @torch.library.triton_op("kernel_fusion::triton_softmax_fwd", mutates_args={})
 def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     """y, contiguous; `mask` has the shape of the input, with any strides."""
+    require("triton_softmax_fwd", [input, mask], _takes_forward(input, mask, causal))
     cols = input.shape[-1]
     x, by, rows = _layout(input, mask)
     y = torch.empty(input.shape, dtype=input.dtype, device=input.device)
@@ -47,9 +55,11 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 @torch.library.triton_op("kernel_fusion::triton_softmax_bwd", mutates_args={})
-def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """dx, contiguous."""
-    dy, cols = dy.contiguous(), y.shape[-1]
+def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+    """dx, contiguous; with `leaves_out`, 0 where y is, also in a row with NaN."""
+    takes = y.dim() >= 1 and y.numel() > 0 and floating(dy, y) and shaped(y.shape, dy)
+    require("triton_softmax_bwd", [dy, y], takes)
+    dy, y, cols = dy.contiguous(), y.contiguous(), y.shape[-1]
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     wide = compute_dtype(y.dtype) == torch.float64
     layout = plan.softmax_backward(cols, wide, plan.device_of(y.device).warp_size)
@@ -57,7 +67,8 @@ def backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     launch(
         kernels.softmax_bwd, (-(-num_rows // layout.rows),),
         dy, y, dx, num_rows, cols // size,
-        SCALE=scale, WIDE=wide, UNIT=size, **tile(layout), LOOPED=layout.looped, warps=layout.warps,
+        SCALE=scale, LEAVES_OUT=leaves_out, WIDE=wide, UNIT=size, **tile(layout), LOOPED=layout.looped,
+        warps=layout.warps,
     )  # fmt: skip
     return dx
 
@@ -68,10 +79,11 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         """y."""
-        input, mask, scale, _ = args
+        input, mask, scale, causal = args
         y: Tensor = torch.ops.kernel_fusion.triton_softmax_fwd(*args)
         ctx.save_for_backward(y)
         ctx.scale, ctx.dtypes = scale, (input.dtype, None if mask is None else mask.dtype)
+        ctx.leaves_out = causal or (mask is not None and mask.dtype == torch.bool)
         return y
 
     @staticmethod
@@ -82,16 +94,17 @@ class Softmax(torch.autograd.Function):
         # y carries its own history, so that the formula in it is differentiable.
         gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
         dx, dmask = (
-            gradient(dy, y, scale).to(dtype) if wanted else None
+            gradient(dy, y, scale, ctx.leaves_out).to(dtype) if wanted else None
             for scale, dtype, wanted in zip((ctx.scale, 1.0), ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
         )
         return dx, dmask, None, None
 
 
-def _formula(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+def _formula(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     wide = compute_dtype(y.dtype)
     product = dy.to(wide) * y.to(wide)
-    return scale * (product - y.to(wide) * product.sum(-1, keepdim=True))
+    dx = scale * (product - y.to(wide) * product.sum(-1, keepdim=True))
+    return dx.masked_fill(y == 0, 0.0) if leaves_out else dx
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -105,4 +118,4 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 def _is_mask(mask: Tensor, input: Tensor) -> bool:
-    return mask.shape == input.shape and (mask.dtype == torch.bool or mask.is_floating_point())
+    return shaped(input.shape, mask) and (mask.dtype == torch.bool or floating(mask))

@@ -34,8 +34,7 @@ ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
 BackwardResult call_backward(const BackwardCall& c) {
   static const BackwardStages none;
   const BackwardStages& s = c.stages ? *c.stages : none;
-  const auto keys = keys_of(c.dy, c.input, c.stats, c.weight.value_or(Tensor()), s.dh.value_or(Tensor()), s.x.value_or(Tensor()));
-  if (const auto* backend = direct(keys, kCpu, kCuda)) return backward(*backend, c);
+  if (const auto* backend = direct(with_tensors(c, keys_of), kCpu, kCuda)) return backward(*backend, c);
   static const auto op =
       find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, int64_t, const OptionalTensor&, OptionalDtype, double,
                              bool, Wanted, OptionalDtype, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,

@@ -19,16 +19,14 @@ namespace kf {
 bool cuda_enabled(int device);  // launcher.cpp
 
 bool readable(const Tensor& t) {
-  const auto type = t.scalar_type();
-  const bool floating = type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
-  return floating && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
+  return supported(t.scalar_type()) && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
 }
 
 // Whether there are kernels for this, but for the question which operands there are.
 bool known(const PointwiseCall& c) {
   if (!combine_of(c.combine) || activation_code(c.activation) < 0 || !readable(c.a)) return false;
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
-  return !present(c.seed) || (c.seed->device() == c.a.device() && c.seed->scalar_type() == at::kLong && c.seed->dim() == 1);
+  return !present(c.seed) || is_seed(c.seed, c.a);
 }
 
 bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
@@ -59,7 +57,7 @@ namespace {
 
 // ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
-Dropout dropout_of(const PointwiseCall& c) { return present(c.seed) ? Dropout::of(c.dropout_p) : Dropout{}; }
+Dropout dropout_of(const PointwiseCall& c) { return kf::dropout_of(c.dropout_p, c.seed); }
 
 Chain chain_of(const PointwiseCall& c) {
   const Dropout dropout = dropout_of(c);
@@ -74,6 +72,7 @@ at::ScalarType result_type(const PointwiseCall& c) {
 }  // namespace
 
 Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor* bits) {
+  with_tensors(call, check_all_memory);
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), call.a.device());
   config.add_owned_output(Tensor()).add_const_input(call.a);
@@ -188,7 +187,8 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
   const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
   TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
-                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()),
+                  dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()) &&
+                  (c.combine != "first" || dy.sizes().equals(a.sizes())),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
   TORCH_CHECK(!by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() &&
                            call.a.numel() == ceil_div(dy.numel(), 8)),
@@ -198,6 +198,7 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
   if (dropout_of(c).drops_all() || dy.numel() == 0)
     return {wants[0] ? at::zeros_like(a) : Tensor(), wants[1] ? at::zeros_like(second) : Tensor()};
   if (!wants[0] && !wants[1]) return {};
+  with_tensors(call, check_all_memory, dy);
   Chain chain = chain_of(c);
   if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
   chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // which backward only reads
@@ -213,15 +214,21 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
 Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call) {
   const Tensor expanded = present(call.mask) ? call.mask->expand(call.input.sizes()) : Tensor();
   Tensor y = at::empty_like(call.input, at::MemoryFormat::Contiguous);
-  if (y.numel()) backend.softmax({call.input, expanded, call.scale, call.causal}, y);
+  if (y.numel()) {
+    check_all_memory(call.input, call.mask);
+    backend.softmax({call.input, expanded, call.scale, call.causal}, y);
+  }
   return y;
 }
 
-Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale) {
+Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
   TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
               "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
   Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
-  if (y.numel()) backend.softmax_bwd(dy.contiguous(), y.contiguous(), scale, dx);
+  if (y.numel()) {
+    check_all_memory(dy, y);
+    backend.softmax_bwd(dy.contiguous(), y.contiguous(), scale, leaves_out, dx);
+  }
   return dx;
 }
 
@@ -263,8 +270,9 @@ Tensor softmax_op(const Tensor& input, const OptionalTensor& mask, double scale,
   return accepts(call) ? softmax(backend, call) : reference(call);
 }
 
-template <const FamilyBackend& backend> Tensor softmax_bwd_op(const Tensor& dy, const Tensor& y, double scale) {
-  return softmax_bwd(backend, dy, y, scale);
+template <const FamilyBackend& backend>
+Tensor softmax_bwd_op(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
+  return softmax_bwd(backend, dy, y, scale, leaves_out);
 }
 
 template <const FamilyBackend& backend> void implement_families(torch::Library& m) {

@@ -54,7 +54,7 @@ using ReduceKernel = void(const ReduceCall& call, Tensor& out);
 
 // y = softmax(scale * x + mask), contiguous. `mask` has the shape of x (its strides may be 0), is boolean or floating point,
 // or undefined. Causal: column j of row i, counted within the last two dimensions, is kept where j <= i. With a mask or causal,
-// a row whose logits are all -inf gives zeros.
+// a row whose logits are all -inf gives zeros. What a boolean mask or causal leave out is 0, also in a row with NaN.
 struct SoftmaxCall {
   const Tensor& x;
   const Tensor& mask;
@@ -63,8 +63,9 @@ struct SoftmaxCall {
 };
 using SoftmaxKernel = void(const SoftmaxCall& call, Tensor& y);
 
-// dx = scale * (dy - sum(dy * y)) * y, contiguous.
-using SoftmaxBwdKernel = void(const Tensor& dy, const Tensor& y, double scale, Tensor& dx);
+// dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which positions are that a boolean
+// mask or causal leave out, also in a row with NaN.
+using SoftmaxBwdKernel = void(const Tensor& dy, const Tensor& y, double scale, bool leaves_out, Tensor& dx);
 
 // ---- Devices ---------------------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,11 @@ struct SoftmaxVerbCall {
 };
 using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
 
+// f(every tensor of the call, and of what else backward has).
+template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&& f, const Others&... others) {
+  return f(c.a, c.b, c.seed, others...);
+}
+
 // The operators on a device, of calls that its kernels accept.
 // Pointwise fills `bits`, if given, of an activation whose slope has two values.
 Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor* bits = nullptr);
@@ -134,7 +140,7 @@ Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call);
 using PointwiseGradients = std::tuple<Tensor, Tensor>;
 PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
                                 std::array<bool, 2> wants);
-Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale);
+Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out);
 
 // Whether the kernels can serve a call. What they can't serve goes to the definition, which serves it or says what is wrong.
 bool accepts(const PointwiseCall& call);

@@ -43,8 +43,7 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
 }
 
 PointwiseGradients call_pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
-  const auto keys = keys_of(dy, c.a, c.b.value_or(Tensor()), c.seed.value_or(Tensor()));
-  if (const auto* backend = direct(keys)) return pointwise_bwd(*backend, dy, c, wants);
+  if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
   static const auto op =
       find_op<PointwiseGradients(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double,
                                  double, const OptionalTensor&, std::array<bool, 2>)>("kernel_fusion::pointwise_bwd");
@@ -241,8 +240,10 @@ Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool kee
   return result.expand_symint(x.sym_sizes());
 }
 
-// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype.
-Tensor reduce_backward(const Tensor& dy, const Tensor& x, const ReduceVerbCall& c) {
+// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype. It is
+// computed in the type of dy, so that of fp64 x must not be narrower.
+Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCall& c) {
+  const Tensor dy = x.scalar_type() == at::kDouble ? given.to(at::kDouble) : given;
   if (c.kind == "sum_squared")
     return std::get<0>(
         call_pointwise_bwd(expanded(dy, x, c.dim, c.keepdim), {x, x, "mul", "identity", 2.0, 0.0, {}}, {true, false}));
@@ -308,23 +309,29 @@ Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
 }
 
 // scale * (dy - sum(dy * y)) * y; with ATen where it is itself differentiated. y determines it, so x need not be kept.
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale) {
+Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
+  const auto* backend = direct(keys_of(dy, y));
   if (!at::GradMode::is_enabled()) {
-    if (const auto* backend = direct(keys_of(dy, y))) return softmax_bwd(*backend, dy, y, scale);
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double)>("kernel_fusion::softmax_bwd");
-    return op.call(dy, y, scale);
+    if (backend) return softmax_bwd(*backend, dy, y, scale, leaves_out);
+    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double, bool)>("kernel_fusion::softmax_bwd");
+    return op.call(dy, y, scale, leaves_out);
   }
+  if (backend) check_all_memory(dy, y);  // ATen's operations do not
   const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
   const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
-  return wide_dy.sub(dot).mul(wide_y).mul(scale).to(y.scalar_type());
+  const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(scale).to(y.scalar_type());
+  return leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
 }
 
 struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
   SavedVariable y, mask;  // the mask, if it has a gradient, for its shape and dtype
   const double scale;
+  const bool leaves_out;
 
   explicit SoftmaxBackward(const SoftmaxVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)), scale(c.scale) {}
+      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)),
+        scale(c.scale),
+        leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
 
   // After the history of the result is set.
   void save(const SoftmaxVerbCall& c, const Tensor& result) {
@@ -344,11 +351,11 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
     const Tensor& dy = grads[0];
     const Tensor result = y.unpack(getptr()), additive = mask.unpack();
     if (!additive.defined() || !task_should_compute_output(1)) {
-      list[0] = softmax_backward(dy, result, scale);
+      list[0] = softmax_backward(dy, result, scale, leaves_out);
       return list;
     }
     // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
-    const Tensor dlogits = softmax_backward(dy, result.to(acc_dtype(result)), 1.0);
+    const Tensor dlogits = softmax_backward(dy, result.to(acc_dtype(result)), 1.0, leaves_out);
     if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
     list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
     return list;
@@ -358,6 +365,7 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
     args.collect(y, /*is_output=*/true);
     args.collect(mask, /*is_output=*/false);
     args.collect(scale);
+    args.collect(leaves_out);
   }
 };
 

@@ -181,12 +181,12 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
 }
 
-void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, Tensor& dx) {
+void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, bool leaves_out, Tensor& dx) {
   const Tensor dy = (grad.scalar_type() == at::kDouble) == (y.scalar_type() == at::kDouble) ? grad : grad.to(y.scalar_type());
   const int64_t cols = y.size(-1), rows = y.numel() / cols;
   const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
                                   cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()),
-                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads())};
+                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads()), leaves_out};
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });

@@ -32,12 +32,15 @@ template <class Backend> const Backend* direct(c10::DispatchKeySet keys, const B
   }
 }
 
-// The keys that a call with these tensors would have, in a backward.
-template <class... T> c10::DispatchKeySet keys_of(const T&... tensors) {
+inline c10::DispatchKeySet key_set_of(const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); }
+inline c10::DispatchKeySet key_set_of(const OptionalTensor& t) { return t ? key_set_of(*t) : c10::DispatchKeySet(); }
+
+// The keys that a call with these tensors would have, in a backward: of all that it reads, since the dispatcher knows what to do
+// with those whose memory is not what they stand for, such as views that negate.
+inline constexpr auto keys_of = [](const auto&... tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  const auto keys = [](const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); };
-  return (local.included_ | ... | keys(tensors)) - local.excluded_;
-}
+  return (local.included_ | ... | key_set_of(tensors)) - local.excluded_;
+};
 
 // Whether the call is inside a transform of torch.func, or has tangents: then the definition serves it, through which they see.
 inline bool transformed() {

@@ -15,8 +15,7 @@
 namespace kf {
 
 bool accepts(const ReduceVerbCall& c) {
-  const auto result = c.dtype.value_or(c.input.scalar_type());
-  return readable(c.input) && at::isFloatingType(result) && at::elementSize(result) >= 2 &&
+  return readable(c.input) && supported(c.dtype.value_or(c.input.scalar_type())) &&
          (c.kind == "sum_squared" || c.kind == "mean_abs");
 }
 
@@ -169,12 +168,14 @@ Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& c) {
   const auto reduced = at::dim_list_to_bitset(c.dim.empty() ? at::OptionalIntArrayRef() : c.dim, c.input.dim());
   const auto result = c.dtype.value_or(c.input.scalar_type());
   const bool mean = c.kind == "mean_abs";
+  check_memory(c.input);
   if (c.input.numel()) return run(backend, c.input, mean ? Map::kAbs : Map::kSquare, mean, reduced, c.keepdim, result);
   const double empty = mean ? std::numeric_limits<double>::quiet_NaN() : 0.0;
   return at::empty(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
 }
 
 Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {
+  TORCH_CHECK(input.dim() <= 64, "only tensors with up to 64 dims are supported");
   std::bitset<64> reduced;
   const int64_t leading = input.dim() - static_cast<int64_t>(shape.size());
   for (int64_t d = 0; d < input.dim(); ++d) reduced[d] = d < leading || shape[d - leading] != input.size(d);

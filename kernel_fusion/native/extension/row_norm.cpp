@@ -15,8 +15,6 @@ bool cuda_enabled(int device);  // launcher.cpp
 
 namespace {
 
-bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
-
 // fp64 goes with fp64, the three others with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
@@ -41,11 +39,16 @@ bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shap
          same(t->sym_sizes(), shape);
 }
 
+}  // namespace
+
 bool is_seed(const OptionalTensor& t, const Tensor& input) {
   return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
 }
 
-}  // namespace
+Dropout dropout_of(double p, const OptionalTensor& seed) {
+  TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "kernel_fusion: `dropout_p` must be a probability between 0 and 1, got ", p);
+  return present(seed) ? Dropout::of(p) : Dropout{};
+}
 
 double resolve_eps(const Tensor& input, std::optional<double> eps) {
   if (eps) return *eps;
@@ -72,8 +75,7 @@ Stages make_stages(const OptionalTensor& residual, std::string_view pre_activati
                    double dropout_p, const OptionalTensor& seed) {
   const int32_t pre = activation_code(pre_activation), post = activation_code(activation);
   TORCH_CHECK_VALUE(pre >= 0 && post >= 0, "kernel_fusion: no activation is called '", pre < 0 ? pre_activation : activation, "'");
-  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p <= 1.0, "kernel_fusion: dropout_p must be between 0 and 1, got ", dropout_p);
-  const Dropout dropout = present(seed) ? Dropout::of(dropout_p) : Dropout{};
+  const Dropout dropout = dropout_of(dropout_p, seed);
   return {residual, pre, post, dropout, dropout ? seed : std::nullopt};
 }
 
@@ -122,23 +124,42 @@ bool consistent(const BackwardCall& call) {
          same(dy.sym_sizes(), input.sym_sizes()) && dy.device() == input.device() && stats.device() == input.device() &&
          stats.scalar_type() == acc_dtype(input) && stats.dim() == 1 + input.dim() - call.num_dims &&
          stats.sym_size(0) == (call.rms ? 1 : 2) && same(stats.sym_sizes().slice(1), leading_shape(input, call.num_dims)) &&
+         (!call.bias_dtype || mixes(input.scalar_type(), *call.bias_dtype)) &&
          (call.stages ? consistent(call, *call.stages) : call.x_dtype == input.scalar_type());
 }
 
 }  // namespace
 
+// The dispatcher goes by all tensors of a call, also those that it does not use.
+static void check_device(const Backend& backend, const Tensor& input) {
+  TORCH_CHECK(input.device().type() == backend.device, "kernel_fusion: expected all tensors to be on the same device, but found ",
+              input.device(), " and ", c10::DeviceTypeName(backend.device, /*lower_case=*/true));
+}
+
+// Whether y has the memory format of the input: as in PyTorch, of RMSNorm alone. (LayerNorm gives a contiguous result.)
+static bool keeps_format(const ForwardCall& call) {
+  return call.rms && !call.stages && call.input.dim() > 3 && call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
+}
+
 ForwardResult forward(const Backend& backend, const ForwardCall& call) {
+  check_device(backend, call.input);
   const auto shape = call.input.sym_sizes();
   Tensor y = empty(backend, shape, call.input, call.out_dtype), stats, h;
   if (call.wants_stats) stats = empty_stats(backend, call.input, call.num_dims, call.rms);
   if (call.stages && present(call.stages->residual)) h = empty(backend, shape, call.input, call.stages->residual->scalar_type());
-  if (backend.forward && y.numel()) backend.forward(call, y, stats, h);
+  if (backend.forward && y.numel()) {
+    with_tensors(call, check_all_memory);
+    backend.forward(call, y, stats, h);
+  }
+  // Rows of channels-last tensors are copied, and the result is copied back; other results are contiguous, as PyTorch's are.
+  if (keeps_format(call)) y = y.contiguous(call.input.suggest_memory_format());
   return {std::move(y), std::move(stats), std::move(h)};
 }
 
 BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   const bool has_residual = call.stages && call.stages->has_residual;
+  check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
   TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (has_residual || !wants_dresidual),
               "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
@@ -149,6 +170,7 @@ BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   if (wants_dbias) dbias = empty(backend, parameter_shape, call.input, *call.bias_dtype);
   if (wants_dresidual) dresidual = empty(backend, shape, call.input, call.input.scalar_type());
   if (backend.backward && call.input.numel()) {
+    with_tensors(call, check_all_memory);
     backend.backward(call, dx, dweight, dbias, dresidual);
   } else if (backend.backward) {  // no rows: the sums over them are zero
     if (wants_dweight) dweight.zero_();
@@ -212,7 +234,9 @@ BackwardResult row_norm_bwd(const Tensor& dy, const Tensor& input, const Tensor&
                             std::string_view activation, double dropout_p, const OptionalTensor& seed) {
   const Stages s = make_stages(std::nullopt, pre_activation, activation, dropout_p, seed);
   const BackwardStages stages{dh, x, bias, has_residual, s.pre_activation, s.activation, s.dropout, s.seed};
-  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.dropout;
+  // A tensor of a stage that is not there is checked with the others.
+  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.dropout && !present(dh) && !present(x) &&
+                    !present(bias);
   const auto dx_dtype = x_dtype.value_or(input.scalar_type());
   auto result = backward(backend, {dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, dx_dtype,
                                    bare ? nullptr : &stages});

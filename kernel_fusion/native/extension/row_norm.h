@@ -20,6 +20,9 @@ using OptionalDtype = std::optional<at::ScalarType>;
 
 inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
+// The element types that kernels know.
+inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
+
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 inline OptionalDtype dtype_of(const OptionalTensor& t) {
   return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
@@ -40,6 +43,14 @@ using StagedVerb = StagedResult(const Tensor& input, const OptionalTensor& resid
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
+// Raises unless the storage of `t` holds what its sizes and strides say: libraries free that of parameters and activations and
+// fill it again later. To be called before a kernel, or a copy, reads any tensor that a caller gave.
+void check_memory(const Tensor& t);
+inline void check_memory(const OptionalTensor& t) {
+  if (t) check_memory(*t);
+}
+inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_memory(tensors), ...); };
 
 template <class Signature> auto find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -65,7 +76,13 @@ struct Stages {
   OptionalTensor seed;
 };
 
-// Those that the arguments of an operator name. Without a seed there is no dropout.
+// Whether `t` is the seed of a dropout of `input`: one int64.
+bool is_seed(const OptionalTensor& t, const Tensor& input);
+
+// The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
+Dropout dropout_of(double p, const OptionalTensor& seed);
+
+// Those that the arguments of an operator name.
 Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
                    double dropout_p, const OptionalTensor& seed);
 
@@ -118,6 +135,13 @@ struct ForwardCall {
   const Stages* stages = nullptr;  // null: none
 };
 
+// f(every tensor of the call).
+template <class F> auto with_tensors(const ForwardCall& c, F&& f) {
+  static const Stages none;
+  const Stages& s = c.stages ? *c.stages : none;
+  return f(c.input, c.weight, c.bias, s.residual, s.seed);
+}
+
 struct BackwardCall {
   const Tensor& dy;
   const Tensor& input;
@@ -132,6 +156,12 @@ struct BackwardCall {
   const BackwardStages* stages = nullptr;  // null: none
 };
 
+template <class F> auto with_tensors(const BackwardCall& c, F&& f) {
+  static const BackwardStages none;
+  const BackwardStages& s = c.stages ? *c.stages : none;
+  return f(c.dy, c.input, c.stats, c.weight, s.dh, s.x, s.bias, s.seed);
+}
+
 // Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
 // h is undefined without a residual. dresidual is the gradient of h, dh included, in the residual's dtype; dx is made of the
 // same before it is rounded.
@@ -144,12 +174,13 @@ BackwardKernel backward_cpu, backward_cuda;
 // One device. Without kernels it stands for tracing: shapes and dtypes alone.
 struct Backend {
   c10::DispatchKey key;
+  c10::DeviceType device;
   ForwardKernel* forward;
   BackwardKernel* backward;
 };
-inline constexpr Backend kCpu{c10::DispatchKey::CPU, forward_cpu, backward_cpu};
-inline constexpr Backend kCuda{c10::DispatchKey::CUDA, forward_cuda, backward_cuda};
-inline constexpr Backend kMeta{c10::DispatchKey::Meta, nullptr, nullptr};
+inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, forward_cpu, backward_cpu};
+inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda};
+inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta, nullptr, nullptr};
 
 // Allocate, then fill. Forward takes calls that `accepts` accepts; backward checks its own.
 ForwardResult forward(const Backend& backend, const ForwardCall& call);

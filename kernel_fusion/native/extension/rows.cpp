@@ -1,9 +1,26 @@
 // The geometry of rows: which tensors can be read where they lie, and which must be copied first.
+#include <c10/util/Exception.h>
+
 #include <bit>
 
 #include "row_norm.h"
 
 namespace kf {
+
+void check_memory(const Tensor& t) {
+  if (!t.defined() || t.numel() == 0) return;
+  int64_t elements = t.numel();
+  if (!t.is_contiguous()) {
+    elements = 1;
+    for (int64_t d = 0; d < t.dim(); ++d) elements += (t.size(d) - 1) * t.stride(d);
+  }
+  const size_t needed = static_cast<size_t>(t.storage_offset() + elements) * t.element_size(), held = t.storage().nbytes();
+  if (needed <= held) [[likely]] return;
+  // PyTorch's words, which it has for memory that is not there and for memory that is too small.
+  TORCH_CHECK(held != 0, "The tensor has a non-zero number of elements, but its data is not allocated yet.");
+  TORCH_CHECK(false, "sizes ", t.sizes(), ", strides ", t.strides(), ", storage offset ", t.storage_offset(), ", and itemsize ",
+              t.element_size(), " requiring a storage size of ", needed, " are out of bounds for storage of size ", held);
+}
 
 int alignment_of(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p) | 16;

@@ -4,7 +4,8 @@
 // the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; of causal rows only the
 // columns that are kept are read. Rows longer than a block's registers are read a second time (softmax_long.cuh).
 //
-// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN.
+// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN. What
+// a boolean mask or causal leave out is zero, also in a row with NaN, since backward knows it by that.
 #pragma once
 
 #include "chain.cuh"
@@ -82,6 +83,23 @@ template <class S> struct Logits {
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
   // What divides the exponentials; those of a masked row of which nothing is left are zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
+
+  // Zeros what was left out in a row y with NaN, in which all of it is NaN so far: the thread's vectors at `first` and every
+  // `step` columns on.
+  __device__ void clear_left_out(X* y, const Divisor<A>& divisor, int first, int step, int cols) const {
+    if constexpr (S::kMask == kBoolean || S::kCausal) {
+      if (divisor(A(0)) == A(0)) return;
+#pragma unroll 1
+      for (int col = first; col < cols; col += step)
+#pragma unroll 1
+        for (int e = col; e < col + kVec; ++e) {
+          bool keeps = true;
+          if constexpr (S::kCausal) keeps = e < kept;
+          if constexpr (S::kMask == kBoolean) keeps = keeps && mask[S::kMaskRepeats ? 0 : e].bits;
+          if (!keeps) y[e] = narrow<X>(A(0));
+        }
+    }
+  }
 };
 
 template <class S> __device__ void softmax(const SoftmaxArgs& args) {
@@ -130,6 +148,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
     for (int e = 0; e < kVec; ++e) l[i][e] = divisor(l[i][e]);
     if (inside && col_of(i) < args.cols) store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
   }
+  if (inside) logits.clear_left_out(y, divisor, col_of(0), kLanes * kVec, static_cast<int>(args.cols));
 }
 
 }  // namespace kf

@@ -1,4 +1,5 @@
-// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. What mask or causal left out has y = 0, and so dx = 0.
+// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. What mask or causal left out has y = 0, and so dx = 0, where
+// some was (kLeavesOut) also in a row with NaN.
 // Memory: one read of dy and of y, one write of dx; rows longer than a block's registers are read a second time.
 #pragma once
 
@@ -45,7 +46,10 @@ template <class S> struct SoftmaxBwdRow {
     widen_pack(loaded.dy, g);
     widen_pack(loaded.y, p);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) g[e] = scale * ((g[e] - sum) * p[e]);
+    for (int e = 0; e < kVec; ++e) {
+      g[e] = scale * ((g[e] - sum) * p[e]);
+      if constexpr (S::kLeavesOut) g[e] = p[e] == A(0) ? A(0) : g[e];
+    }
     store<S::kAlignDX>(dx + col, narrow_pack<DX>(g));
   }
 };

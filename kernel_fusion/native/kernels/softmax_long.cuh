@@ -62,12 +62,13 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
   if constexpr (S::kCausal) {
     A v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = divisor(A(0));  // NaN in a row of NaN
+    for (int e = 0; e < kVec; ++e) v[e] = A(0);
     // The thread's first vector behind those kept.
     const int skipped = (logits.kept - static_cast<int>(threadIdx.x) * kVec + kSpan - 1) / kSpan;
     for (int col = threadIdx.x * kVec + (skipped > 0 ? skipped : 0) * kSpan; col < args.cols; col += kSpan)
       store<S::kAlignY>(y + col, narrow_pack<X>(v));
   }
+  logits.clear_left_out(y, divisor, static_cast<int>(threadIdx.x) * kVec, kSpan, logits.kept);
 }
 
 }  // namespace kf

@@ -2,7 +2,8 @@
 
 A program has ROWS whole rows, each in one block of columns. Rows longer than the block (LOOPED) are read twice: a
 running maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then the quotients. What the mask
-leaves out, or what is beyond the diagonal, is not read; a row of which nothing is left is zero.
+leaves out, or what is beyond the diagonal, is not read and is zero, also in a row with NaN; a row of which nothing is
+left is zero.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _logits(
     CAUSAL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """scale * x + mask of a tile, -inf where left out."""
+    """scale * x + mask of a tile, -inf where left out; and what is not left out."""
     read = inside
     if CAUSAL:
         read = read & (at <= diagonal)
@@ -40,7 +41,7 @@ def _logits(
     logits = load(x_ptr, x_row + at, read, WIDE) * SCALE
     if MASK == "additive":
         logits += load(mask_ptr, mask_row + at * mask_step, read, WIDE)
-    return tl.where(read, logits, -float("inf"))
+    return tl.where(read, logits, -float("inf")), read
 
 
 @triton.jit
@@ -52,11 +53,13 @@ def _maximum(logits):
 
 
 @triton.jit
-def _quotients(logits, largest, total, MASKED: tl.constexpr):
+def _quotients(logits, kept, largest, total, MASKED: tl.constexpr, LEAVES_OUT: tl.constexpr):
     y = exp(logits - largest) / total
     if MASKED:
         # Only a row of which nothing is left, not one that holds a NaN: that compares unequal.
         y = tl.where(largest == -float("inf"), 0.0, y)
+    if LEAVES_OUT:
+        y = tl.where(kept, y, 0.0)
     return y
 
 
@@ -90,6 +93,7 @@ def softmax_fwd(
     """y. `col_units` and the strides of x count units of UNIT elements; those of the mask count elements."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
     MASKED: tl.constexpr = CAUSAL or MASK != "none"
+    LEAVES_OUT: tl.constexpr = CAUSAL or MASK == "bool"
     num_cols = col_units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
@@ -102,7 +106,7 @@ def softmax_fwd(
         total = tl.zeros([ROWS, 1], ACC)
         for start in range(0, num_cols, BLOCK):
             at = start + col
-            logits = _logits(
+            logits, _ = _logits(
                 x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, at, row_mask & (at < num_cols),
                 SCALE, MASK, CAUSAL, WIDE,
             )  # fmt: skip
@@ -116,16 +120,28 @@ def softmax_fwd(
         for start in range(0, num_cols, BLOCK):
             at = start + col
             inside = row_mask & (at < num_cols)
-            logits = _logits(
+            logits, kept = _logits(
                 x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, at, inside, SCALE, MASK, CAUSAL, WIDE
             )
-            store(y_ptr, row * num_cols + at, _quotients(logits, largest, total, MASKED), inside)
+            y = _quotients(logits, kept, largest, total, MASKED, LEAVES_OUT)
+            store(y_ptr, row * num_cols + at, y, inside)
     else:
         inside = row_mask & (col < num_cols)
-        logits = _logits(x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, col, inside, SCALE, MASK, CAUSAL, WIDE)
+        logits, kept = _logits(
+            x_ptr, mask_ptr, x_row, mask_row, mask_step, diagonal, col, inside, SCALE, MASK, CAUSAL, WIDE
+        )
         largest = _maximum(logits)
         total = tl.sum(tl.where(inside, exp(logits - largest), 0.0), axis=1)[:, None]
-        store(y_ptr, row * num_cols + col, _quotients(logits, largest, total, MASKED), inside)
+        y = _quotients(logits, kept, largest, total, MASKED, LEAVES_OUT)
+        store(y_ptr, row * num_cols + col, y, inside)
+
+
+@triton.jit
+def _gradient(dy, y, total, SCALE: tl.constexpr, LEAVES_OUT: tl.constexpr):
+    dx = (dy - total) * y * SCALE
+    if LEAVES_OUT:
+        dx = tl.where(y == 0, 0.0, dx)
+    return dx
 
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
@@ -136,13 +152,14 @@ def softmax_bwd(
     num_rows,
     col_units,
     SCALE: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
     WIDE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
-    """dx, of contiguous dy and y."""
+    """dx, of contiguous dy and y; with LEAVES_OUT 0 where y is."""
     num_cols = col_units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
@@ -159,10 +176,11 @@ def softmax_bwd(
             at = start + col
             mask = row_mask & (at < num_cols)
             y = load(y_ptr, at_row + at, mask, WIDE)
-            store(dx_ptr, at_row + at, (load(dy_ptr, at_row + at, mask, WIDE) - total) * y * SCALE, mask)
+            dy = load(dy_ptr, at_row + at, mask, WIDE)
+            store(dx_ptr, at_row + at, _gradient(dy, y, total, SCALE, LEAVES_OUT), mask)
     else:
         mask = row_mask & (col < num_cols)
         dy = load(dy_ptr, at_row + col, mask, WIDE)
         y = load(y_ptr, at_row + col, mask, WIDE)
         total = tl.sum(dy * y, axis=1)[:, None]
-        store(dx_ptr, at_row + col, (dy - total) * y * SCALE, mask)
+        store(dx_ptr, at_row + col, _gradient(dy, y, total, SCALE, LEAVES_OUT), mask)

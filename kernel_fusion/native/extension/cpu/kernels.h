@@ -252,7 +252,8 @@ struct SoftmaxBackward {
   int64_t cols;
   double scale;
   Dtype dy_type, type;
-  bool streams;  // dx goes past the caches
+  bool streams;     // dx goes past the caches
+  bool leaves_out;  // dx is 0 where y is
 };
 
 using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);

@@ -8,17 +8,13 @@
 #include <cstdint>
 #include <optional>
 
+#include "cpu/cpu_dtype.h"
+
 namespace kf {
 
-// The position in core/spec.py's DTYPES, or -1.
+// The position in core/spec.py's DTYPES, which has the order of cpu::Dtype, or -1.
 inline int32_t dtype_code(const std::optional<at::ScalarType>& type) {
-  if (!type) return -1;
-  switch (*type) {
-    case at::kHalf: return 0;
-    case at::kBFloat16: return 1;
-    case at::kFloat: return 2;
-    default: return 3;
-  }
+  return type ? static_cast<int32_t>(cpu_dtype(*type)) : -1;
 }
 
 struct RowNormFields {
@@ -83,6 +79,7 @@ struct SoftmaxFields {
 
 struct SoftmaxBwdFields {
   int32_t dy, y, dx;
+  int32_t leaves_out;     // dx is 0 where y is
   int32_t vec, capacity;  // as above
   int32_t strided_dy, strided_y;
   int32_t align_dy, align_y;

@@ -3,6 +3,8 @@
 // Forward: the maximum of a row's logits, the exponentials and their sum, the quotients; in y itself, or in a buffer where that is
 // of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 
@@ -104,11 +106,17 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
     const auto logits = read_logits(c, row, kept, exponentials);
     const A largest = largest_of(logits, kept);
     if ((c.causal_rows || c.mask_kind != MaskKind::kNone) && largest == kNothing<A>) kept = 0;  // nothing is left
-    quotients.scale = static_cast<A>(1 / exponentiate(logits, kept, largest, exponentials));
+    const double sum = exponentiate(logits, kept, largest, exponentials);
+    quotients.scale = static_cast<A>(1 / sum);
     quotients.a.data = exponentials;
     quotients.first = {c.type, y};
     run_values(quotients, kept);
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
+    if (sum != sum && c.mask_kind == MaskKind::kKeep) {  // all that was computed is NaN
+      const char* keep = c.mask + c.mask_rows.offset(row);
+      for (int64_t i = 0; i < kept; ++i)
+        if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
+    }
   }
 }
 
@@ -117,6 +125,18 @@ template <class T, class A> double dot(const Source<A>& dy, const Source<A>& y, 
     sums[0] = fma(dy.template load<T>(begin + i, part), y.template load<T>(begin + i, part), sums[0]);
   });
   return sum;
+}
+
+// dx = 0 where y = 0.
+template <class A> void zero_where_left_out(const SoftmaxBackward& c, const char* y, char* dx) {
+  const int64_t element = size_of(c.type);
+  Chunk<A> values;
+  for (int64_t start = 0; start < c.cols; start += kChunk<A>) {
+    const int64_t n = std::min(kChunk<A>, c.cols - start);
+    load_chunk<A>(c.type, y + start * element, 1, n, values);
+    for (int64_t i = 0; i < n; ++i)
+      if (values[i] == 0) std::memset(dx + (start + i) * element, 0, element);
+  }
 }
 
 // T: the type of dy and y, or AnyType.
@@ -138,6 +158,11 @@ template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int6
         }
       dx.template store<T>(i, gradient(dy.template load<T>(i, part), y.template load<T>(i, part)), part);
     });
+    constexpr A kHarmless = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
+    if (c.leaves_out && !(std::fabs(sum) < kHarmless)) {  // else d - sums is finite, and its product with 0 is 0
+      if (c.streams) finish_streams();
+      zero_where_left_out<A>(c, static_cast<const char*>(y.data), c.dx + row * c.cols * element);
+    }
   }
   if (c.streams) finish_streams();
 }

@@ -1,0 +1,138 @@
+"""Checks of what an operator is called with, which need not be what a verb would have called it with.
+
+Operators are reached from exported programs and by anybody's direct call. Here is what PyTorch's own operations would
+not refuse in words: they crash, run out of memory, or compute something else. The C++ operators check the same for
+their kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import CODES
+
+_NAMES: dict[str, Collection[str]] = {
+    "activation": CODES,
+    "pre_activation": CODES,
+    "combine": ("first", "add", "mul", "gate"),
+    "kind": ("sum_squared", "mean_abs"),
+}
+
+
+def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as what serves an operator, which anybody may call with anything."""
+    schema = operator._schema
+    name, names = schema.name.split("::")[1], [a.name for a in schema.arguments]
+
+    def serve(*args: Any) -> Any:
+        check(name, dict(zip(names, args, strict=False)))  # without defaults, which are right
+        return function(*args)
+
+    return serve
+
+
+def check(operator: str, arguments: Mapping[str, Any]) -> None:
+    """Raise unless the arguments, by their names in the schema, are such that something can be computed with them."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            memory(value)
+        elif name in _NAMES and value not in _NAMES[name]:
+            choices = ", ".join(map(repr, _NAMES[name]))
+            raise ValueError(f"kernel_fusion::{operator}: `{name}` must be one of {choices}, got {value!r}")
+    if "num_dims" in arguments:
+        _num_dims(operator, arguments["input"], arguments["num_dims"])
+    if "dropout_p" in arguments:
+        _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
+    if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
+        raise TypeError(
+            f"kernel_fusion::{operator}: `b` must be None where `combine` is 'first', and a tensor elsewhere"
+        )
+
+
+def _num_dims(operator: str, input: Tensor, num_dims: int) -> None:
+    if not 1 <= num_dims <= input.dim():
+        raise RuntimeError(
+            f"kernel_fusion::{operator}: `num_dims` must be at least 1 and at most the number of dimensions of "
+            f"`input`, {input.dim()}, got {num_dims}"
+        )
+
+
+def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"kernel_fusion::{operator}: `dropout_p` must be a probability between 0 and 1, got {p}")
+    if seed is not None and (seed.dtype != torch.int64 or list(seed.shape) != [1]):
+        raise RuntimeError(
+            f"kernel_fusion::{operator}: `seed` must be one int64, of shape [1], got {seed.dtype} {list(seed.shape)}"
+        )
+
+
+def memory(t: Tensor) -> None:
+    """Raise, in PyTorch's words, unless the storage of a plain tensor holds what its sizes and strides say.
+
+    Libraries free the storage of parameters and activations and fill it again later. PyTorch's elementwise operations
+    read it all the same.
+    """
+    if not _has_memory(t) or t.numel() == 0:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    needed, held = (t.storage_offset() + last + 1) * t.element_size(), t.untyped_storage().nbytes()
+    if needed <= held:
+        return
+    if held == 0:
+        raise RuntimeError("The tensor has a non-zero number of elements, but its data is not allocated yet.")
+    raise RuntimeError(
+        f"sizes {list(t.shape)}, strides {list(t.stride())}, storage offset {t.storage_offset()}, and itemsize "
+        f"{t.element_size()} requiring a storage size of {needed} are out of bounds for storage of size {held}"
+    )
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Whether the elements of `t` lie in its own storage, and it does not stand for something else."""
+    return (
+        type(t) in (Tensor, Parameter)
+        and t.layout == torch.strided
+        and not (t.is_nested or t.is_meta or t._is_zerotensor())
+        and not torch._is_functional_tensor(t)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+
+
+def one_device(operator: str, tensors: Collection[Any]) -> None:
+    """Raise unless those that are tensors are on one device."""
+    devices = {str(t.device): None for t in tensors if isinstance(t, Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"kernel_fusion::{operator}: expected all tensors to be on the same device, but found "
+            f"{' and '.join(devices)}"
+        )
+
+
+def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> None:
+    """Raise unless kernels can read the tensors that are given, all on one device, and `takes` is true."""
+    given = [t for t in tensors if t is not None]
+    for t in given:
+        memory(t)
+    one_device(operator, given)
+    if any(t.layout != torch.strided or t.is_nested for t in given) or not takes:
+        raise RuntimeError(f"kernel_fusion::{operator}: arguments that its kernels do not take")
+
+
+def floating(*tensors: Tensor | None) -> bool:
+    """Whether the tensors that are given have element types that kernels know."""
+    return all(t is None or t.dtype in checks.FLOATING for t in tensors)
+
+
+def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
+    """Whether the tensors that are given have this shape."""
+    return all(t is None or list(t.shape) == list(shape) for t in tensors)
+
+
+def is_seed(seed: Tensor | None) -> bool:
+    """Whether this is a seed of dropout, or none."""
+    return seed is None or (seed.dtype == torch.int64 and list(seed.shape) == [1])

@@ -1,0 +1,416 @@
+"""Hostile arguments of every operator: what a loaded program, or anybody's direct call, may hand in.
+
+    python tests/hostile.py cpu        every call once, and then an error on purpose, for sanitizers to find
+
+Each argument of each schema in turn takes the values of `hostile_values`, beside a call that is right. A call either
+raises an exception that says what is wrong in a sentence, or gives what the definition gives. Fresh memory is filled
+with NaN (`torch.use_deterministic_algorithms`), so a result that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core import arguments
+from kernel_fusion.core.activations import formula
+from kernel_fusion.native import loader
+
+Arguments = dict[str, Any]
+
+_DTYPES = [
+    torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+_INTS = [-1, 0, 1, 2, 3, 4, 2**31, 2**62, -(2**63)]
+_FLOATS = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1.0, 1.5, 1e300]
+_NAMES = ["", "relu", "identity", "sign", "gelu", "from_tanh", "first", "add", "mul", "gate", "mean_abs", "sum", "\0"]
+_DIMS = [[], [0], [-1], [3], [-4], [0, 0], [0, -3], [2, 0], [2**40], [-(2**63)], list(range(70))]
+
+
+# ---- Values ----------------------------------------------------------------------------------------------------------
+
+
+def _freed(t: Tensor, kept: int = 0) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(kept)
+    return t
+
+
+def _overlapping(t: Tensor) -> Tensor:
+    return t.flatten().as_strided(t.shape, (1,) * t.dim())
+
+
+# Name: a tensor like t.
+_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad": lambda t: t.clone().requires_grad_(),
+    "meta": lambda t: t.to("meta"),
+    "other-device": lambda t: t.cpu() if t.is_cuda else t.to("meta"),
+    "longer": lambda t: torch.cat([t, t], -1),
+    "shorter": lambda t: t[..., :-1],
+    "batched": lambda t: t[None],
+    "two": lambda t: torch.stack([t, t]),
+    "flat": lambda t: t.flatten(),
+    "0-dim": lambda t: t.flatten()[0],
+    "empty": lambda t: t.new_empty(0),
+    "no-rows": lambda t: t[:0],
+    "no-columns": lambda t: t[..., :0],
+    "70-dims": lambda t: t.reshape((1,) * (70 - t.dim()) + t.shape),
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.flatten(0, -2).to_sparse_csr() if t.dim() > 1 else t[None].to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "nested": lambda t: torch.nested.as_nested_tensor(t),
+    "jagged": lambda t: torch.nested.nested_tensor([*t], layout=torch.jagged),
+    "freed": _freed,
+    "half-freed": lambda t: _freed(t, t.nbytes // 2),
+    "freed-strided": lambda t: _freed(torch.stack([t, t], -1))[..., 0],
+    "negative": lambda t: torch._neg_view(t.clone()),
+    "conjugate": lambda t: t.to(torch.complex64).conj(),
+    "zero": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+    "overlapping": _overlapping,
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.repeat_interleave(2)[::2],
+    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "nan": lambda t: torch.full_like(t, float("nan")),
+    "infinite": lambda t: torch.full_like(t, float("inf")),
+    **{str(dtype).removeprefix("torch."): lambda t, dtype=dtype: t.to(dtype) for dtype in _DTYPES},
+}
+
+
+def hostile_values(kind: str, base: Any, like: Tensor) -> Iterator[tuple[str, Any]]:
+    """Values of an argument of the schema's type `kind`, each with a name; `base` is what the right call has."""
+    optional = kind.endswith("?")
+    if optional:
+        yield "None", None
+    kind = kind.removesuffix("?").replace("SymInt", "int")
+    if kind == "Tensor":
+        for name, make in _TENSORS.items():
+            try:
+                value = make(like if base is None else base)
+            except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
+                continue  # there is no such tensor of this dtype or shape
+            yield name, value
+        return
+    values = {"int": _INTS, "float": _FLOATS, "bool": [False, True], "str": _NAMES, "int[]": _DIMS}.get(kind)
+    if kind == "ScalarType":
+        values = _DTYPES
+    if values is None:
+        size = int(kind.removeprefix("bool[").removesuffix("]") or len(base))
+        values = [[i >> bit & 1 == 1 for bit in range(size)] for i in range(2**size)] + [[], [True] * (size + 1)]
+    yield from ((str(value), value) for value in values)
+
+
+# ---- Right calls -----------------------------------------------------------------------------------------------------
+
+
+def _randn(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device)
+
+
+def right_calls(device: str) -> dict[str, list[Arguments]]:
+    """Calls of every operator that the kernels take, by its name; more of them where there are stages."""
+    x, r, dy = (_randn(device, 3, 5, 6) for _ in range(3))
+    w, b = _randn(device, 6), _randn(device, 6)
+    seed = torch.tensor([7], device=device)
+    affine = {"num_dims": 1, "weight": w, "bias": b, "eps": 1e-5, "weight_offset": 0.5, "out_dtype": None}
+    none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None}
+    some = {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed}
+    staged = [
+        {"input": x, "residual": r, "rms": False, **affine, **some},
+        {"input": x, "residual": None, "rms": True, **affine, **none},
+    ]
+    stats = torch.stack([x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()])
+    bwd = {"dy": dy, "input": x, "stats": stats, "num_dims": 1, "weight": w, "bias_dtype": torch.float32,
+           "weight_offset": 0.5, "rms": False, "output_mask": [True, True, True, False], "x_dtype": None, "dh": None,
+           "x": None, "bias": None, "has_residual": False, **none}  # fmt: skip
+    bwd_staged = {"output_mask": [True] * 4, "x_dtype": torch.float32, "dh": _randn(device, 3, 5, 6), "x": r, "bias": b,
+                  "has_residual": True, **some, "dropout_p": 0.0, "seed": None}  # fmt: skip
+    pointwise = [
+        {"a": x, "b": b, "combine": "add", "activation": "tanh", "scale": 0.5, "dropout_p": 0.25, "seed": seed},
+        {"a": x, "b": None, "combine": "first", "activation": "relu", "scale": 1.0, "dropout_p": 0.0, "seed": None},
+        {"a": x, "b": r, "combine": "gate", "activation": "silu", "scale": 1.0, "dropout_p": 0.0, "seed": None},
+    ]
+    reduce = [
+        {"input": x, "dim": dim, "keepdim": False, "kind": "sum_squared", "dtype": None} for dim in ([-1], [0, 2])
+    ]
+    keep = torch.rand(3, 5, 6, device=device) < 0.7
+    soft = [{"input": x, "mask": mask, "scale": 0.5, "causal": True} for mask in (keep, _randn(device, 6), None)]
+    y = torch.softmax(x, -1)
+    return {
+        "layer_norm": [{"input": x, **affine}],
+        "rms_norm": [{"input": x, **affine}],
+        "row_norm_reference": [{"input": x, **affine, "rms": False}],
+        **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference", "row_norm_fwd"), staged),
+        "row_norm_bwd": [bwd, bwd | bwd_staged],
+        **dict.fromkeys(("pointwise", "pointwise_reference", "pointwise_fwd"), pointwise),
+        "pointwise_bwd": [
+            {"dy": dy, **arguments, "output_mask": [True, arguments["b"] is not None]}
+            for arguments in (pointwise[0] | {"dropout_p": 0.0, "seed": None}, *pointwise[1:])
+        ],
+        **dict.fromkeys(("reduce", "reduce_reference"), reduce),
+        **dict.fromkeys(("softmax", "softmax_reference"), soft),
+        "softmax_bwd": [{"dy": dy, "y": y, "scale": 0.5, "leaves_out": True}],
+    }
+
+
+def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
+    """The same of the Triton backend's operators: the verbs, and those on the kernels."""
+    calls = right_calls(device)
+    calls = {f"triton_{name}": calls[name] for name in ("staged_row_norm", "pointwise", "reduce", "softmax")} | {
+        "triton_row_norm_fwd": [
+            call | {"out_dtype": torch.float32, "wants_stats": True} for call in calls["staged_row_norm"]
+        ],
+        "triton_row_norm_bwd": [
+            {"dy": call["dy"], "dh": call["dh"], "h": call["input"], "x": call["x"],
+             "stats": call["stats"].flatten(1), "num_dims": 1, "weight": call["weight"], "bias": call["bias"],
+             "input_dtype": torch.float32, "bias_dtype": torch.float32, "weight_offset": 0.5, "rms": False,
+             "pre_activation": call["pre_activation"], "activation": call["activation"], "dropout_p": 0.0,
+             "seed": None, "stored": call["has_residual"],
+             "wants": [True, call["has_residual"], True, call["bias"] is not None]}
+            for call in calls["row_norm_bwd"]
+        ],
+        "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
+        "triton_pointwise_bwd": [
+            {"wants" if name == "output_mask" else name: value for name, value in call.items()}
+            for call in calls["pointwise_bwd"]
+        ],
+        "triton_reduce_fwd": [call | {"dtype": torch.float32} for call in calls["reduce"]],
+        "triton_softmax_fwd": [call for call in calls["softmax"] if call["mask"] is None or call["mask"].dim() == 3],
+        "triton_softmax_bwd": calls["softmax_bwd"],
+    }  # fmt: skip
+    return calls
+
+
+# ---- Definitions -----------------------------------------------------------------------------------------------------
+
+
+def _by_reference(name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.kernel_fusion, name)
+
+
+def _row_norm(input: Tensor, num_dims: int, weight: Any, bias: Any, eps: Any, weight_offset: float, out_dtype: Any,
+              rms: bool) -> Tensor:  # fmt: skip
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    return torch.ops.kernel_fusion.row_norm_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
+
+
+def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
+    y, h = torch.ops.kernel_fusion.staged_row_norm_reference(**call)
+    bare = call | {"weight": None, "bias": None, "weight_offset": 0.0, "activation": "identity", "out_dtype": None}
+    if call["residual"] is None:
+        dims = tuple(range(-call["num_dims"], 0))
+        u = torch.ops.kernel_fusion.pointwise_reference(
+            call["input"].contiguous(), None, "first", call["pre_activation"], 1.0, call["dropout_p"], call["seed"]
+        )
+    else:
+        dims, u = tuple(range(-bare["num_dims"], 0)), h
+    u = u.to(torch.float64)
+    if not u.isfinite().all():
+        raise NotImplementedError
+    mean = u.mean(dims)
+    spread = (u.square() if call["rms"] else (u - mean[(..., *(None,) * len(dims))]).square()).mean(dims)
+    rstd = (spread + call["eps"]).rsqrt()
+    return y, torch.stack([rstd] if call["rms"] else [mean, rstd]), h
+
+
+def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
+    """By the formula, from the statistics that are given; without dropout."""
+    if call["seed"] is not None and call["dropout_p"] != 0.0:
+        raise NotImplementedError
+    dims = tuple(range(-call["num_dims"], 0))
+    leading = (..., *(None,) * len(dims))
+    h = call["input"].double()
+    x = call["x"] if call["has_residual"] and call["x"] is not None else call["input"]
+    if not call["has_residual"]:
+        u_of_x = x.double().requires_grad_()
+        h = formula(call["pre_activation"])(u_of_x)
+    mean, rstd = (torch.zeros_like(call["stats"][0]), call["stats"][0]) if call["rms"] else call["stats"]
+    n = ((h - mean.double()[leading]) * rstd.double()[leading]).detach().requires_grad_()
+    w = (
+        torch.ones(h.shape[len(h.shape) - len(dims) :], device=h.device).double()
+        if call["weight"] is None
+        else call["weight"].double() + call["weight_offset"]
+    )
+    b = torch.zeros_like(w) if call["bias"] is None or call["activation"] == "identity" else call["bias"].double()
+    w, b = w.detach().requires_grad_(), b.detach().requires_grad_()
+    dn, dw, db = torch.autograd.grad(formula(call["activation"])(n * w + b), (n, w, b), call["dy"].double())
+    n = n.detach()
+    dh = rstd.double()[leading] * (
+        dn - (0 if call["rms"] else dn.mean(dims, keepdim=True)) - n * (dn * n).mean(dims, keepdim=True)
+    )
+    if call["dh"] is not None:
+        dh = dh + call["dh"].double()
+    u_of_x = x.double().detach().requires_grad_()
+    (dx,) = torch.autograd.grad(formula(call["pre_activation"])(u_of_x), u_of_x, dh)
+    return tuple(t if wanted else None for t, wanted in zip((dx, dw, db, dh), call["output_mask"], strict=True))
+
+
+def _pointwise_bwd(**call: Any) -> tuple[Any, ...]:
+    a, b = (None if call[name] is None else call[name].double().detach().requires_grad_() for name in "ab")
+    if call["combine"] == "first" and b is not None:  # then b is the row that its gradient is summed to
+        raise NotImplementedError
+    rest = (call[name] for name in ("combine", "activation", "scale", "dropout_p", "seed"))
+    y = torch.ops.kernel_fusion.pointwise_reference(a, b, *rest)
+    wants = [wanted and t is not None for t, wanted in zip((a, b), call["output_mask"], strict=True)]
+    found = iter(
+        torch.autograd.grad(y, [t for t, wanted in zip((a, b), wants, strict=True) if wanted], call["dy"].double())
+    )
+    return tuple(next(found) if wanted else None for wanted in wants)
+
+
+def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
+    g, p = dy.double(), y.double()
+    dx = (g - (g * p).sum(-1, keepdim=True)) * p * scale
+    return dx.masked_fill(p == 0, 0.0) if leaves_out else dx
+
+
+# Operators that only the graph of another one calls, with results that it alone knows how to read.
+_WITHOUT_DEFINITION = ("pointwise_fwd", "reduce_fwd", "softmax_fwd")
+
+# What the operators that are not verbs compute. None in a result: nobody wanted it.
+_DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda **call: _row_norm(**call, rms=False),
+    "rms_norm": lambda **call: _row_norm(**call, rms=True),
+    "row_norm_fwd": _row_norm_fwd,
+    "row_norm_bwd": _row_norm_bwd,
+    "pointwise_bwd": _pointwise_bwd,
+    "softmax_bwd": _softmax_bwd,
+}
+
+
+def _as_float32(value: Any) -> Any:
+    """A number as kernels of float32 have it."""
+    return ctypes.c_float(value).value if isinstance(value, float) else value
+
+
+def definition(operator: str, call: Arguments) -> Any:
+    """What a call must give, or None where the definition does not take it."""
+    operator = operator.removeprefix("triton_")
+    if operator.endswith("_reference") or operator in _WITHOUT_DEFINITION:
+        return None
+    define = _DEFINITIONS.get(operator) or getattr(torch.ops.kernel_fusion, f"{operator}_reference")
+    try:
+        for value in call.values():
+            if isinstance(value, Tensor):
+                arguments.memory(value)
+        return define(**{name: _as_float32(value) for name, value in call.items()})
+    except Exception:
+        return None
+
+
+# ---- Judgement -------------------------------------------------------------------------------------------------------
+
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float8_e4m3fn: 0.5}
+
+
+def _tolerance(tensors: list[Any]) -> float:
+    return max((_TOLERANCE.get(t.dtype, 1e-4) for t in tensors if isinstance(t, Tensor)), default=1e-4)
+
+
+def assert_same(got: Any, want: Any, call: Arguments) -> None:
+    """Fail unless the results that somebody wanted are those of the definition."""
+    results, wanted = ([t] if isinstance(t, Tensor) else [*t] for t in (got, want))
+    for ours, theirs in zip(results, wanted, strict=True):
+        if theirs is None:
+            assert ours.numel() == 0
+            continue
+        assert (ours.device, ours.layout, ours.is_nested) == (theirs.device, theirs.layout, theirs.is_nested)
+        if ours.is_nested or ours.is_quantized or ours.layout != torch.strided:
+            continue  # the definition's own
+        assert ours.shape == theirs.shape
+        if ours.is_meta:
+            continue
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        tolerance = _tolerance([ours, theirs, *call.values()])
+        torch.testing.assert_close(
+            ours.detach().flatten().to(wide), theirs.detach().flatten().to(ours.dtype).to(wide),
+            rtol=tolerance, atol=tolerance, equal_nan=True,
+        )  # fmt: skip
+
+
+def is_sentence(error: Exception) -> bool:
+    """Whether an error says what is wrong."""
+    if isinstance(error, NotImplementedError):  # PyTorch's, with the operator's name, of a subclass
+        return True
+    return not isinstance(error, (RecursionError, MemoryError, SystemError)) and len(str(error).split()) > 2
+
+
+def judge(operator: str, call: Arguments) -> str:
+    """Make the call; "refused", or "served" if it gave what the definition gives. AssertionError otherwise."""
+    try:
+        got = getattr(torch.ops.kernel_fusion, operator)(**call)
+    except Exception as error:
+        if not is_sentence(error):
+            raise AssertionError(f"not a sentence: {error!r}") from error
+        return "refused"
+    want = definition(operator, call)
+    if want is not None:
+        assert_same(got, want, call)
+    return "served"
+
+
+def hostile_calls(operator: str, argument: str, device: str) -> Iterator[tuple[str, Arguments]]:
+    """The right calls of `operator` with each hostile value of `argument`, by the value's name."""
+    right_calls_of = right_triton_calls if operator.startswith("triton_") else right_calls
+    kind = argument_types(operator)[argument]
+    like = torch.randn(3, 5, 6, device=device)
+    for right in right_calls_of(device)[operator]:
+        for name, value in hostile_values(kind, right[argument], like):
+            yield name, right | {argument: value}
+
+
+def argument_types(operator: str) -> dict[str, str]:
+    """The types of an operator's arguments by their names, as its schema has them written."""
+    written = str(getattr(torch.ops.kernel_fusion, operator).default._schema).split(" -> ")[0]
+    return {name: kind for kind, name in re.findall(r"([\w\[\]]+\??) (\w+)[,=)]", written)}
+
+
+def operators() -> list[tuple[str, str]]:
+    """Every operator with every argument."""
+    return [(operator, argument) for operator in right_calls("cpu") for argument in argument_types(operator)]
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Have fresh memory hold NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def make_an_error() -> None:
+    """Have the extension read a name that nothing terminates, beyond the end of its memory."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    name = ctypes.c_void_p(libc.malloc(4))
+    ctypes.memset(name, ord("A"), 4)
+    loader.library().kf_use_cpu_variant(name)
+
+
+def main(device: str) -> None:
+    """Make every call; say which one is under way, so that a crash has a name."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    assert loader.load(), loader.error()
+    with filled_memory():
+        for operator, argument in operators():
+            for name, call in hostile_calls(operator, argument, device):
+                print(operator, argument, name, end=" ", flush=True)
+                print(judge(operator, call))
+    print("every call passed", flush=True)
+    make_an_error()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

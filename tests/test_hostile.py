@@ -1,0 +1,133 @@
+"""Operators called as nobody should call them: see hostile.py for the arguments and what a call may do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import hostile
+import pytest
+import torch
+from support import TRITON, Target
+from torch import Tensor
+from verbs import Verb, gradients, results
+
+import kernel_fusion as kf
+from kernel_fusion.backends import select
+from kernel_fusion.config import cxx_compiler
+
+
+@pytest.fixture(autouse=True)
+def _filled_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, or the largest integer, so that a result that nobody wrote shows."""
+    with hostile.filled_memory():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's remarks on what is nested, sparse or quantized
+@pytest.mark.parametrize(("operator", "argument"), hostile.operators())
+def test_hostile_arguments(operator: str, argument: str, target: Target) -> None:
+    """Every value of an argument gives what the definition gives, or a sentence; then a right call works."""
+    _check(operator, argument, target)
+
+
+# On a GPU these are tests of its kernels; without one, of the interpreter's.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("operator", hostile.right_triton_calls("cpu"))
+def test_hostile_arguments_of_triton(operator: str) -> None:
+    """The same of every operator of the Triton backend."""
+    select._define_triton()
+    for argument in hostile.argument_types(operator):
+        _check(operator, argument, TRITON)
+
+
+def _check(operator: str, argument: str, target: Target) -> None:
+    right = hostile.right_calls(target.device)["layer_norm"][0]
+    failed = {}
+    outcomes = Counter[str]()
+    for name, call in hostile.hostile_calls(operator, argument, target.device):
+        try:
+            outcomes[hostile.judge(operator, call)] += 1
+            assert hostile.judge("layer_norm", right) == "served"
+        except AssertionError as error:
+            failed[name] = str(error)
+    assert not failed
+    assert outcomes.total() > 1
+
+
+_NO_MEMORY = "its data is not allocated yet|are out of bounds for storage"
+
+
+def _free(t: Tensor, kept: int) -> None:
+    t.untyped_storage().resize_(kept)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_freed_arguments(operation: Verb, part: float, target: Target) -> None:
+    """A tensor whose storage was freed, before the call or before its backward, raises where it would be read."""
+    count = len(operation.leaves(target)) if operation.exact else 0  # a product's operands are PyTorch's affair
+    for place in range(count):
+        leaves = [t.detach().requires_grad_() for t in operation.leaves(target)]
+        y = operation.on(target)(*leaves)
+        dys = [torch.ones_like(one) for one in results(y)]
+        expected = gradients(y, leaves, dys, retain_graph=True)
+        _free(leaves[place], int(part * leaves[place].nbytes))
+        with pytest.raises(RuntimeError, match=_NO_MEMORY):
+            operation.on(target)(*leaves)
+        try:
+            found = gradients(y, leaves, dys)
+        except RuntimeError as error:
+            assert re.search(_NO_MEMORY, str(error))  # noqa: PT017
+        else:
+            torch.testing.assert_close(found, expected)
+
+
+def test_freed_weight_raises_as_in_pytorch(verb: str, target: Target) -> None:
+    """A weight without memory is PyTorch's error, of LayerNorm in its words; it is not taken for an absent one."""
+    x, weight, on_cpu = torch.randn(4, 8, device=target.device), torch.ones(8, device=target.device), torch.ones(8)
+    _free(weight, 0)
+    _free(on_cpu, 0)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.nn.functional.layer_norm(torch.randn(4, 8), (8,), on_cpu)
+    with pytest.raises(RuntimeError) as ours:
+        getattr(kf, verb)(x, (8,), weight)
+    assert str(theirs.value).startswith(str(ours.value))
+
+
+# PyTorch's own classes come without the type information that `vptr` asks for.
+_SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
+_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",  # Python and PyTorch keep what they have until the process ends
+    "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """Under AddressSanitizer and UBSan every hostile call passes; an error that is made on purpose is found."""
+    compiler = cxx_compiler()
+    if compiler is None or "g++" not in str(compiler):
+        pytest.skip("g++ is not the compiler here")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {" ".join(_SANITIZERS)}\n')
+    wrapper.chmod(0o700)
+    find = [str(compiler), "-print-file-name=libasan.so"]
+    runtime = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+    env = os.environ | {"CXX": str(wrapper), "KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "2"}
+    built = "from kernel_fusion.native import build; build.built_library(print)"
+    subprocess.run([sys.executable, "-c", built], check=True, env=env)
+    script = str(Path(hostile.__file__))
+    result = subprocess.run(
+        [sys.executable, script, "cpu"], env=env | _OPTIONS | {"LD_PRELOAD": runtime}, capture_output=True, text=True
+    )
+    assert "every call passed" in result.stdout, result.stdout[-2000:] + result.stderr[-8000:]
+    assert "runtime error" not in result.stderr
+    assert "AddressSanitizer" in result.stderr
+    assert "kf_use_cpu_variant" in result.stderr
