@@ -1,15 +1,17 @@
 """Everything that can be configured, and the only module that reads the environment.
 
 Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
-`XDG_CACHE_HOME`), `CXX` names the C++ compiler. `ATEN_CPU_CAPABILITY` is PyTorch's own; PyTorch says which instruction
-set our CPU kernels have, so that it limits them too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run
-on the CPU, slowly, for tests.
+`XDG_CACHE_HOME`), `CXX` names the C++ compiler and may add arguments to it. `ATEN_CPU_CAPABILITY` is PyTorch's own;
+PyTorch says which instruction set our CPU kernels have, so that it limits them too. `TRITON_INTERPRET` is Triton's own:
+with it our Triton kernels run on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,18 +61,56 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """The folder of the compiled extension and kernels; it need not exist."""
-    chosen = os.environ.get("KERNEL_FUSION_CACHE_DIR")
+    """The folder of the compiled extension and kernels, an absolute path; it need not exist."""
+    chosen = _folder("KERNEL_FUSION_CACHE_DIR")
+    if chosen is not None:
+        return chosen.absolute()
+    base = _folder("XDG_CACHE_HOME")
+    if base is None or not base.is_absolute():  # XDG's specification has a relative path ignored
+        base = Path(os.path.expanduser("~/.cache"))
+    if not base.is_absolute():  # a user without a home
+        return Path(tempfile.gettempdir(), f"kernel_fusion-{os.getuid()}").absolute()
+    return base / "kernel_fusion"
+
+
+def _folder(variable: str) -> Path | None:
+    value = os.environ.get(variable)
+    return Path(os.path.expanduser(value)) if value else None
+
+
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def cxx_compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler, a program and its first arguments, or None where there is no such program."""
+    chosen = os.environ.get("CXX", "").strip()
+    if not chosen:
+        found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+        return (found,) if found else None
+    for words in ([chosen], _words(chosen)):  # a path may have spaces of its own
+        if program := words and shutil.which(words[0]):
+            return (program, *words[1:])
+    return None
+
+
+def compilers_tried() -> str:
+    """Where `cxx_compiler` looks, for an error message."""
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kernel_fusion"
+        return f"CXX is {chosen!r}, which names no program here"
+    return f"CXX is not set, and PATH has none of {', '.join(_COMPILERS)}"
 
 
-def cxx_compiler() -> str | None:
-    """The C++ compiler's path, or None where there is none."""
-    chosen = os.environ.get("CXX")
-    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("clang++")
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quotation without an end
+        return []
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a process that we start."""
+    return {**os.environ, **changes}
 
 
 def triton_is_interpreted() -> bool:

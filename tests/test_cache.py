@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernel_fusion.config import cache_dir
 from kernel_fusion.core import cache
 from kernel_fusion.core.cache import Cache, digest
 
@@ -86,6 +89,7 @@ _DAMAGE: dict[str, Callable[[Path], Any]] = {
     "foreign": _foreign,
     "symlink": _symlink,
     "directory": lambda path: (path.unlink(), path.mkdir()),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
     "group-writable": lambda path: path.chmod(0o620),
     "world-writable": lambda path: path.chmod(0o602),
     "group-writable-folder": lambda path: path.parent.chmod(0o770),
@@ -120,6 +124,78 @@ def test_folder_that_others_can_write_is_not_used(store: Cache) -> None:
     """Nothing is stored where another user could replace it."""
     store.path(KEY).parent.chmod(0o777)
     assert store.write(OTHER_KEY, PAYLOAD) is None
+
+
+def test_what_was_checked_is_what_is_used(store: Cache) -> None:
+    """Whoever has opened an entry keeps reading the file that was checked, whatever the path leads to by then."""
+    file = store.open(KEY)
+    assert file is not None
+    store.path(KEY).rename(store.path(OTHER_KEY))
+    store.path(KEY).write_bytes(b"another's")
+    assert os.pread(file, len(PAYLOAD), 0) == PAYLOAD
+    store.discard(KEY, file)  # it is another file by now
+    assert store.path(KEY).exists()
+
+
+_ANCESTORS: dict[str, tuple[Callable[[Path], Any], bool]] = {
+    "others write": (lambda path: path.chmod(0o757), False),
+    "others write, sticky": (lambda path: path.chmod(0o1777), True),
+    "a group writes": (lambda path: (os.chown(path, -1, 12345), path.chmod(0o770)), False),
+    "another user": (lambda path: os.chown(path, 65534, -1), False),
+}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user or group")
+@pytest.mark.parametrize("ancestor", _ANCESTORS)
+def test_ancestors_that_others_can_change(store: Cache, folder: Path, ancestor: str) -> None:
+    """A folder is as trustworthy as those above it; in a sticky one nobody replaces what is ours."""
+    change, is_trusted = _ANCESTORS[ancestor]
+    change(folder)
+    assert (store.read(KEY) is not None) == (store.write(OTHER_KEY, PAYLOAD) is not None) == is_trusted
+
+
+def test_a_group_of_ones_own(store: Cache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every user has a group and umask lets it write, the cache works."""
+    folder.chmod(0o770)
+    monkeypatch.setattr(cache, "_is_own_group", lambda group: group == folder.stat().st_gid)
+    assert store.read(KEY) == PAYLOAD
+
+
+def test_a_link_to_a_trusted_folder(store: Cache, folder: Path) -> None:
+    """A home's cache may lie on another disk."""
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+    assert store.read(KEY) == PAYLOAD
+    folder.with_name("elsewhere").chmod(0o777)
+    assert store.read(KEY) is None
+
+
+_VARIABLES: dict[str, tuple[dict[str, str], str]] = {
+    "home": ({"HOME": "/home/me"}, "/home/me/.cache/kernel_fusion"),
+    "xdg": ({"HOME": "/home/me", "XDG_CACHE_HOME": "/xdg"}, "/xdg/kernel_fusion"),
+    "xdg with ~": ({"HOME": "/home/me", "XDG_CACHE_HOME": "~/xdg"}, "/home/me/xdg/kernel_fusion"),
+    "relative xdg": ({"HOME": "/home/me", "XDG_CACHE_HOME": "xdg"}, "/home/me/.cache/kernel_fusion"),
+    "ours": ({"HOME": "/home/me", "XDG_CACHE_HOME": "/xdg", "KERNEL_FUSION_CACHE_DIR": "/ours"}, "/ours"),
+    "ours with ~": ({"HOME": "/home/me", "KERNEL_FUSION_CACHE_DIR": "~/ours"}, "/home/me/ours"),
+    "ours, relative": ({"HOME": "/home/me", "KERNEL_FUSION_CACHE_DIR": "ours"}, f"{Path.cwd()}/ours"),
+    "no home": ({}, f"{tempfile.gettempdir()}/kernel_fusion-{os.getuid()}"),
+}
+
+
+@pytest.mark.parametrize("variables", _VARIABLES)
+def test_where_the_cache_is(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is a home, a relative XDG folder is ignored, and a user whom the system does not know has a folder too."""
+
+    def unknown(_: int) -> Any:
+        raise KeyError("no such user")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    values, place = _VARIABLES[variables]
+    for name in ("HOME", "XDG_CACHE_HOME", "KERNEL_FUSION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert str(cache_dir()) == place
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +251,29 @@ def test_entries_size_and_clear(store: Cache, folder: Path) -> None:
     store.clear()
     assert store.entries() == []
     assert other.read(KEY) == PAYLOAD
+
+
+def test_the_entries_used_last_are_kept(folder: Path) -> None:
+    """Reading is a use; what a killed writer left goes too, once it is old."""
+    store, keys = Cache("kind", ".bin"), [digest(str(i)) for i in range(4)]
+    for age, key in enumerate(keys):
+        store.write(key, PAYLOAD)
+        os.utime(store.path(key), (1000 - age, 1000 - age))
+    assert store.read(keys[3]) == PAYLOAD
+    old, new = folder / "kind" / ".tmp-old", folder / "kind" / ".tmp-new"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1000, 1000))
+    store.keep(2)
+    assert store.entries() == sorted(map(store.path, (keys[0], keys[3])))
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_clearing_leaves_what_is_not_ours(store: Cache, folder: Path) -> None:
+    """Somebody's notes, or a folder, that lie in the cache are still there."""
+    (folder / "kind" / "notes.bin").write_text("mine")
+    (folder / "kind" / "folder").mkdir()
+    (folder / "kind" / ".tmp-left").touch()
+    store.clear()
+    assert sorted(path.name for path in (folder / "kind").iterdir()) == ["folder", "notes.bin"]
+    assert store.size() == 0

@@ -223,6 +223,13 @@ def test_cache_shows_and_clears(empty_cache: Path) -> None:
     assert not cache.CUBINS.path(key).exists()
 
 
+def test_info_fails_where_it_was_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that prepares a machine sees by the exit code that there is no extension."""
+    monkeypatch.setattr(loader, "load", lambda: False)
+    assert run("info", "--build").exit_code == 1
+    assert run("info").exit_code == 0
+
+
 def test_warmup_compiles_without_a_gpu(empty_cache: Path) -> None:
     """The kernels of one hidden size land in the cache, and a second run compiles nothing more."""
     command = ("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
@@ -247,6 +254,7 @@ def test_warmup_says_when_nothing_can_be_kept(empty_cache: Path) -> None:
     ("arguments", "message"),
     [
         (["--hidden", "64", "--arch", "12"], "12 is not known; name one of 80"),
+        (["--arch", "90"], "name row lengths to compile for"),
         (["--hidden", "many", "--arch", "90"], "expected numbers with commas"),
         (["--hidden", "64", "--arch", "90", "--dtypes", "fp8"], "'fp8' is no dtype"),
     ],

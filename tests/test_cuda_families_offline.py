@@ -165,7 +165,7 @@ def division(tmp_path_factory: pytest.TempPathFactory) -> Any:
         'extern "C" unsigned quotient(unsigned n, unsigned d) { return kf::divide(n, kf::fast_divisor(d)); }\n'
     )
     library = folder / "division.so"
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{PACKAGE / 'native'}", str(source), "-o", str(library)]
+    command = [*compiler, "-std=c++20", "-shared", "-fPIC", f"-I{PACKAGE / 'native'}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library)).quotient
 

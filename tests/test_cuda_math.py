@@ -44,7 +44,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     arguments.numpy().tofile(folder / "arguments")
     program = str(folder / "cuda_math")
     options = ["-std=c++20", "-O1", "-ffp-contract=off", f"-I{PACKAGE / 'native'}"]
-    subprocess.run([compiler, *options, str(_SOURCE), "-o", program], check=True)
+    subprocess.run([*compiler, *options, str(_SOURCE), "-o", program], check=True)
     result = subprocess.run([program, str(folder / "arguments")], check=True, capture_output=True, text=True)
     errors: dict[str, float] = {}
     for line in result.stdout.splitlines():

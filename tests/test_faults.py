@@ -6,8 +6,10 @@ a test wants, and writes down every call; one test, marked slow, builds for real
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,7 +23,8 @@ from covering import rest_slow
 from support import popen, python
 
 from kernel_fusion.core import cache
-from kernel_fusion.native import build
+from kernel_fusion.errors import BuildError
+from kernel_fusion.native import build, jobs
 
 # What each process does: build or load, and compute through the automatic choice of backend.
 _USE = """
@@ -37,7 +40,7 @@ _WORKED = ["True", "1"]
 _COMPILER = """#!/bin/sh
 for last; do :; done
 case "$*" in
-  --version) echo "stand-in 1.0" ;;
+  *--version) printf 'stand-in 1.0 \\351\\n' ;;
   *-shared*) echo link >>"{log}"; cp "{library}" "$last" ;;
   *) echo compile >>"{log}"; {action}; : >"$last" ;;
 esac
@@ -164,13 +167,199 @@ def test_bad_library_is_built_again(compiler: StandIn, damage: str) -> None:
         assert compiler.calls("link") == links
 
 
-def test_cache_folder_that_cannot_be_made(compiler: StandIn, tmp_path: Path) -> None:
-    """Where nothing can be kept, the process builds for itself, says so, and works."""
-    (tmp_path / "file").write_text("in the way")
-    env = {**compiler.env, "KERNEL_FUSION_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    result = python(_USE, env=env)
+def _in_the_way(folder: Path) -> str:
+    folder.write_text("in the way")
+    return "Not a directory"
+
+
+def _for_everybody(folder: Path) -> str:
+    folder.mkdir()
+    folder.chmod(0o777)
+    return "other users can write it"
+
+
+@pytest.mark.parametrize("obstruct", [_in_the_way, _for_everybody])
+def test_cache_folder_that_cannot_be_used(compiler: StandIn, obstruct: Callable[[Path], str]) -> None:
+    """Where nothing can be kept, the process builds for itself, says so, works, and leaves nothing behind."""
+    reason = obstruct(compiler.cache)
+    result = python(_USE, env=compiler.env)
     assert result.stdout.split() == _WORKED
-    assert "cannot be written, so the next process builds again" in result.stderr
+    assert "the next process builds again, because nothing can be kept in" in result.stderr
+    assert reason in result.stderr
+    assert list((compiler.folder / "tmp").iterdir()) == []
+    assert not list(compiler.cache.glob("extension/*"))
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again(compiler: StandIn) -> None:
+    """A whole entry that is none for the dynamic loader is replaced, once."""
+    python(_USE, env=compiler.env)
+    path = compiler.built_library()
+    path.write_bytes(cache.seal(b"for another machine", path.stem))
+    result = python(_USE, env=compiler.env)
+    assert result.stdout.split() == _WORKED
+    assert "cannot be loaded and is built again" in result.stderr
+    assert python(_USE, env=compiler.env).stdout.split() == _WORKED
+    assert compiler.calls("link") == 2
+
+
+def test_a_build_that_cannot_be_loaded(compiler: StandIn, tmp_path: Path) -> None:
+    """It is one warning that says why, not a build without end."""
+    compiler.library = tmp_path / "library"
+    compiler.library.write_text("for another machine")
+    compiler.set_action(":")
+    warned, _, backend = json.loads(python(_FALLBACK, env=compiler.env).stdout)
+    assert "the extension was built but cannot be loaded" in warned[0]
+    assert (len(warned), backend, compiler.calls("link")) == (1, "eager", 1)
+
+
+# In place of the entry that was checked, and before it is loaded, comes another file.
+_SWAP = """
+    from pathlib import Path
+    from kernel_fusion.core.cache import EXTENSIONS
+    from kernel_fusion.native import loader
+    def swapped(file, dlopen=loader._dlopen):
+        for path in EXTENSIONS.entries():
+            path.unlink()
+            path.write_text("somebody else's")
+        return dlopen(file)
+    loader._dlopen = swapped
+"""
+# A system without /proc.
+_NO_PROC = """
+    import os
+    def readlink(path, readlink=os.readlink, **options):
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(path)
+        return readlink(path, **options)
+    os.readlink = readlink
+"""
+
+
+@pytest.mark.parametrize("before", [_SWAP, _NO_PROC, _NO_PROC + _SWAP], ids=["proc", "copy", "swapped copy"])
+def test_what_was_checked_is_what_is_loaded(compiler: StandIn, before: str) -> None:
+    """Not what the path leads to by then; where descriptors have no names, a copy, which is gone afterwards."""
+    python(_USE, env=compiler.env)
+    assert python(before + _USE, env=compiler.env).stdout.split() == _WORKED
+    assert compiler.calls("link") == 1
+    assert list((compiler.folder / "tmp").iterdir()) == []
+
+
+def test_folders_of_killed_builders_are_removed(tmp_path: Path) -> None:
+    """Old ones that nobody holds; what is new, or held, belongs to a builder at work."""
+    for name, age in (("old", 1000), ("new", 0), ("held", 1000)):
+        folder = tmp_path / f"kernel_fusion-build-{name}"
+        folder.mkdir()
+        (folder / "0.o").touch()
+        os.utime(folder, (time.time() - age,) * 2)
+    held = os.open(tmp_path / "kernel_fusion-build-held", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with jobs.private_folder([tmp_path]) as own:
+        assert {path.name[-4:] for path in tmp_path.iterdir()} == {"-new", "held", own.name[-4:]}
+    os.close(held)
+    assert not own.exists()
+
+
+def test_nothing_is_built_where_others_could_change_it(tmp_path: Path) -> None:
+    """A temporary folder that everybody may write, and which is not sticky, is passed over."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with jobs.private_folder([shared, own]) as folder:
+        assert folder.parent == own
+    with (
+        pytest.raises(BuildError, match=r"no folder to build in: .*other users can write it"),
+        jobs.private_folder([shared]),
+    ):
+        pass
+    assert list(shared.iterdir()) == []
+
+
+_SOON = """
+    from kernel_fusion.native import jobs
+    jobs.PATIENCE_S = jobs.SIGN_OF_LIFE_S = 0.2
+"""
+
+
+def test_a_lock_that_nobody_frees(compiler: StandIn) -> None:
+    """Patience has an end, and the build goes on without the lock."""
+    folder = compiler.cache / "extension"
+    cache.make_private_dir(folder)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        result = python(_SOON + _USE, env=compiler.env)
+    assert result.stdout.split() == _WORKED
+    assert "waiting for another process" in result.stderr
+    assert "was not free for 0 s, so this process builds without it" in result.stderr
+
+
+def test_a_lock_that_is_a_link(compiler: StandIn, tmp_path: Path) -> None:
+    """It is not followed, and the file behind it keeps its content."""
+    target = tmp_path / "precious"
+    target.write_text("content")
+    cache.make_private_dir(compiler.cache / "extension")
+    (compiler.cache / "extension" / ".lock").symlink_to(target)
+    assert python(_USE, env=compiler.env).stdout.split() == _WORKED
+    assert target.read_text() == "content"
+
+
+def test_a_fork_while_another_thread_builds(compiler: StandIn) -> None:
+    """The child waits for its parent's build, as any other process does, and works; so does a child of a killed one."""
+    compiler.set_action("sleep 1")
+    code = """
+        import os, sys, threading, time, warnings
+        import torch, kernel_fusion as kf
+        from kernel_fusion.native import loader
+        thread = threading.Thread(target=loader.load)
+        thread.start()
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        warnings.simplefilter("ignore")  # Python's own, about forks of processes with threads
+        child = os.fork()
+        if not child:
+            kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
+            os._exit(0 if loader.is_loaded() else 1)
+        thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), loader.is_loaded())
+    """
+    assert python(code, compiler.log, env=compiler.env, timeout=100).stdout.split() == ["0", "True"]
+    assert compiler.calls("link") == 1
+
+
+def test_first_use_at_exit(compiler: StandIn) -> None:
+    """When the interpreter shuts down and starts no threads any more, the extension is built all the same."""
+    code = """
+        import atexit, torch, kernel_fusion as kf
+        from kernel_fusion.native import loader
+        def use():
+            kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
+            print(loader.is_loaded(), loader.launches("cpu_forward"))
+        atexit.register(use)
+    """
+    assert python(code, env=compiler.env).stdout.split() == _WORKED
+
+
+def test_a_compiler_with_arguments(compiler: StandIn) -> None:
+    """CXX may hold more than a path, as `ccache g++` does, and the message shows it."""
+    command = f"env {compiler.env['CXX']} -m64"
+    result = python(_USE, env={**compiler.env, "CXX": command})
+    assert result.stdout.split() == _WORKED
+    assert f"/{command}," in result.stderr
+    assert compiler.calls("link") == 1
+
+
+def test_signs_of_life(compiler: StandIn) -> None:
+    """While compilers run, the user sees how far they are."""
+    compiler.set_action("sleep 0.5")
+    result = python(_SOON + _USE, env=compiler.env)
+    assert re.search(r"\d of \d parts are compiled after \d s", result.stderr)
+
+
+def test_warmup_without_arguments(compiler: StandIn) -> None:
+    """It builds what this machine needs, and says where it is."""
+    command = "import sys; from kernel_fusion.cli import main; sys.argv[1:] = ['warmup']; main()"
+    result = python(command, env=compiler.env)
+    assert f"The extension is built: {compiler.built_library()}" in result.stdout
+    assert "building its C++ extension" in result.stderr
 
 
 def test_build_leaves_no_temporary_files(compiler: StandIn) -> None:
@@ -248,9 +437,16 @@ def _no_space_for_temporary_files(compiler: StandIn) -> Mapping[str, str | None]
     return {**compiler.env, "PYTHONPATH": str(compiler.folder)}
 
 
+def _no_utf8(compiler: StandIn) -> Mapping[str, str | None]:
+    compiler.set_action("printf 'fatal error: \\351\\n' >&2; exit 1")
+    return compiler.env
+
+
 _OBSTACLES: dict[str, tuple[Callable[[StandIn], Mapping[str, str | None]], str]] = {
-    "CXX-names-nothing": (lambda c: {**c.env, "CXX": "/nonexistent/c++"}, "no C++ compiler was found"),
-    "nothing-on-PATH": (lambda c: {**c.env, "CXX": None, "PATH": "/nonexistent"}, "no C++ compiler was found"),
+    "CXX-names-nothing": (lambda c: {**c.env, "CXX": "/no/c++ -m64"}, "CXX is '/no/c++ -m64', which names no program"),
+    "CXX-without-an-end": (lambda c: {**c.env, "CXX": "'g++"}, "no C++ compiler was found: CXX is"),
+    "nothing-on-PATH": (lambda c: {**c.env, "CXX": None, "PATH": "/no"}, "PATH has none of g++, clang++, c++"),
+    "no-utf8-from-the-compiler": (_no_utf8, "fatal error: \N{REPLACEMENT CHARACTER}"),
     "no-space-for-the-compiler": (_no_space, "No space left on device"),
     "no-space-for-the-build": (_no_space_for_temporary_files, "No space left on device"),
     "not-a-compiler": (lambda c: {**c.env, "CXX": "/bin/false"}, "/bin/false"),

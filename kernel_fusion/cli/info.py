@@ -11,7 +11,7 @@ from rich.table import Table
 from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine
 from kernel_fusion.cli.common import CACHES, cache_facts, console, size
-from kernel_fusion.config import BACKENDS, cxx_compiler
+from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler
 from kernel_fusion.native import build, loader
 
 
@@ -19,14 +19,16 @@ def info(
     build_extension: Annotated[bool, typer.Option("--build", help="Build and load the extension first.")] = False,
 ) -> None:
     """Show devices, backends, versions, the extension and the caches."""
-    if build_extension:
-        loader.load()
+    built = not build_extension or loader.load()
     out = console()
     for title, facts in {
         "Devices": _devices(),
         "Backends": {name: _backend_state(name) for name in BACKENDS},
         "Versions": machine.versions() | {"gpu driver": machine.gpu_driver() or "none"},
-        "Extension": {"compiler": cxx_compiler() or "none found", "state": _extension_state()},
+        "Extension": {
+            "compiler": " ".join(cxx_compiler() or ("none:", compilers_tried())),
+            "state": _extension_state(),
+        },
         "Caches": {cache.kind: ", ".join(cache_facts(cache)) for cache in CACHES},
     }.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -34,6 +36,8 @@ def info(
             table.add_row(name, value)
         out.print(table)
         out.print()
+    if not built:
+        raise typer.Exit(1)
 
 
 def _devices() -> dict[str, str]:
@@ -55,6 +59,11 @@ def _backend_state(name: str) -> str:
     return f"not available: {reason}" if reason else "available"
 
 
+def _compiler() -> str:
+    command = cxx_compiler()
+    return " ".join(command) if command else f"none found: {compilers_tried()}"
+
+
 def _extension_state() -> str:
     if loader.is_loaded():
         return f"loaded, {_built_path() or 'from a folder that is not cached'}"
@@ -66,8 +75,5 @@ def _extension_state() -> str:
 
 def _built_path() -> str | None:
     """Where the extension for this machine is in the cache, or None where it is not."""
-    compiler = cxx_compiler()
-    if compiler is None:
-        return None
-    path = build.kept_library(compiler)
+    path = build.kept_library()
     return None if path is None else str(path)

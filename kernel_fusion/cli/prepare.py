@@ -6,19 +6,23 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
+from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, parse_numbers, progress_console
-from kernel_fusion.core.cache import CUBINS
+from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, loader
 
 
 def warmup(
-    hidden: Annotated[str, typer.Option(help="Row lengths, such as 1024,4096.")],
+    hidden: Annotated[
+        str | None, typer.Option(help="Row lengths, such as 1024,4096. Default: no CUDA kernels, the extension alone.")
+    ] = None,
     dtypes: Annotated[str, typer.Option(help="Such as bf16,fp32.")] = "bf16,fp16,fp32",
     arch: Annotated[
         int | None, typer.Option(help="Compute capability, 90 for 9.0. Default: this machine's GPU.")
@@ -27,11 +31,36 @@ def warmup(
         bool, typer.Option("--any-cpu", help="Build the extension for other processors too, as an image needs it.")
     ] = False,
 ) -> None:
-    """Build the extension and compile the CUDA kernels ahead of their first use, with or without a GPU."""
+    """Build the extension that this machine needs, and compile CUDA kernels ahead of use, with or without a GPU."""
     out = console()
+    if hidden is None:
+        return _warmup_without_kernels(arch, any_cpu, out)
     target = _target(arch)
     sizes = parse_numbers(hidden, "--hidden")
     names = dtype_names(dtypes)
+    _prepare_extension(any_cpu, out)
+    shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
+    count = sum(compile_ahead([cols], names, target.arch, target.shared_bytes) for cols in shown)
+    if not CUBINS.entries():
+        out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
+        raise typer.Exit(1)
+    out.print(f"{count} kernels for sm_{target.arch} are in the cache; the extension is built.")
+
+
+def _warmup_without_kernels(arch: int | None, any_cpu: bool, out: Console) -> None:
+    if arch is not None:
+        raise typer.BadParameter("name row lengths to compile for, such as 1024,4096", param_hint="--hidden")
+    _prepare_extension(any_cpu, out)
+    library = build.kept_library()
+    if library is None:
+        out.print(f"{EXTENSIONS.path('').parent} cannot be written, so nothing was kept.")
+        raise typer.Exit(1)
+    out.print(f"The extension is built: {library}")
+    if not unavailable_reason("cuda"):  # pragma: gpu
+        out.print("CUDA kernels compile when they are first used; --hidden compiles those of given row lengths now.")
+
+
+def _prepare_extension(any_cpu: bool, out: Console) -> None:
     try:
         if any_cpu:
             build.built_library(loader.say, every_variant=True)
@@ -39,12 +68,6 @@ def warmup(
     except BuildError as error:
         out.print(f"The C++ extension could not be built: {error}")
         raise typer.Exit(1) from error
-    shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
-    count = sum(compile_ahead([cols], names, target.arch, target.shared_bytes) for cols in shown)
-    if not CUBINS.entries():
-        out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
-        raise typer.Exit(1)
-    out.print(f"{count} kernels for sm_{target.arch} are in the cache; the extension is built.")
 
 
 def _target(arch: int | None) -> Device:

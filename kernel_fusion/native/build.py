@@ -2,9 +2,9 @@
 
 One shared library, made of the operators and of the CPU kernels, compiled for the best instruction set of this machine.
 A library built ahead, for machines unknown or to compare them, has the kernels for every set; the process picks one.
-Built on first use under a file lock, in a temporary folder, and stored by an atomic rename, so that parallel processes
-build once and a killed builder leaves nothing behind that anyone would load. `torch.utils.cpp_extension` would need
-ninja, and its own lock file blocks for ever if a builder is killed.
+Built on first use by one process at a time, in a private folder (native/jobs.py), and stored by an atomic rename, so
+that parallel processes build once and a killed builder leaves nothing behind that anyone would load.
+`torch.utils.cpp_extension` would need ninja, and its own lock file blocks for ever if a builder is killed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-import filelock
 import torch
 
-from kernel_fusion.config import cxx_compiler
+from kernel_fusion.config import compilers_tried, cxx_compiler
 from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
+from kernel_fusion.native import jobs
+from kernel_fusion.native.jobs import Say
+
+Library = TypeVar("Library")
+
+# Libraries that stay in the cache, those used last: of several versions of PyTorch, compilers and processors that share
+# a home, or of states of the sources.
+_KEPT = 8
 
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
@@ -93,70 +101,145 @@ def source_files() -> list[Path]:
     return sorted(path for path in NATIVE.rglob("*") if path.suffix in _SUFFIXES)
 
 
-def compiler_version(compiler: str) -> str:
+@lru_cache
+def compiler_version(compiler: tuple[str, ...]) -> str:
     """What `compiler --version` prints."""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    command = [*compiler, "--version"]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
-def _key(compiler: str, variants: Sequence[str]) -> str:
+def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
     """What a library depends on: PyTorch, compiler, flags, machine, sources."""
     sources = [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
-    flags = repr((_FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
+    flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
     return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *sources)
 
 
-def kept_library(compiler: str) -> Path | None:
+def _keys(compiler: tuple[str, ...]) -> list[str]:
+    """Those of the libraries that serve this process; the last one is what it would build."""
+    return [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())]
+
+
+def kept_library() -> Path | None:
     """The path of a library in the cache that serves this process, or None."""
-    for variants in (cpu_variants(), _own_variants()):
-        key = _key(compiler, variants)
-        if cache.EXTENSIONS.read(key) is not None:
-            return cache.EXTENSIONS.path(key)
+    with suppress(OSError, subprocess.SubprocessError, BuildError):
+        for key in _keys(_compiler()):
+            if cache.EXTENSIONS.read(key) is not None:
+                return cache.EXTENSIONS.path(key)
     return None
 
 
-def built_library(say: Callable[[str], None], *, every_variant: bool = False) -> Path:
-    """The path of the library for this PyTorch and machine, built if it is not in the cache.
+def built_library(say: Say, *, every_variant: bool = False) -> Path:
+    """The path in the cache of the library for this PyTorch and machine, built if it is not there.
 
     Args:
-        say: called with a line before and after a build.
+        say: called with a line before and after a build, and every few seconds meanwhile.
         every_variant: with the CPU kernels for other machines too, which takes longer.
 
     Raises:
-        BuildError: there is no compiler, or it failed.
+        BuildError: there is no compiler, or it failed, or the library cannot be kept.
     """
-    compiler = cxx_compiler()
-    if compiler is None:
-        raise BuildError("no C++ compiler was found (looked for $CXX, g++ and clang++)")
-    try:
-        if not every_variant and (kept := kept_library(compiler)) is not None:
-            return kept
+    if not every_variant and (kept := kept_library()) is not None:
+        return kept
+    with _errors_of_builds():
         variants = cpu_variants() if every_variant else _own_variants()
-        key = _key(compiler, variants)
-        with _lock(cache.EXTENSIONS.path(key), say):
-            if cache.EXTENSIONS.read(key) is not None:
-                return cache.EXTENSIONS.path(key)
-            return _build(compiler, key, variants, say)
-    except (OSError, subprocess.CalledProcessError) as error:
+        key = _key(_compiler(), variants)
+        if cache.EXTENSIONS.read(key) is None:
+            if problem := _no_folder():
+                raise BuildError(problem)
+            os.close(_build(key, variants, say))
+        return cache.EXTENSIONS.path(key)
+
+
+def load_library(load: Callable[[int], Library], say: Say) -> Library:
+    """What `load` makes of the library for this PyTorch and machine, built if it is not in the cache.
+
+    Args:
+        load: called with a descriptor, which is its own from then on; raises OSError where the library cannot be
+            loaded. One that came from the cache is then built again, once.
+        say: called with a line before and after a build, and every few seconds meanwhile.
+
+    Raises:
+        BuildError: there is no compiler, or it failed, or what it built cannot be loaded.
+    """
+    with _errors_of_builds():
+        keys = _keys(_compiler())
+        for key in keys:
+            file = cache.EXTENSIONS.open(key)
+            if file is None:
+                continue
+            try:
+                return load(file)
+            except OSError as error:
+                say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
+                cache.EXTENSIONS.discard(key, file)
+        file = _build(keys[-1], _own_variants(), say)
+        try:
+            return load(file)
+        except OSError as error:
+            os.close(file)
+            raise BuildError(f"the extension was built but cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _errors_of_builds() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"building the extension failed: {error}") from error
 
 
-def _build(compiler: str, key: str, variants: Sequence[str], say: Callable[[str], None]) -> Path:
-    say(f"kernel_fusion: building its C++ extension with {compiler}, once for this PyTorch (less than a minute) ...")
-    start = time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="kernel_fusion-build-"))
+def _compiler() -> tuple[str, ...]:
+    compiler = cxx_compiler()
+    if compiler is None:
+        raise BuildError(f"no C++ compiler was found: {compilers_tried()}")
+    return compiler
+
+
+def _no_folder() -> str | None:
+    """Why nothing can be kept, or None."""
     try:
-        library = _compile(compiler, variants, folder)
-        stored = cache.EXTENSIONS.write(key, library.read_bytes())
-    except BaseException:
-        _remove(folder)
-        raise
-    say(f"kernel_fusion: built in {time.perf_counter() - start:.0f} s")
-    if stored is None:
-        # Nowhere to keep it: this process uses the library where it was built.
-        say(f"kernel_fusion: {cache.EXTENSIONS.path(key).parent} cannot be written, so the next process builds again")
-        return library
-    _remove(folder)
-    return stored
+        cache.EXTENSIONS.folder()
+    except OSError as error:
+        return f"nothing can be kept in {cache.EXTENSIONS.path('').parent}: {error}"
+    return None
+
+
+def _build(key: str, variants: Sequence[str], say: Say) -> int:
+    """A descriptor of the library, built by this process or by the one it waited for, and kept where it can be."""
+    compiler = _compiler()
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a folder to meet in, every process builds
+            stack.enter_context(jobs.turn(cache.EXTENSIONS.folder(), say))
+        if (file := cache.EXTENSIONS.open(key)) is not None:
+            return file
+        folder = stack.enter_context(jobs.private_folder(_workplaces()))
+        command = " ".join(compiler)
+        say(f"kernel_fusion: building its C++ extension with {command}, once for this PyTorch (less than a minute) ...")
+        start = time.perf_counter()
+        library = _compile(compiler, variants, folder, say)
+        say(f"kernel_fusion: built in {time.perf_counter() - start:.0f} s")
+        if cache.EXTENSIONS.write(key, library.read_bytes()) and (file := cache.EXTENSIONS.open(key)) is not None:
+            cache.EXTENSIONS.keep(_KEPT)
+            return file
+        problem = _no_folder() or f"{cache.EXTENSIONS.path('').parent} cannot be written"
+        say(f"kernel_fusion: the next process builds again, because {problem}")
+        return os.open(library, os.O_RDONLY)
+
+
+def copy_of(file: int, stack: ExitStack) -> Path:
+    """A copy of a library, in a folder of our own until `stack` is left."""
+    copy = stack.enter_context(jobs.private_folder(_workplaces())) / "kernel_fusion.so"
+    copy.write_bytes(os.pread(file, os.fstat(file).st_size, 0))
+    return copy
+
+
+def _workplaces() -> list[Path]:
+    """Where to build: temporary files are nearer than a home often is, unless others can change them there."""
+    places = [cache.EXTENSIONS.path("").parent]
+    with suppress(OSError):
+        places.insert(0, Path(tempfile.gettempdir()))
+    return places
 
 
 def _units(variants: Sequence[str]) -> list[tuple[list[Path], list[str]]]:
@@ -180,52 +263,15 @@ def _include_flags() -> list[str]:
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
-def _compile(compiler: str, variants: Sequence[str], folder: Path) -> Path:
+def _compile(compiler: Sequence[str], variants: Sequence[str], folder: Path, say: Say) -> Path:
     """Compile every unit in parallel and link them."""
     objects, commands = [], []
     for index, (files, flags) in enumerate(_units(variants)):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
-        unit.write_text("".join(f'#include "{file}"\n' for file in files))
-        objects.append(out)
-        commands.append([compiler, *flags, "-c", str(unit), "-o", str(out)])
-    with ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 1)) as pool:
-        list(pool.map(_run, commands))
+        unit.write_bytes(b"".join(b'#include "%s"\n' % os.fsencode(file) for file in files))
+        objects.append(str(out))
+        commands.append([*compiler, *flags, "-c", str(unit), "-o", str(out)])
+    jobs.run(commands, folder, say)
     library = folder / "kernel_fusion.so"
-    _run([compiler, "-shared", "-fopenmp", *map(str, objects), *link_flags(), "-o", str(library)])
+    jobs.run([[*compiler, "-shared", "-fopenmp", *objects, *link_flags(), "-o", str(library)]], folder, say)
     return library
-
-
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise BuildError(f"the C++ compiler failed:\n{' '.join(command)}\n{_head(result.stderr)}")
-
-
-@contextmanager
-def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """A lock that the operating system drops with its holder; none where the folder cannot hold one."""
-    lock = filelock.FileLock(path.with_suffix(".lock"))
-    try:
-        cache.make_private_dir(path.parent)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            say("kernel_fusion: waiting for another process to build the extension ...")
-            lock.acquire()
-    except OSError:
-        lock.release()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-
-def _head(text: str) -> str:
-    """The first errors; what follows them is mostly their echo."""
-    return "\n".join(text.splitlines()[:20])

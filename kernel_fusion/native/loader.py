@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 from kernel_fusion.errors import BuildError
 
 _lock = threading.RLock()
+_importing = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
 _hooks: list[Callable[[ctypes.CDLL], None]] = []
 
 # `Counter` of native/extension/counters.h.
 _COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
+
+
+def _in_forked_child() -> None:
+    """The thread that loads the extension in the parent does not exist here and would never let go of the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _importing.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # A fork waits for an import, because a child would wait for ever for a module that is half imported.
+    os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_in_forked_child)
 
 
 def on_load(hook: Callable[[ctypes.CDLL], None]) -> None:
@@ -38,8 +53,8 @@ def load() -> bool:
         if _library is None and _error is None:
             try:
                 _library = _open()
-            except BuildError as error:
-                _error = str(error)
+            except Exception as error:  # whatever a machine lacks, the definition serves the call
+                _error = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
                 warnings.warn(
                     f"kernel_fusion works without its C++ extension, which could not be built: {_error}\n"
                     "CPU tensors take the plain PyTorch definition; CUDA kernels are launched from Python.",
@@ -109,18 +124,16 @@ def keep_memory(largest: int | None) -> None:
 
 
 def say(line: str) -> None:
-    """Tell the user how a build goes."""
-    print(line, file=sys.stderr, flush=True)
+    """Tell the user how a build goes, where anybody can be told."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _open() -> ctypes.CDLL:
-    from kernel_fusion.native import build  # here, because filelock alone would double the time of our import
+    with _importing:
+        from kernel_fusion.native import build  # here, because it needs what only POSIX has
 
-    path = build.built_library(say)
-    try:
-        opened = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"the extension {path} could not be loaded: {error}") from error
+    opened = build.load_library(_dlopen, say)
     opened.kf_count.restype = ctypes.c_int64
     opened.kf_cpu_variant.restype = ctypes.c_char_p
     opened.kf_keep_memory.argtypes = [ctypes.c_int64]
@@ -129,3 +142,19 @@ def _open() -> ctypes.CDLL:
     for hook in _hooks:
         hook(opened)
     return opened
+
+
+def _dlopen(file: int) -> ctypes.CDLL:
+    """Open the library that `file` is, rather than what a path leads to by now.
+
+    The name has the number of this process in it, which no other library's has, and debuggers can follow it. `file`
+    stays open, so that no other library gets the same name.
+    """
+    try:
+        process = os.readlink("/proc/self")
+    except OSError:  # no Linux
+        from kernel_fusion.native import build
+
+        with ExitStack() as stack:
+            return ctypes.CDLL(str(build.copy_of(file, stack)))
+    return ctypes.CDLL(f"/proc/{process}/fd/{file}")
