@@ -247,11 +247,11 @@ def test_what_was_checked_is_what_is_loaded(compiler: StandIn, before: str) -> N
 def test_folders_of_killed_builders_are_removed(tmp_path: Path) -> None:
     """Old ones that nobody holds; what is new, or held, belongs to a builder at work."""
     for name, age in (("old", 1000), ("new", 0), ("held", 1000)):
-        folder = tmp_path / f"kernel_fusion-build-{name}"
+        folder = tmp_path / f"kernel_fusion-builder-{name}"
         folder.mkdir()
         (folder / "0.o").touch()
         os.utime(folder, (time.time() - age,) * 2)
-    held = os.open(tmp_path / "kernel_fusion-build-held", os.O_RDONLY)
+    held = os.open(tmp_path / "kernel_fusion-builder-held", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     with jobs.private_folder([tmp_path]) as own:
         assert {path.name[-4:] for path in tmp_path.iterdir()} == {"-new", "held", own.name[-4:]}
@@ -303,7 +303,7 @@ def test_a_lock_that_is_a_link(compiler: StandIn, tmp_path: Path) -> None:
 
 
 def test_a_fork_while_another_thread_builds(compiler: StandIn) -> None:
-    """The child waits for its parent's build, as any other process does, and works; so does a child of a killed one."""
+    """The child waits for its parent's build, as any other process does, and works."""
     compiler.set_action("sleep 1")
     code = """
         import os, sys, threading, time, warnings
@@ -321,7 +321,7 @@ def test_a_fork_while_another_thread_builds(compiler: StandIn) -> None:
         thread.join()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), loader.is_loaded())
     """
-    assert python(code, compiler.log, env=compiler.env, timeout=100).stdout.split() == ["0", "True"]
+    assert python(code, compiler.log, env=compiler.env).stdout.split() == ["0", "True"]
     assert compiler.calls("link") == 1
 
 

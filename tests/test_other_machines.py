@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import CPU, TRITON, assert_as_accurate
+from support import CPU, PACKAGE, TRITON, assert_as_accurate
 
 from kernel_fusion.backends import select
 from kernel_fusion.backends.cuda import planner, python_launch
@@ -112,6 +113,23 @@ def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
     assert select._triton_reason(torch.device("xpu")) == "PyTorch sees no xpu device"
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     assert select._triton_reason(None) == "PyTorch sees no cuda or xpu device"
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+def test_every_source_is_in_a_unit(cores: int) -> None:
+    """On few cores and on many, each file is compiled once, and each of the norms' kernels once for each direction."""
+    compiled = Counter(
+        (file.name, *(flag for flag in flags if flag.startswith("-DKF_")))
+        for files, flags in build._units(["DEFAULT"], cores)
+        for file in files
+    )
+    extension = PACKAGE / "native" / "extension"
+    norms = ("row_norm.cpp", "row_norm_staged.cpp")
+    kernels = [path.name for path in (extension / "cpu" / "kernels").glob("*.cpp")]
+    wanted = Counter((path.name,) for folder in (extension, extension / "cuda") for path in folder.glob("*.cpp"))
+    wanted.update((name,) for name in kernels if name not in norms)
+    wanted.update((name, f"-DKF_{direction}") for name in norms for direction in ("FORWARD", "BACKWARD"))
+    assert compiled == wanted
 
 
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:

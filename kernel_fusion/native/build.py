@@ -33,6 +33,8 @@ Library = TypeVar("Library")
 # Libraries that stay in the cache, those used last: of several versions of PyTorch, compilers and processors that share
 # a home, or of states of the sources.
 _KEPT = 8
+# From as many on, compiling fewer lines in each unit gains more than the lines cost that several units compile.
+_MANY_CORES = 6
 
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
@@ -45,6 +47,7 @@ _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    "-DAT_PER_OPERATOR_HEADERS",  # a header of PyTorch brings the operators that it names, not all of them
 ]
 # The names and the instructions are those of PyTorch's own kernels: where PyTorch runs its AVX2 kernels, ours run.
 # A CPU_CAPABILITY of its own puts each variant into a namespace of its own. Without it all variants of at::vec's
@@ -242,18 +245,26 @@ def _workplaces() -> list[Path]:
     return places
 
 
-def _units(variants: Sequence[str]) -> list[tuple[list[Path], list[str]]]:
+def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
     """What is compiled together, and with which flags; the longest first.
 
-    PyTorch's headers take most of the time, and several files that include the same ones share it.
+    Files that include the same headers, or make the same functions of their templates, share that time. With many cores
+    the longest unit decides, and they are compiled apart.
     """
-    autograd = sorted(_SOURCES.glob("*autograd.cpp"))
-    operators = sorted({*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")} - {*autograd})
-    chains = [_CPU_KERNELS / "pointwise.cpp", _CPU_KERNELS / "softmax.cpp"]
-    others = sorted({*_CPU_KERNELS.glob("*.cpp")} - {*chains})
+    autograd = [[_SOURCES / "autograd.cpp"], [_SOURCES / "families_autograd.cpp"]]
+    norm_operators = [*_SOURCES.glob("row_norm*.cpp"), _SOURCES / "rows.cpp"]
+    all_host = {*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")}
+    operators = [sorted(norm_operators), sorted(all_host - {*norm_operators, *autograd[0], *autograd[1]})]
+    norms = [[_CPU_KERNELS / "row_norm.cpp"], [_CPU_KERNELS / "row_norm_staged.cpp"]]
+    others = [sorted({*_CPU_KERNELS.glob("*.cpp")} - {*norms[0], *norms[1]})]
     host = _include_flags()
-    kernels = [(files, cpu_flags(variant)) for variant in variants for files in (chains, others)]
-    return [(operators, host), (autograd, host), *kernels]
+    groups = [(norms, [*cpu_flags(variant), "-DKF_BACKWARD"]) for variant in variants]
+    groups += [(operators, host), (autograd, host)]
+    for variant in variants:
+        groups += [(others, cpu_flags(variant)), (norms, [*cpu_flags(variant), "-DKF_FORWARD"])]
+    if cores >= _MANY_CORES:
+        return [(part, flags) for parts, flags in groups for part in parts]
+    return [([file for part in parts for file in part], flags) for parts, flags in groups]
 
 
 def _include_flags() -> list[str]:
@@ -266,7 +277,7 @@ def _include_flags() -> list[str]:
 def _compile(compiler: Sequence[str], variants: Sequence[str], folder: Path, say: Say) -> Path:
     """Compile every unit in parallel and link them."""
     objects, commands = [], []
-    for index, (files, flags) in enumerate(_units(variants)):
+    for index, (files, flags) in enumerate(_units(variants, jobs.num_cores())):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"
         unit.write_bytes(b"".join(b'#include "%s"\n' % os.fsencode(file) for file in files))
         objects.append(str(out))

@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 PATIENCE_S = 1800.0  # several times as long as a build takes on a busy machine
 SIGN_OF_LIFE_S = 10.0
 _POLL_S = 0.02
-_PREFIX = "kernel_fusion-build-"
+_PREFIX = "kernel_fusion-builder-"
 _STALE_S = 60.0  # a folder of that age whose lock is free lost its builder
 
 _held: set[int] = set()  # descriptors with a lock on them
@@ -146,7 +146,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
     errors = [folder / f"{index}.errors" for index, _ in waiting]
     try:
         while waiting or running:
-            while waiting and len(running) < _num_cores():
+            while waiting and len(running) < num_cores():
                 index, command = waiting.pop(0)
                 running[index] = _start(command, folder, errors[index])
             time.sleep(_POLL_S)
@@ -173,7 +173,7 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
         )
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Those that this process may use; two at least, since a compiler waits for files now and then."""
     with suppress(AttributeError):  # not on macOS
         return max(2, len(os.sched_getaffinity(0)))

@@ -10,6 +10,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/promote_types.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 

@@ -1,6 +1,7 @@
 // CPU row norm, forward and backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
 // Who takes which rows and columns, and in what order; the arithmetic is in cpu/row_norm.h.
+// Each direction is a unit of its own (KF_FORWARD, KF_BACKWARD; native/build.py), lest one take too long.
 #include "cpu/row_norm.h"
 
 #include "cpu/parameters.h"
@@ -205,6 +206,7 @@ template <class F> void with_types(Dtype first, Dtype second, F&& f) {
 
 }  // namespace
 
+#ifdef KF_FORWARD
 void forward(const Forward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.y_type, [&](auto* x, auto* y) {
     forward_rows<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(c, begin, end);
@@ -225,7 +227,9 @@ void forward_stretches(const Forward& c, int64_t begin, int64_t end, const RowSt
     forward_pieces<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(c, begin, end, statistics);
   });
 }
+#endif
 
+#ifdef KF_BACKWARD
 void backward(const Backward& c, int64_t begin, int64_t end) {
   with_types(c.x_type, c.dy_type, [&](auto* x, auto* dy) {
     backward_rows<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end);
@@ -243,6 +247,7 @@ void backward_dx(const BackwardByColumns& c, int64_t begin, int64_t end, const R
     dx_of_strips<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(dy)>>(c, begin, end, sums);
   });
 }
+#endif
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

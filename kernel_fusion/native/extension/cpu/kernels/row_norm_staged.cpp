@@ -2,6 +2,7 @@
 //
 // A row is first brought, chunk by chunk (cpu/chains.h), to the accumulator type in a buffer, unless it lies in memory like that,
 // and the code of the bare norm finds it there.
+// Each direction is a unit of its own (KF_FORWARD, KF_BACKWARD; native/build.py), lest one take too long.
 #include <memory>
 
 #include "cpu/chains.h"
@@ -262,11 +263,14 @@ template <class X, class DY> void backward_staged_rows(const Backward& c, const 
 
 }  // namespace
 
+#ifdef KF_FORWARD
 void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
   if (c.x_type == Dtype::kDouble) forward_staged_rows<double>(c, s, begin, end);
   else forward_staged_rows<float>(c, s, begin, end);
 }
+#endif
 
+#ifdef KF_BACKWARD
 void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, int64_t end) {
   const auto is_relu = [](int activation) { return static_cast<Activation>(activation) == Activation::relu; };
   const Dtype made = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
@@ -290,6 +294,7 @@ void backward_staged(const Backward& c, const BackwardStages& s, int64_t begin, 
     });
   });
 }
+#endif
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu
