@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import pwd
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +161,21 @@ def test_a_group_of_ones_own(store: Cache, folder: Path, monkeypatch: pytest.Mon
     folder.chmod(0o770)
     monkeypatch.setattr(cache, "_is_own_group", lambda group: group == folder.stat().st_gid)
     assert store.read(KEY) == PAYLOAD
+
+
+@pytest.mark.parametrize(("name", "members", "own"), [("me", [], True), ("me", ["you"], False), ("us", [], False)])
+def test_whose_group_it_is(name: str, members: list[str], own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own group has the user's name and no other member."""
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr(grp, "getgrgid", lambda group: SimpleNamespace(gr_name=name, gr_mem=members))
+    assert cache._is_own_group.__wrapped__(1) == own
+
+
+@pytest.mark.parametrize(("uid_map", "outsiders"), [("0 0 4294967295", set()), ("1000 1000 1", {65534}), ("?", set())])
+def test_who_stands_for_root_in_a_container(uid_map: str, outsiders: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overflow user, where the user namespace has no number for it."""
+    monkeypatch.setattr(Path, "read_text", lambda path: uid_map if path.name == "uid_map" else "65534")
+    assert cache._outsiders.__wrapped__() == outsiders
 
 
 def test_a_link_to_a_trusted_folder(store: Cache, folder: Path) -> None:
