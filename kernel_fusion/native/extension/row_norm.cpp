@@ -5,7 +5,6 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
-#include <cmath>
 
 #include "activation_codes.h"
 
