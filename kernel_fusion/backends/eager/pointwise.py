@@ -27,8 +27,6 @@ def pointwise(
     a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
     """The definition. `b` is None for "first" alone; `seed` is None without dropout."""
-    if (b is None) != (combine == "first"):
-        raise TypeError(f"`pointwise`: `b` must be {'None' if b is not None else 'a tensor'} for {combine!r}")
     if a.dim() == 0 and (b is None or (b.dim() == 0 and b.device == a.device)):
         # With one dimension, since torch.func.jvp gives a tensor without any that meets a Python float a wider tangent.
         chain = combine, activation, scale, dropout_p, seed
