@@ -23,6 +23,7 @@ template <class S> struct Logits {
   using MaskType = typename S::MaskType;
   static constexpr int kVec = S::kVec;
   static constexpr bool kMasked = S::kMask != kNoMask || S::kCausal;
+  static constexpr bool kLeavesOut = S::kMask == kBoolean || S::kCausal;
   struct Loaded {
     Pack<X, kVec> x;
     Pack<MaskType, kVec> mask;
@@ -74,8 +75,8 @@ template <class S> struct Logits {
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      if constexpr (S::kMask == kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : negative_infinity(A(0));
-      if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : negative_infinity(A(0));
+      if constexpr (S::kMask == kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : left_out(A(0));
+      if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : left_out(A(0));
     }
   }
 
@@ -84,21 +85,14 @@ template <class S> struct Logits {
   // What divides the exponentials; those of a masked row of which nothing is left are zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
-  // Zeros what was left out in a row y with NaN, in which all of it is NaN so far: the thread's vectors at `first` and every
-  // `step` columns on.
-  __device__ void clear_left_out(X* y, const Divisor<A>& divisor, int first, int step, int cols) const {
-    if constexpr (S::kMask == kBoolean || S::kCausal) {
-      if (divisor(A(0)) == A(0)) return;
-#pragma unroll 1
-      for (int col = first; col < cols; col += step)
-#pragma unroll 1
-        for (int e = col; e < col + kVec; ++e) {
-          bool keeps = true;
-          if constexpr (S::kCausal) keeps = e < kept;
-          if constexpr (S::kMask == kBoolean) keeps = keeps && mask[S::kMaskRepeats ? 0 : e].bits;
-          if (!keeps) y[e] = narrow<X>(A(0));
-        }
-    }
+  // The exponential of a logit, and its quotient. What is left out has -0, which no exponential is, and then 0 in any row.
+  __device__ static A exponential(A l, A shift) {
+    if constexpr (kLeavesOut) return is_left_out(l) ? A(-0.0) : exp_below(l, shift);
+    else return exp_below(l, shift);
+  }
+  __device__ static A quotient(A e, const Divisor<A>& divisor) {
+    if constexpr (kLeavesOut) return is_negative_zero(e) ? A(0) : divisor(e);
+    else return divisor(e);
   }
 };
 
@@ -126,7 +120,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
       logits.compute(col_of(i), loaded[i], l[i]);
     } else {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) l[i][e] = negative_infinity(A(0));
+      for (int e = 0; e < kVec; ++e) l[i][e] = Logits<S>::kLeavesOut ? left_out(A(0)) : negative_infinity(A(0));
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) max = larger(max, l[i][e]);
@@ -137,7 +131,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
   for (int i = 0; i < S::kVectors; ++i)
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      l[i][e] = exp_below(l[i][e], shift);
+      l[i][e] = Logits<S>::exponential(l[i][e], shift);
       sums[e] += l[i][e];
     }
   const Divisor<A> divisor = Logits<S>::divisor(sum_of_threads<kLanes>(sum_elements(sums), slots[1]));
@@ -145,10 +139,9 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
 #pragma unroll
   for (int i = 0; i < S::kVectors; ++i) {
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) l[i][e] = divisor(l[i][e]);
+    for (int e = 0; e < kVec; ++e) l[i][e] = Logits<S>::quotient(l[i][e], divisor);
     if (inside && col_of(i) < args.cols) store<S::kAlignY>(y + col_of(i), narrow_pack<X>(l[i]));
   }
-  if (inside) logits.clear_left_out(y, divisor, col_of(0), kLanes * kVec, static_cast<int>(args.cols));
 }
 
 }  // namespace kf

@@ -24,7 +24,7 @@ template <class S> struct Running {
     for (int e = 1; e < S::kVec; ++e) most = larger(most, l[e]);
     raise(most);
 #pragma unroll
-    for (int e = 0; e < S::kVec; ++e) sum += exp_below(l[e], Logits<S>::shift(max));
+    for (int e = 0; e < S::kVec; ++e) sum += Logits<S>::exponential(l[e], Logits<S>::shift(max));
   }
 };
 
@@ -56,7 +56,7 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
   over_logits<S>(logits, [&](int col, const A(&l)[kVec]) {
     A v[kVec];
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) v[e] = divisor(exp_below(l[e], shift));
+    for (int e = 0; e < kVec; ++e) v[e] = Logits<S>::quotient(Logits<S>::exponential(l[e], shift), divisor);
     store<S::kAlignY>(y + col, narrow_pack<X>(v));
   });
   if constexpr (S::kCausal) {
@@ -68,7 +68,6 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
     for (int col = threadIdx.x * kVec + (skipped > 0 ? skipped : 0) * kSpan; col < args.cols; col += kSpan)
       store<S::kAlignY>(y + col, narrow_pack<X>(v));
   }
-  logits.clear_left_out(y, divisor, static_cast<int>(threadIdx.x) * kVec, kSpan, logits.kept);
 }
 
 }  // namespace kf
