@@ -227,7 +227,9 @@ def _members(header: Path, struct: str) -> list[str]:
     body = re.search(rf"struct {struct} \{{\n(.*?)^\s*\}};", header.read_text(), re.DOTALL | re.MULTILINE)
     assert body, f"no struct {struct} in {header.name}"
     declarations = re.findall(
-        r"^\s+(?:const )?(?:void\*|long long|double|int32_t|RowLayout|Kernel) ([^;({=]+)[^;(]*;", body[1], re.MULTILINE
+        r"^\s+(?:const )?(?:void\*|long long|double|int32_t|unsigned|RowLayout|Kernel) ([^;({=]+)[^;(]*;",
+        body[1],
+        re.MULTILINE,
     )
     return [re.sub(r"^const |\s", "", name) for line in declarations for name in line.split(",")]
 

@@ -64,7 +64,8 @@ struct Forward {
   bool streams;  // y goes past the caches
 };
 
-// So many rows of dweight and dbias are added up in the accumulator type, and these sums in double.
+// So many rows of dweight and dbias are added up in the accumulator type, and these sums in double. A multiple of the rows that are
+// taken together.
 inline constexpr int64_t kRowsSummed = 32;
 
 struct Backward {

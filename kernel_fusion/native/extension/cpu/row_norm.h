@@ -312,18 +312,12 @@ template <class A> class ColumnSums {
   // Whether dweight and dbias begin anew with row `row`, counted from the first.
   bool begin_anew(int64_t row) {
     if (row % kRowsSummed) return false;
-    if (row) {
-      each([&](A* sum, double* total) {
-        if (empty) std::copy_n(sum, c.cols, total);
-        else for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
-      });
-      empty = false;
-    }
+    if (row) add_to_totals();
     return true;
   }
 
   // The sums of all rows, rounded.
-  void finish() {
+  [[gnu::noinline]] void finish() {
     if (empty) return;
     each([&](A* sum, double* total) {
       for (int64_t i = 0; i < c.cols; ++i) sum[i] = static_cast<A>(total[i] + sum[i]);
@@ -331,7 +325,16 @@ template <class A> class ColumnSums {
   }
 
  private:
-  template <class F> void each(F&& f) {
+  // Out of line: inlined, it takes registers from the loops beside it.
+  [[gnu::noinline]] void add_to_totals() {
+    each([&](A* sum, double* total) {
+      if (empty) std::copy_n(sum, c.cols, total);
+      else for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
+    });
+    empty = false;
+  }
+
+  template <class F> KF_INLINE void each(F&& f) {
     if (c.dweight) f(static_cast<A*>(c.dweight), c.totals);
     if (c.dbias) f(static_cast<A*>(c.dbias), c.totals + c.cols);
   }
