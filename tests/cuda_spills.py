@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -61,10 +59,8 @@ def assert_no_local_memory(grid: Grid, generation: str) -> None:
     if generation == "some":
         rows = [factors({"spec": spec, "access": access, "arch": arch}) for (spec, access), arch, _ in kernels]
         kernels = [kernels[index] for index in covering(rows, 1)]
-    kinds, archs, sources = zip(*kernels, strict=True)
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        lines = pool.map(local_memory, sources, [f"{spec} {access}" for spec, access in kinds], archs, chunksize=8)
-        bad = [line for line in lines if line]
+    verdicts = (local_memory(source, f"{spec} {access}", arch) for (spec, access), arch, source in kernels)
+    bad = [line for line in verdicts if line]
     assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory:\n" + "\n".join(bad)
 
 
