@@ -363,13 +363,13 @@ def test_warmup_without_arguments(compiler: StandIn) -> None:
 
 
 def test_build_leaves_no_temporary_files(compiler: StandIn) -> None:
-    """A finished build, and a failed one, clean up after themselves."""
+    """A finished build, and a failed one, clean up after themselves; PyTorch makes folders of its own there."""
     python(_USE, env=compiler.env)
-    assert list((compiler.folder / "tmp").iterdir()) == []
+    assert list((compiler.folder / "tmp").glob("kernel_fusion*")) == []
     shutil.rmtree(compiler.cache)
     compiler.set_action("exit 1")
     python(_FALLBACK, env=compiler.env)
-    assert list((compiler.folder / "tmp").iterdir()) == []
+    assert list((compiler.folder / "tmp").glob("kernel_fusion*")) == []
 
 
 # Forward and backward of the verbs, several calls and threads, without the extension; prints why, and the warnings.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -158,7 +159,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
                 say(f"kernel_fusion: {done} of {len(commands)} parts are compiled after {clock.seconds():.0f} s ...")
     finally:
         for process in running.values():
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
             process.wait()
 
 
@@ -170,6 +171,7 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
             stdout=file,
             stderr=file,
             env=environment(TMPDIR=str(folder)),
+            start_new_session=True,
         )
 
 
