@@ -223,7 +223,8 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
 
   // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
   // At most 64 of them, so that their partial rows stay a small part of the traffic; they are added in double, and so are groups of
-  // kRowsSummed rows in a longer block. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region
+  // rows in a block of more than 64: in shorter ones, whose rows are mostly in the caches, the totals would take longer than they are
+  // worth. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region
   // of threads, since partial rows pass from core to core: two cores without a cache in common take 1000 x 1024 fp16 in 0.13 ms with 32
   // blocks, 0.155 with 63 (EPYC with AVX-512).
   const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
@@ -237,11 +238,11 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
   };
   share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > cpu::kRowsSummed && gradients ? 2 * x.cols : 0;
-    return [&, w = Prepared(weight, acc), b = Prepared(bias, acc), room = std::unique_ptr<double[]>(new double[totals])](
+    const int64_t totals = block_rows > 64 && gradients ? 2 * x.cols : 0;
+    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), room = std::unique_ptr<double[]>(new double[totals])](
                int64_t begin, int64_t end) {
       cpu::Backward mine = args;
-      mine.totals = room.get();
+      mine.totals = totals ? room.get() : nullptr;
       mine.weight = w.parameter.data;
       cpu::BackwardStages stages{};
       if (staged) stages = staged->args;

@@ -64,8 +64,8 @@ struct Forward {
   bool streams;  // y goes past the caches
 };
 
-// So many rows of dweight and dbias are added up in the accumulator type, and these sums in double. A multiple of the rows that are
-// taken together.
+// Where there is room for totals, so many rows of dweight and dbias are added up in the accumulator type, and these sums in double.
+// A multiple of the rows that are taken together.
 inline constexpr int64_t kRowsSummed = 32;
 
 struct Backward {
@@ -84,7 +84,7 @@ struct Backward {
   Dtype x_type, dy_type;
   bool streams;  // dx and dresidual go past the caches
   bool is_far;   // rows come from memory, or from a cache that they nearly fill
-  double* totals = nullptr;  // room for twice `cols` sums; of at most kRowsSummed rows none is needed
+  double* totals = nullptr;  // room for twice `cols` sums; null: all rows are added up in the accumulator type
 };
 
 // Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, as it is given; dweight and dbias

@@ -303,16 +303,17 @@ template <class X, class DY> KF_INLINE void write_kept_dx(const Backward& c, con
   });
 }
 
-// dweight and dbias of many rows: what kRowsSummed of them have is added up there, and then in double, so that the error of a sum
-// grows no faster with the rows than that of PyTorch's sums, which are cascades.
+// dweight and dbias: with room for totals the error of a sum grows no faster with the rows than that of PyTorch's sums, which are
+// cascades.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
 
   // Whether dweight and dbias begin anew with row `row`, counted from the first.
   bool begin_anew(int64_t row) {
-    if (row % kRowsSummed) return false;
-    if (row) add_to_totals();
+    if (row == 0) return true;
+    if (!c.totals || row % kRowsSummed) return false;
+    add_to_totals();
     return true;
   }
 

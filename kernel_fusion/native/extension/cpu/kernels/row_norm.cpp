@@ -148,11 +148,9 @@ template <class X, class DY> void sums_of_strips(const BackwardByColumns& c, int
   using A = AccOf<X>;
   const int64_t width = strip_width(c.cols);
   A room[3][kStretch];
-  double totals[2 * kStretch];
   Backward strip = c;
   strip.dweight = c.dweight ? room[1] : nullptr;
   strip.dbias = c.dbias ? room[2] : nullptr;
-  strip.totals = totals;
   for (int64_t s = begin; s < end; ++s) {
     const int64_t start = s * width;
     strip.cols = std::min(width, c.cols - start);
@@ -162,10 +160,7 @@ template <class X, class DY> void sums_of_strips(const BackwardByColumns& c, int
       rows[r] = row_of<X, DY>(c, r, r, start);
       if (s + 1 < end) rows[r].next_x = rows[r].next_dy = width;
     }
-    ColumnSums<A> of_strip(strip);
-    for (int64_t r = 0; r < c.rows; r += kRowsSummed)
-      add_stretch<false>(strip, rows + r, std::min(kRowsSummed, c.rows - r), of_strip.begin_anew(r), 0, strip.cols);
-    of_strip.finish();
+    add_stretch<false>(strip, rows, c.rows, true, 0, strip.cols);
     restore_sums<X>(strip);
     store_gradient(room[1], start, strip.cols, c.dweight_type, c.dweight);
     store_gradient(room[2], start, strip.cols, c.dbias_type, c.dbias);
