@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
-#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [sanitize] [bench] [peers] [profile] [experiments] [example] [report]
+#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [faults] [sanitize] [bench] [peers] [profile] [experiments] [example] [report]
 # (default: all); `report` is about what `bench` and `peers` left in OUTPUT_DIR.
 # Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
 set -uo pipefail
 out=$1
 shift
-parts=${*:-tests sanitize bench peers profile experiments example report}
+parts=${*:-tests faults sanitize bench peers profile experiments example report}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
 python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
@@ -27,6 +27,7 @@ for part in $parts; do
       python3 -c 'import expecttest, hypothesis, xdist' || exit 1  # without the first, 42 tests only fail
       run tests python3 -m pytest -q -m cuda -p no:benchmark -n 8 --maxfail 60 tests && tail -n 1 "$out/tests.log"
       ;;
+    faults) run faults python3 tests/mutants.py --cuda --output "$out/mutants.json" ;;
     sanitize)
       for tool in memcheck racecheck initcheck; do
         run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py

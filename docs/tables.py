@@ -12,6 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import table_operations as operations
+from table_faults import planted
 from table_parts import RESULTS, ROOT, Cell, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
 
@@ -263,6 +264,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
     ("ARCHITECTURE.md", "host"): host,
+    ("docs/faults.md", "faults"): planted,
     **{
         (f"docs/layer_norm_{direction}.md", f"plans {direction}"): partial(plans, direction)
         for direction in PLANNED_LENGTHS

@@ -284,9 +284,10 @@ _specs_with_stages = st.builds(
 _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
-# The example: a row that the warps of its cluster do not divide.
+# The examples: a row that the warps of its cluster do not divide, and one of which a block would have no column.
 @given(spec=st.one_of(_specs_of_any_length, _specs_with_stages), device=_devices)
 @example(spec=RowNormSpec("forward", False, 33344, "bf16", "bf16"), device=KNOWN_DEVICES[90])
+@example(spec=RowNormSpec("backward", False, 106539, "bf16", "bf16", "bf16", "bf16"), device=KNOWN_DEVICES[90])
 @settings(max_examples=2000, deadline=None)
 def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
     """Every plan fits its device and covers the row, whether rows are aligned or begin anywhere."""

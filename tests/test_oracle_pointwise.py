@@ -156,6 +156,19 @@ def test_relu_of_nan_is_nan(target: Target) -> None:
         assert kf.act_dropout(nan, "leaky_relu", training=False, backend=target.backend).isnan().all()
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_relu_takes_nan_of_either_sign(dtype: torch.dtype, sign: float, target: Target) -> None:
+    """What x86 makes of inf - inf is negative, and a NaN all the same, at which gradients pass."""
+    x = torch.full((33,), float("nan"), dtype=dtype, device=target.device).copysign(sign).requires_grad_()
+    dy = torch.randn(33, dtype=dtype, device=target.device)
+    with target.ran(forward=1, backward=1):
+        y = kf.act_dropout(x, "relu", training=False, backend=target.backend)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    assert y.isnan().all()
+    assert torch.equal(dx, torch.autograd.grad(torch.relu(x), x, dy)[0])
+
+
 @pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
 @pytest.mark.parametrize("arriving", ["inf", "nan"])
 def test_no_gradient_where_there_is_no_slope(name: str, arriving: str, target: Target) -> None:

@@ -158,6 +158,15 @@ def test_vmap_of_rows_runs_the_kernel(operation: Verb, in_dim: int, out_dim: int
     assert torch.equal(y, looped)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1, (0, 2), (1, -3), None])
+def test_vmap_of_dimensions(dim: Any, target: Target) -> None:
+    """The dimensions of a reduction are those of an example, wherever the batch is."""
+    x = torch.randn(2, 3, 4, 5, device=target.device)
+    reduced = partial(kf.sum_squared, dim=dim, backend=target.backend)
+    expected = torch.stack([t.square().sum(dim) for t in x.unbind(2)])
+    torch.testing.assert_close(vmap(reduced, in_dims=2)(x), expected)
+
+
 def test_vmap_of_0_d_examples_and_nested(verb: str, target: Target) -> None:
     """vmap leaves rows of one dimension, and nests."""
     x = torch.randn(2, 3, 4, 5, device=target.device)

@@ -106,6 +106,17 @@ def test_norms_take_what_overflows_as_the_definition(verb: str, value: float, co
     torch.testing.assert_close(*results, equal_nan=True)
 
 
+@pytest.mark.parametrize("verb", ["add_layer_norm", "add_rms_norm"])
+def test_h_is_normalised_as_it_is(verb: str) -> None:
+    """h is rounded to the residual's dtype, and y is the norm of these bits."""
+    x, r = torch.randn(2, 9, 255, device=DEVICE).bfloat16().unbind()
+    norm = getattr(kf, verb)
+    y, h = norm(x, r, 255, backend="triton", out_dtype=F32)
+    again, same = norm(torch.zeros_like(x), h, 255, backend="triton", out_dtype=F32)
+    assert torch.equal(same, h)
+    assert torch.equal(again, y)
+
+
 def test_activations_are_those_of_the_table() -> None:
     """The Triton file names the activations of core/activations.py, in the order of their codes."""
     from kernel_fusion.backends.triton.kernels import activations
