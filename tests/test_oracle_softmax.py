@@ -127,21 +127,21 @@ def test_special_values_as_in_pytorch(row: str, cols: int, target: Target) -> No
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_row_with_nothing_left_is_zero(kind: str, dtype: torch.dtype, target: Target) -> None:
+def test_a_row_with_nothing_left_is_zero(kind: str, dtype: torch.dtype, any_target: Target) -> None:
     """A fully masked row gives zeros and zero gradients, in x and in an additive mask; the other rows are right."""
-    x = torch.randn(4, 255, device=target.device, dtype=dtype, requires_grad=True)
-    keep = torch.rand(4, 255, device=target.device) < 0.5
+    x = torch.randn(4, 255, device=any_target.device, dtype=dtype, requires_grad=True)
+    keep = torch.rand(4, 255, device=any_target.device) < 0.5
     keep[2] = False
-    additive = torch.zeros(4, 255, device=target.device, dtype=dtype).masked_fill(~keep, -INF).requires_grad_()
+    additive = torch.zeros(4, 255, device=any_target.device, dtype=dtype).masked_fill(~keep, -INF).requires_grad_()
     dy = torch.randn_like(x)
-    with target.ran(forward=1, backward=1):
-        y = kf.softmax(x, mask=keep if kind == "boolean" else additive, backend=target.backend)
+    with any_target.ran(forward=1, backward=1):
+        y = kf.softmax(x, mask=keep if kind == "boolean" else additive, backend=any_target.backend)
         y.backward(dy)
     assert torch.equal(y[2], torch.zeros_like(y[2]))
     assert torch.equal(x.grad[2], torch.zeros_like(x[2]))
     assert torch.equal(y[~keep], torch.zeros_like(y[~keep]))
     assert torch.equal(x.grad[~keep], torch.zeros_like(y[~keep]))
-    torch.testing.assert_close(y.float().sum(-1)[[0, 1, 3]], torch.ones(3, device=target.device), rtol=1e-2, atol=0)
+    torch.testing.assert_close(y.float().sum(-1)[[0, 1, 3]], torch.ones(3, device=any_target.device), rtol=1e-2, atol=0)
     if kind == "additive":
         assert torch.equal(additive.grad, x.grad)
 

@@ -122,15 +122,15 @@ def test_nan_and_inf_propagate_as_in_pytorch(verb: str, stages: Any, value: floa
 @pytest.mark.parametrize("verb", ADDED)
 @pytest.mark.parametrize(("dtype", "residual"), [(BF16, BF16), (BF16, F32), (F32, BF16), (F64, F64)])
 def test_h_is_rounded_once_and_normalised_as_it_is(
-    verb: str, dtype: torch.dtype, residual: torch.dtype, target: Target
+    verb: str, dtype: torch.dtype, residual: torch.dtype, any_target: Target
 ) -> None:
     """h has the bits of the sum in the compute type, rounded to the residual's dtype; y is the norm of these bits."""
-    x = torch.randn(33, 255, device=target.device, dtype=dtype)
-    r = torch.randn(33, 255, device=target.device, dtype=residual)
+    x = torch.randn(33, 255, device=any_target.device, dtype=dtype)
+    r = torch.randn(33, 255, device=any_target.device, dtype=residual)
     norm = getattr(kf, verb)
-    with target.ran(forward=2):
-        y, h = norm(x, r, 255, backend=target.backend)
-        again, same = norm(torch.zeros_like(x), h, 255, backend=target.backend)
+    with any_target.ran(forward=2):
+        y, h = norm(x, r, 255, backend=any_target.backend)
+        again, same = norm(torch.zeros_like(x), h, 255, backend=any_target.backend)
     compute = torch.float64 if dtype == F64 else torch.float32
     assert torch.equal(h, (x.to(compute) + r.to(compute)).to(residual))
     assert torch.equal(same, h)
