@@ -271,7 +271,7 @@ _OF_DISPATCHER = (
     Mutant(
         "autograd: dropout's backward ignores how y lay", f"{_EXTENSION}/families_autograd.cpp",
         "if (dy.strides().equals(strides)) return dy;", "if (!dy.is_contiguous()) return dy;",
-        "tests/test_dropout.py::test_position_is_the_place_in_memory",
+        "tests/test_dropout.py::test_same_mask_for_cotangents_of_any_layout",
     ),
     Mutant(
         "operators: a stride of a view is ignored", f"{_EXTENSION}/rows.cpp",

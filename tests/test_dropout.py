@@ -265,6 +265,19 @@ def test_same_mask_forward_and_backward(drop: Callable[..., Tensor], layout: str
             assert torch.equal(dx, y)
 
 
+@pytest.mark.parametrize("name", ["act_dropout", "bias_act"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (1, 0, 2)])
+def test_same_mask_for_cotangents_of_any_layout(name: str, order: tuple[int, ...], any_target: Target) -> None:
+    """However dy lies in memory, as y or not: the gradient is dropped where the value is."""
+    x = torch.ones(6, 5, 4, device=any_target.device).permute(2, 0, 1).requires_grad_()
+    dy = torch.randn([x.shape[d] for d in order], device=any_target.device)
+    dy = dy.permute(sorted(range(3), key=order.__getitem__))
+    with any_target.ran(forward=1, backward=1):
+        y = VERBS[name](x, 0.5, backend=any_target.backend)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dx, torch.where(y == 0, 0.0, 2 * dy))
+
+
 @pytest.mark.parametrize("name", ["act_dropout", "bias_act", "add_layer_norm", "add_rms_norm"])
 def test_gradcheck(name: str, any_target: Target) -> None:
     """With the mask held fixed, first and second derivatives are those of finite differences."""
