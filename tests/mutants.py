@@ -138,7 +138,7 @@ def run_all(mutants: list[Mutant], jobs: int, work: Path) -> list[dict[str, Any]
     (work / "objects").mkdir(exist_ok=True)
     for tests, cuda in _together(mutants):
         tree = _copy(work, "whole")
-        outcome = _tested(tree, work, tests, cuda=cuda)
+        outcome = _tested(tree, work, [*tests, "-n", str(jobs if jobs > 1 else 0)], cuda=cuda)
         shutil.rmtree(tree)
         summary = outcome.output.strip().splitlines()[-1]
         if outcome.code != 0 or " passed" not in summary:
@@ -164,12 +164,13 @@ def _digest(*parts: bytes) -> str:
 
 def compile_remembering(arguments: list[str]) -> int:
     """Do what the compiler would do; an object that was made before is copied."""
-    tree, objects, compiler = (os.environ[name] for name in (_TREE, _OBJECTS, _COMPILER))
+    tree, objects = os.environ[_TREE], os.environ[_OBJECTS]
+    compiler = shlex.split(os.environ[_COMPILER])
     if "-c" not in arguments:
-        return subprocess.run([compiler, *arguments]).returncode
+        return subprocess.run([*compiler, *arguments]).returncode
     source, out = (arguments[arguments.index(option) + 1] for option in ("-c", "-o"))
-    command = "\n".join(argument for argument in arguments if argument not in (source, out))
-    key = _digest(compiler.encode(), *(text.replace(tree, "").encode() for text in (command, Path(source).read_text())))
+    command = [*compiler, *(argument for argument in arguments if argument not in (source, out))]
+    key = _digest(*(text.replace(tree, "").encode() for text in (*command, Path(source).read_text())))
     included = Path(objects, f"{key}.included")
 
     def remembered() -> Path:
@@ -178,7 +179,7 @@ def compile_remembering(arguments: list[str]) -> int:
 
     if not (included.exists() and remembered().exists()):
         listed = f"{out}.included"
-        code = subprocess.run([compiler, *arguments, "-MMD", "-MF", listed]).returncode
+        code = subprocess.run([*compiler, *arguments, "-MMD", "-MF", listed]).returncode
         if code != 0:
             return code
         words = Path(listed).read_text().replace("\\\n", " ").split()
