@@ -25,6 +25,14 @@ def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
     return -(-spec.cols // (plan.warps * plan.lanes * plan.vec)) * plan.vec * plan.played
 
 
+def last_block_begins(spec: RowNormSpec, plan: Plan) -> int:
+    """The first column of the last block of a cluster: `Place::start` of kernels/tree.cuh."""
+    chunk = plan.lanes * plan.vec
+    share, more = divmod(-(-spec.cols // chunk), plan.warps)
+    warp = plan.warps - plan.warps // plan.cluster
+    return (warp * share + min(warp, more)) * chunk
+
+
 def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
     """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
     natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
@@ -83,9 +91,7 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.storage in ("none", "registers")
     assert not plan.few or (spec.direction == "backward" and plan.stages > 2)
-    # A block without columns would copy what lies behind the row.
-    columns_per_block = columns_per_thread(spec, plan) * 32 * plan.warps // plan.cluster
-    assert (plan.cluster - 1) * columns_per_block < spec.cols
+    assert last_block_begins(spec, plan) < spec.cols, "a block without columns would copy what lies behind the row"
 
 
 def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, int]:
@@ -196,5 +202,5 @@ def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     if plan.stages and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
         of_rows = 32 * plan.warps // (2 * plan.cluster)
         larger = replace(plan, cluster=2 * plan.cluster, threads=of_rows + 32 * plan.helpers)
-        if columns_per_thread(spec, larger) * of_rows * (larger.cluster - 1) < spec.cols:
+        if last_block_begins(spec, larger) < spec.cols:
             yield larger

@@ -131,8 +131,8 @@ _PLANS = (
         "tests/test_cuda_kernels_offline.py::test_plans_are_sound",
     ),
     Mutant(
-        "planner: a block of a cluster has no columns", f"{_CUDA}/tree.py",
-        "while cluster > 1 and not", "while cluster < 1 and not",
+        "planner: a row ends within a vector", f"{_CUDA}/tree.py",
+        "min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)", "16 // ITEMSIZE[spec.x]",
         "tests/test_cuda_kernels_offline.py::test_plans_are_sound",
     ),
     Mutant(

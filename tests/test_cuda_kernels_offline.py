@@ -284,7 +284,7 @@ _specs_with_stages = st.builds(
 _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
-# The examples: a row that the warps of its cluster do not divide, and one of which a block would have no column.
+# The examples: rows that the warps of their cluster do not divide, of which the last block of 16 has few columns.
 @given(spec=st.one_of(_specs_of_any_length, _specs_with_stages), device=_devices)
 @example(spec=RowNormSpec("forward", False, 33344, "bf16", "bf16"), device=KNOWN_DEVICES[90])
 @example(spec=RowNormSpec("backward", False, 106539, "bf16", "bf16", "bf16", "bf16"), device=KNOWN_DEVICES[90])
