@@ -103,7 +103,7 @@ template <class F> void decode_bits(const char* name) {
   using kf::act::Constants;
   if constexpr (kf::act::kTwoSlopes<F>) {
     int wrong = 0;
-    for (const double x : {-INFINITY, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, INFINITY, double{NAN}}) {
+    for (const double x : {double{-INFINITY}, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, double{INFINITY}, double{NAN}}) {
       const double slope = F::template slope<Constants>(x);
       const bool bit = slope == F::template slope<Constants>(1);
       wrong += F::template slope<Constants>(bit) != slope;
