@@ -253,7 +253,7 @@ def test_operator_refuses_what_is_no_probability(dropout_p: float) -> None:
     """The operator itself raises where no verb stands before it."""
     x, seed = torch.randn(4, 17), torch.zeros(1, dtype=torch.int64)
     args = (x, x, 1, None, None, 1e-5, 0.0, None, False)
-    with pytest.raises(ValueError, match="dropout_p must be between 0 and 1"):
+    with pytest.raises(ValueError, match="`dropout_p` must be a probability between 0 and 1"):
         torch.ops.kernel_fusion.staged_row_norm(*args, "identity", "identity", dropout_p, seed)
     with pytest.raises(ValueError, match="no activation is called 'step'"):
         torch.ops.kernel_fusion.staged_row_norm(*args, "step", "identity", 0.0, None)
