@@ -7,7 +7,7 @@ their sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import geometric_mean
 from typing import Any
 
@@ -277,14 +277,20 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
 }
 
 
+@cache
+def _lines(document: str, name: str) -> tuple[str, ...]:
+    """Those of a table, made once in a process: the compiler counts registers for that of plans."""
+    return tuple(TABLES[document, name]())
+
+
 def written_anew(document: str, text: str) -> str:
     """A document with its tables as their files have them."""
-    for (place, name), lines in TABLES.items():
+    for place, name in TABLES:
         if place == document:
             before, _, rest = text.partition(f"<!-- table: {name} -->\n")
             _, _, after = rest.partition("<!-- end -->")
             assert rest, f"{document} has no table {name}"
-            text = "\n".join([f"{before}<!-- table: {name} -->", "", *lines(), f"<!-- end -->{after}"])
+            text = "\n".join([f"{before}<!-- table: {name} -->", "", *_lines(place, name), f"<!-- end -->{after}"])
     return text
 
 
