@@ -19,10 +19,9 @@ def planted() -> Iterator[str]:
             place = fault["file"].removeprefix("kernel_fusion/")
             yield f"| {fault['name']} | {place} | {test} | {fault['cpu_seconds']:.1f} |"
         yield ""
-        where = file.relative_to(RESULTS)
-        machine, torch = found["machine"], found["versions"]["torch"]
+        where, machine = file.relative_to(RESULTS), found["machine"]
         yield (
-            f"[`{where}`](../benchmarks/results/{where}), by `{found['command']}`:"
-            f" {machine.get('gpu', machine['cpu'])}, torch {torch}."
+            f"[`{where}`](../benchmarks/results/{where}), by `python tests/mutants.py`:"
+            f" {machine.get('gpu', machine['cpu'])}, torch {found['versions']['torch']}."
         )
         yield ""

@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,8 +129,8 @@ def _together(mutants: list[Mutant]) -> Iterator[tuple[list[str], bool]]:
             yield sorted(selections - chosen), cuda
 
 
-def run_all(mutants: list[Mutant], jobs: int, work: Path) -> list[dict[str, Any]]:
-    """Run the tests without a fault, where all must pass, and then with each."""
+def run_all(mutants: list[Mutant], jobs: int, work: Path, output: Path | None) -> list[dict[str, Any]]:
+    """Run the tests without a fault, where all must pass, and then with each; record each result as it comes."""
     for mutant in mutants:
         mutant.planted((ROOT / mutant.file).read_text())
     script = f'#!/bin/sh\nexec "{sys.executable}" -S "{__file__}" --compile "$@"\n'
@@ -145,10 +146,15 @@ def run_all(mutants: list[Mutant], jobs: int, work: Path) -> list[dict[str, Any]
             raise RuntimeError(f"{tests} fail without a fault, exit code {outcome.code}:\n{outcome.output[-3000:]}")
         print(f"without a fault: {summary}", flush=True)
 
+    recording = threading.Lock()
+
     def reported(mutant: Mutant) -> dict[str, Any]:
         result = run(mutant, work)
         verdict = f"caught by {result['test']}" if result["test"] else f"SURVIVED {result['words']}"
         print(f"{mutant.name}: {verdict} ({result['cpu_seconds']:.0f} s of CPU time)", flush=True)
+        if output:
+            with recording:
+                _record(output, result)
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -197,23 +203,24 @@ def _write(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def _record(file: Path, results: list[dict[str, Any]]) -> None:
-    """Write the results; those of other faults that the file has stay."""
+def _record(file: Path, result: dict[str, Any]) -> None:
+    """Write a result beside those of other faults that the file has, in the order of the list."""
+    from mutant_list import MUTANTS
+
     sys.path.insert(0, str(ROOT))
     import torch
 
     from kernel_fusion.bench.machine import machine, versions
 
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     before = json.loads(file.read_text())["mutants"] if file.exists() else []
-    names = {result["name"] for result in results}
+    results = {each["name"]: each for each in [*before, result]}
     content = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(device),
+        "machine": machine(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")),
         "versions": versions(),
-        "mutants": [*(result for result in before if result["name"] not in names), *results],
+        "mutants": [results[mutant.name] for mutant in MUTANTS if mutant.name in results],
     }
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    _write(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
@@ -244,11 +251,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kernel_fusion-mutants-") as folder:
         work = (arguments.work or Path(folder)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        results = run_all(chosen, arguments.jobs, work)
+        results = run_all(chosen, arguments.jobs, work, arguments.output)
     caught = sum(result["test"] is not None for result in results)
     print(f"{caught} of {len(results)} caught")
-    if arguments.output:
-        _record(arguments.output, results)
     return 0 if caught == len(results) else 1
 
 
