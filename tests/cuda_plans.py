@@ -22,7 +22,7 @@ def tree(plan: Plan) -> tuple[int, int, int, int]:
 
 def columns_per_thread(spec: RowNormSpec, plan: Plan) -> int:
     """Columns of a row that one thread works on, those past its end included."""
-    return -(-spec.cols // (plan.warps * plan.lanes * plan.vec)) * plan.vec * plan.played
+    return -(-spec.cols // (plan.warps * plan.lanes * plan.vec)) * plan.vec
 
 
 def last_block_begins(spec: RowNormSpec, plan: Plan) -> int:
@@ -48,7 +48,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
         assert plan.per_block == plan.threads * plan.vec
         return
     assert plan.persistent == (spec.direction == "backward" or plan.stages > 0)
-    for power in (plan.lanes, plan.cluster, plan.played):
+    for power in (plan.lanes, plan.cluster):
         assert power & (power - 1) == 0
     most_blocks = 16 if device.arch == 90 else 8
     assert 1 <= plan.cluster <= (most_blocks if device.has_clusters else 1)
@@ -57,7 +57,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
         assert plan.resident
         assert plan.warps > 1
         assert (plan.stages, plan.ahead) == (0, False)
-    physical, rest = divmod(plan.warps, plan.cluster * plan.played)
+    physical, rest = divmod(plan.warps, plan.cluster)
     assert rest == 0
     if plan.stages:
         _assert_staged(spec, plan, device)
@@ -80,7 +80,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
 def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert device.has_clusters
     assert spec.acc == "f32"
-    assert (plan.lanes, plan.played) == (32, 1)
+    assert plan.lanes == 32
     forward = spec.direction in ("inference", "forward")
     if forward:  # x comes from shared memory, and parameters are in registers: y alone may ask for shorter vectors
         natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
@@ -144,7 +144,7 @@ def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
 
 
 def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
-    """Rows that are not staged: by fewer or more rows to a block, more played warps, or other clusters."""
+    """Rows that are not staged: by fewer or more rows to a block, or other clusters."""
     backward = spec.direction == "backward"
     plain = replace(
         plan,
@@ -159,7 +159,6 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
         per_block=1,
         least_per_block=0,
         cluster=1,
-        played=1,
         ahead=False,
         early=False,
         anew=False,
@@ -178,12 +177,11 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
             yield replace(plain, threads=threads, per_block=per_block, shared_bytes=table)
         return
     for cluster in (1, 2, 4, 8) if device.has_clusters else (1,):
-        for played in (1, 2, 4):
-            physical, rest = divmod(plan.warps, cluster * played)
-            if rest == 0 and physical <= 16:
-                other = replace(plain, cluster=cluster, played=played, threads=32 * physical)
-                if not other.resident or columns_per_thread(spec, other) <= _MAX_ELEMENTS:
-                    yield other
+        physical, rest = divmod(plan.warps, cluster)
+        if rest == 0 and physical <= 16:
+            other = replace(plain, cluster=cluster, threads=32 * physical)
+            if not other.resident or columns_per_thread(spec, other) <= _MAX_ELEMENTS:
+                yield other
 
 
 def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:

@@ -59,7 +59,7 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
     assert asked, f"no kernel was planned for {direction}"
 
 
-# Grid rationale. Many rows at a time (17, 255, 1023). Rows of one virtual warp (1000) and of several, of vectors and of
+# Grid rationale. Many rows at a time (17, 255, 1023). Rows of one warp (1000) and of several, of vectors and of
 # single elements (4099, 50257), in a block (3072, three rows at a time in backward; 4096), read twice (RMSNorm of
 # 24576), in a cluster (24576, 32768, 65536; 12288 and, two rows at a time, 10240 in backward) and in the largest one
 # (131072). From sm_90 on every backward of 256 columns or more is staged, and the forward of a cluster. dx alone is a

@@ -31,8 +31,7 @@ class Plan(Launch):
     """How a row-norm kernel runs. The first group decides how a row is summed: a function of spec and device.
 
     Attributes:
-        vec: elements per vector; lanes: lanes per virtual warp; warps: virtual warps per row (see kernels/tree.cuh).
-        played: virtual warps per physical warp; the cluster is that of a row.
+        vec: elements per vector; lanes: lanes per warp that share a row; warps: warps per row (see kernels/tree.cuh).
         resident: the row stays in registers, else it is read again.
         center: how many of a lane's first vectors give the center of LayerNorm's statistics (see kernels/moments.cuh).
         batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, at
@@ -60,7 +59,6 @@ class Plan(Launch):
     lanes: int
     warps: int
     center: int = 0
-    played: int = 1
     resident: bool = True
     ahead: bool = False
     together: int = 1

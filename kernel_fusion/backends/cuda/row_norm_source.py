@@ -25,7 +25,6 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
         "kLanes": plan.lanes,
         "kWarps": plan.warps,
         "kCluster": plan.cluster,
-        "kPlayed": plan.played,
         "kRows": plan.per_block,
         "kThreads": plan.threads,
         "kStridedX": access.strided_x,

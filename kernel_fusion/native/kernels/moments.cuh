@@ -14,7 +14,7 @@
 
 namespace kf {
 
-// Of one virtual warp, or of the row: its mean (RMSNorm: 0) and the sum of (x - mean)^2.
+// Of one warp, or of the row: its mean (RMSNorm: 0) and the sum of (x - mean)^2.
 template <class S> struct Moments {
   typename S::Acc mean, squares;
 };
@@ -27,7 +27,7 @@ template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>
   for (int e = 0; e < S::kVec; ++e) sum += x[e];
 }
 
-// The deviations of virtual warp `warp` from a center (RMSNorm: 0), as one lane adds them up.
+// The deviations of warp `warp` from a center (RMSNorm: 0), as one lane adds them up.
 template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
@@ -58,7 +58,7 @@ template <class S> struct Deviations {
   }
 };
 
-// The center of virtual warp `warp`, whose first vectors are x_at(k).
+// The center of warp `warp`, whose first vectors are x_at(k).
 template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at) {
   if constexpr (S::kRms) return 0;
   typename S::Acc sum = 0;
@@ -67,31 +67,31 @@ template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x
   return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
-// Of virtual warp `warp`, whose k-th vector is x_at(k), whenever it is asked for.
-template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, int warp, X&& x_at) {
+// Of this thread's warp, whose k-th vector is x_at(k), whenever it is asked for.
+template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
-  Deviations<S> deviations{at.lane, warp, center_of<S>(warp, x_at)};
+  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
 #pragma unroll
-  for (int k = 0; k < P::kChunks; ++k) deviations.add(k, x_at(k));
+  for (int k = 0; k < P::kVectors; ++k) deviations.add(k, x_at(k));
   return deviations.moments();
 }
 
-// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kChunks, kBatch of them loaded at a time. `inside`: the vector
+// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch of them loaded at a time. `inside`: the vector
 // lies within the row for sure, as in all batches but the last; asking takes an instruction or two of every element.
 template <class S, int kBatch, int kFirst, class Load, class Use> __device__ void batched_chunks(const Load& load, const Use& use) {
   using P = Place<S>;
-  constexpr int kSure = P::kCovers ? P::kChunks : P::kFull;
+  constexpr int kSure = P::kCovers ? P::kVectors : P::kFull;
   constexpr int kRest = kSure > kFirst ? kSure - (kSure - kFirst) % kBatch : kFirst;
   using Loaded = decltype(load(0, true));
   batched<kBatch, false>(
       kFirst, kRest, 1, [&](int k) { return load(k, true); }, [&](int k, const Loaded& each) { use(k, each, true); });
   batched<kBatch, false>(
-      kRest, P::kChunks, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
+      kRest, P::kVectors, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
-// Of virtual warp `warp`, whose k-th vector is value(k, load(k, inside), inside), once, as in `batched_chunks`.
+// Of this thread's warp, whose k-th vector is value(k, load(k, inside), inside), once, as in `batched_chunks`.
 template <class S, int kBatch, class Load, class Value>
-__device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& load, Value&& value) {
+__device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&& value) {
   using P = Place<S>;
   using Loaded = decltype(load(0, false));
   Loaded loaded[S::kCenter];
@@ -100,7 +100,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& lo
   for (int k = 0; k < S::kCenter; ++k) loaded[k] = load(k, false);
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) first[k] = value(k, loaded[k], false);
-  Deviations<S> deviations{at.lane, warp, center_of<S>(warp, [&](int k) { return first[k]; })};
+  Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, [&](int k) { return first[k]; })};
 #pragma unroll
   for (int k = 0; k < S::kCenter; ++k) deviations.add(k, first[k]);
   batched_chunks<S, kBatch, S::kCenter>(
@@ -108,7 +108,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, int warp, Load&& lo
   return deviations.moments();
 }
 
-// Of the row, from those of its virtual warps, relative to the first one's mean so that only small numbers are added.
+// Of the row, from those of its warps, relative to the first one's mean so that only small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;

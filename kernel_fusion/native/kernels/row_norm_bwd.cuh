@@ -229,43 +229,33 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
     auto dh_at = [&](int i) { if constexpr (S::kResident) return now.dh[i]; else return fetch_dh(row, i); };
 
-    A sum_g[S::kPlayed], sum_gx[S::kPlayed];
-#pragma unroll
-    for (int w = 0; w < S::kPlayed; ++w) {
-      RowSums<A> row_sums{};
+    RowSums<A> row_sums{};
 #pragma unroll kUnroll
-      for (int k = 0; k < P::kChunks; ++k) {
-        const int i = w * P::kChunks + k;
-        A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
-        widen_row<S>(before, x_at(i), row, at.col(i), x);
-        widen_pack(dy_at(i), dys);
-        weights.get(i, weight);
-        biases.get(i, bias);
+    for (int i = 0; i < kVectors; ++i) {
+      A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
+      widen_row<S>(before, x_at(i), row, at.col(i), x);
+      widen_pack(dy_at(i), dys);
+      weights.get(i, weight);
+      biases.get(i, bias);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
-          const bool inside = kCovers || at.col(i) < kCols;
-          const A centred = inside && is_live(now) ? normalize.centred(x[e]) : A(0);
-          if (!is_live(now)) dys[e] = 0;
-          dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
-          dyx[e] = row_sums.add(dys[e], centred, weight[e]);
-        }
-        if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.rstd);
-        if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
+      for (int e = 0; e < kVec; ++e) {
+        // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
+        const bool inside = kCovers || at.col(i) < kCols;
+        const A centred = inside && is_live(now) ? normalize.centred(x[e]) : A(0);
+        if (!is_live(now)) dys[e] = 0;
+        dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
+        dyx[e] = row_sums.add(dys[e], centred, weight[e]);
       }
-      if constexpr (kRowGrads) {
-        if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
-        else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
-        sum_g[w] = row_sums.g;
-        sum_gx[w] = row_sums.gx;
-      }
+      if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.rstd);
+      if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
     }
     if constexpr (kRowGrads) {
-      A total_g = sum_g[0], total_gx = sum_gx[0];
+      if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
+      else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
+      A total_g = row_sums.g, total_gx = row_sums.gx;
       if constexpr (S::kWarps > 1) {
         Exchange<S> exchange{slots[buffer]};
-#pragma unroll
-        for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, sum_g[w], sum_gx[w]);
+        exchange.put(at.warp, at.lane, total_g, total_gx);
         exchange.barrier();
         exchange.sum_pairs(at.lane, slots[buffer], total_g, total_gx);
       }

@@ -93,18 +93,17 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From the moments of the virtual warps that this thread plays to what makes y of the row; its statistics are stored.
+// From the moments of this thread's warp to what makes y of the row; the row's statistics are stored.
 template <class S>
 __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
-                                   const Moments<S> (&moments)[S::kPlayed]) {
+                                   const Moments<S>& moments) {
   using A = typename S::Acc;
-  A mean = moments[0].mean, squares = moments[0].squares;
+  A mean = moments.mean, squares = moments.squares;
   if constexpr (S::kWarps > 1) {
     __shared__ A slots[S::kWarps][2];
     Exchange<S> exchange{slots};
     if constexpr (S::kCluster > 1) cluster_wait();
-#pragma unroll
-    for (int w = 0; w < S::kPlayed; ++w) exchange.put(at.warp + w, at.lane, moments[w].mean, moments[w].squares);
+    exchange.put(at.warp, at.lane, moments.mean, moments.squares);
     exchange.barrier();
     const auto joined = join_moments<S>(at.lane, slots);
     mean = joined.mean;
@@ -154,13 +153,10 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once: 2048x2048 bf16 on an H200
   // takes 0.95 of the floor so, 1.04 otherwise.
-  Moments<S> moments[S::kPlayed];
-#pragma unroll
-  for (int w = 0; w < S::kPlayed; ++w)
-    moments[w] = moments_of_warp<S>(at, at.warp + w, [&](int k) {
-      if constexpr (!S::kRms) keep_packed(resident[w * P::kChunks + k]);
-      return resident[w * P::kChunks + k];
-    });
+  const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
+    if constexpr (!S::kRms) keep_packed(resident[k]);
+    return resident[k];
+  });
   if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
   // For y. With kAnew no column is found by `at` any more, or it would stay in registers until here.

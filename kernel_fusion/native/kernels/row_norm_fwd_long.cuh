@@ -28,21 +28,15 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename S::Residual, kVec> residual;
   };
   auto* const h = row.h();
-  Moments<S> moments[S::kPlayed];
-#pragma unroll
-  for (int w = 0; w < S::kPlayed; ++w) {
-    const auto col = [&](int k, bool inside) { return at.col(w * P::kChunks + k, inside); };
-    const auto load = [&](int k, bool inside) {
-      return Loaded{row.load_x(col(k, inside)), row.load_residual(col(k, inside))};
-    };
-    const auto value = [&](int k, const Loaded& loaded, bool inside) {
-      const auto pack = before(loaded.x, loaded.residual, row.index, col(k, inside));
-      row.store_h(h, col(k, inside), pack);
-      return pack;
-    };
-    moments[w] = moments_in_passing<S, S::kBatch>(at, at.warp + w, load, value);
-  }
-  const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
+  const auto load = [&](int k, bool inside) {
+    return Loaded{row.load_x(at.col(k, inside)), row.load_residual(at.col(k, inside))};
+  };
+  const auto value = [&](int k, const Loaded& loaded, bool inside) {
+    const auto pack = before(loaded.x, loaded.residual, row.index, at.col(k, inside));
+    row.store_h(h, at.col(k, inside), pack);
+    return pack;
+  };
+  const Affine<S> affine = affine_of_row<S>(args, at, row, moments_in_passing<S, S::kBatch>(at, load, value));
 
   struct Again {
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;
@@ -50,26 +44,23 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename S::Bias, kVec> bias;
   };
   auto* const y = row.y();
-#pragma unroll
-  for (int w = 0; w < S::kPlayed; ++w) {
-    const auto load = [&](int k, bool inside) {
-      const int col = at.col(w * P::kChunks + k, inside);
-      Again again;
-      if constexpr (kAddsResidual<S>) again.x = load_row<S, 16>(h, col);
-      else again.x = row.template load_x<true>(col);
-      again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
-      again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
-      return again;
+  const auto load_again = [&](int k, bool inside) {
+    const int col = at.col(k, inside);
+    Again again;
+    if constexpr (kAddsResidual<S>) again.x = load_row<S, 16>(h, col);
+    else again.x = row.template load_x<true>(col);
+    again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
+    again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
+    return again;
+  };
+  batched_chunks<S, S::kBatchAgain, 0>(load_again, [&](int k, const Again& again, bool inside) {
+    const int col = at.col(k, inside);
+    const auto store_y_of = [&](const Pack<typename S::Row, kVec>& pack) {
+      row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, args.weight_offset));
     };
-    batched_chunks<S, S::kBatchAgain, 0>(load, [&](int k, const Again& again, bool inside) {
-      const int col = at.col(w * P::kChunks + k, inside);
-      const auto store_y_of = [&](const Pack<typename S::Row, kVec>& pack) {
-        row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, args.weight_offset));
-      };
-      if constexpr (kAddsResidual<S>) store_y_of(again.x);
-      else store_y_of(before(again.x, {}, row.index, col));
-    });
-  }
+    if constexpr (kAddsResidual<S>) store_y_of(again.x);
+    else store_y_of(before(again.x, {}, row.index, col));
+  });
 }
 
 }  // namespace kf

@@ -90,9 +90,9 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
       Pack<typename S::Row, kVec> values[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) values[i] = row_at(row, slot, i);
-      moments = moments_of_warp<S>(at, at.warp, [&](int i) { return values[i]; });
+      moments = moments_of_warp<S>(at, [&](int i) { return values[i]; });
     } else {
-      moments = moments_of_warp<S>(at, at.warp, [&](int i) { return row_at(row, slot, i); });
+      moments = moments_of_warp<S>(at, [&](int i) { return row_at(row, slot, i); });
     }
     return Pair{moments.mean, moments.squares};
   };

@@ -76,7 +76,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
       resident[i] = before(load_row<S, S::kAlignX>(x_rows + begin, at.col(i)), {}, row.index, at.col(i));
-    const Moments<S> moments[1] = {moments_of_warp<S>(at, 0, [&](int i) { return resident[i]; })};
+    const Moments<S> moments = moments_of_warp<S>(at, [&](int i) { return resident[i]; });
     const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {

@@ -53,7 +53,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   static constexpr int kStages = S::kStages;
   static constexpr int kLag = kStages > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
-  static constexpr int kCols = P::kLocalWarps * P::kChunks * P::kChunk;  // of a group at most
+  static constexpr int kCols = P::kLocalWarps * P::kVectors * P::kChunk;  // of a group at most
   // A warp that is ahead may announce its next two rows before another, or the combiner, has read the sums of this one.
   static constexpr int kBuffers = 4;
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
@@ -65,7 +65,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
     Pair results[kBuffers];                      // of the combiner
   };
-  using Sums = const A (*)[2];  // [kWarps], one pair per virtual warp
+  using Sums = const A (*)[2];  // [kWarps], one pair per warp
   using Pacing = typename Pace<S>::Shared;
 
   Shared& shared;  // of the group
@@ -121,7 +121,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // Rows first, first + step, ... below `rows`:
   //   fill(row, slot)               one thread starts the copies into the slot and announces their bytes on full[slot]
   //   first_pass(row, slot) -> own  the warp's two sums
-  //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all virtual warps; of a single one as they are
+  //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all warps; of a single one as they are
   //   second_pass(row, slot, pair)  the slot is free after it
   // start() fills the ring; what the caller loads before run() or run_few() overlaps with that. The producer calls produce() instead
   // of them, the combiner combine_all().

@@ -13,7 +13,7 @@ namespace kf {
 // What value(i, v) puts into v, for each vector i of the thread, once and in order, goes to its column of `row`, rounded.
 template <class S, class T, class Value> __device__ void store_shifted(T* row, const Place<S>& at, Value&& value) {
   using P = Place<S>;
-  static_assert(S::kVec == 1 && S::kLanes == 32 && S::kPlayed == 1 && sizeof(T) <= 4);
+  static_assert(S::kVec == 1 && S::kLanes == 32 && sizeof(T) <= 4);
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements to a lane, and chunks to a store
   constexpr int kWide = 32 * kEach;                        // columns of a store
   const int lane = at.lane, begin = at.first - lane, end = begin + P::cols_of(at.warp);
@@ -28,19 +28,19 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
   const unsigned halves = (of_second(from) ? 0x32 : 0x10) | (of_second(from + 1) ? 0x7600 : 0x5400);
   unsigned carried = 0;
 #pragma unroll
-  for (int j = 0; j <= P::kChunks / kEach; ++j) {
+  for (int j = 0; j <= P::kVectors / kEach; ++j) {
     unsigned word = 0;
     if constexpr (kEach == 1) {
       float v[1] = {};
-      if (j < P::kChunks) value(j, v);
+      if (j < P::kVectors) value(j, v);
       word = __float_as_uint(v[0]);
       const unsigned sent = carries ? carried : word;
       carried = word;
       word = __shfl_sync(~0u, sent, source);
     } else {
       float low[1] = {}, high[1] = {};
-      if (2 * j < P::kChunks) value(2 * j, low);
-      if (2 * j + 1 < P::kChunks) value(2 * j + 1, high);
+      if (2 * j < P::kVectors) value(2 * j, low);
+      if (2 * j + 1 < P::kVectors) value(2 * j + 1, high);
       const unsigned both = narrow_pair(T{}, low[0], high[0]);
       const unsigned sent = __byte_perm(both, carried, carries ? 0x7610 : 0x3210);
       carried = both;

@@ -1,15 +1,15 @@
 // The canonical reduction tree of a row, and who executes it.
 //
 // A row of kCols columns is cut into vectors of kVec, which divides kCols, the vectors into chunks of kLanes, and the chunks
-// into kWarps stretches, one for each *virtual warp*, as even as can be: the first ones may have a chunk more. In its stretch
-// vector j belongs to lane j % kLanes. The order of summation is a function of (kCols, kVec, kLanes, kWarps) alone:
+// into kWarps stretches, one for each warp, as even as can be: the first ones may have a chunk more. In its stretch vector j
+// belongs to lane j % kLanes. The order of summation is a function of (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
-//   2. a butterfly adds up the kLanes lanes of a virtual warp;
-//   3. the kWarps virtual warps are added pairwise: ((0+1)+(2+3))+((4+5)+(6+7)).
+//   2. a butterfly adds up the kLanes lanes of a warp;
+//   3. the kWarps warps are added pairwise: ((0+1)+(2+3))+((4+5)+(6+7)).
 //
-// Who executes it is free: a block or a cluster of kCluster blocks, in which each physical warp plays kPlayed virtual
-// warps. So a row's bits depend on neither the launch shape, the number of rows, nor its alignment.
+// A block or a cluster of kCluster blocks executes it, from registers or through shared memory. So a row's bits depend on
+// neither the launch shape, the number of rows, nor its alignment.
 #pragma once
 
 #include "types.cuh"
@@ -39,23 +39,22 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
 
 // The part of a row, or the rows, that this thread works on. S is the generated plan:
 //   kCols, kVec, kLanes, kWarps   the tree; kLanes < 32 only with kWarps == 1
-//   kCluster, kPlayed             the executor: kWarps == kCluster * (physical warps of the block) * kPlayed,
-//                                 or, with kWarps == 1, one row per kLanes threads and kRows rows per block
+//   kCluster                      the executor: kWarps == kCluster * (warps of the block), or, with kWarps == 1,
+//                                 one row per kLanes threads and kRows rows per block
 template <class S> struct Place {
   static constexpr int kChunk = S::kLanes * S::kVec;                         // columns of one vector of every lane
   static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;        // of the row, the last one perhaps not whole
   static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // the first kMore warps have one more
-  static constexpr int kChunks = kShare + (kMore > 0);                       // vectors per lane and virtual warp, at most
-  static constexpr bool kCovers = S::kCols == S::kWarps * kChunks * kChunk;  // every lane has that many
+  static constexpr int kVectors = kShare + (kMore > 0);                      // vectors per thread, at most
+  static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk; // every thread has that many
   static constexpr int kMissing = kRowChunks * kChunk - S::kCols;            // columns that the last chunk lacks
-  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;  // chunks that every virtual warp has whole
-  static constexpr int kVectors = kChunks * S::kPlayed;                      // vectors per thread
-  static constexpr int kLocalWarps = S::kWarps / S::kCluster;                // virtual warps of this block
+  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;  // chunks that every warp has whole
+  static constexpr int kLocalWarps = S::kWarps / S::kCluster;                // warps of this block
   // Of narrow vectors a thread has many. The compiler shall add their columns to one, not find each from the lane again.
   static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
 
-  int lane, row, warp;  // lane in the virtual warp, row in the block, first virtual warp played
+  int lane, row, warp;  // lane in the warp, row in the block, warp of the row
   int first;            // column of this thread's first vector
 
   __device__ Place() : Place(S::kWarps == 1 ? threadIdx.x % S::kLanes : threadIdx.x) {
@@ -63,7 +62,7 @@ template <class S> struct Place {
   }
 
   // For the member-th of the threads that share a row.
-  __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes * S::kPlayed) {
+  __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes) {
     if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
     first = start(warp) + lane * S::kVec;
     if constexpr (kNarrow) asm("" : "+r"(first));
@@ -77,31 +76,30 @@ template <class S> struct Place {
     return Place(member);
   }
 
-  // First column of virtual warp w.
+  // First column of warp w.
   __device__ static int start(int w) { return (w * kShare + (kMore ? min(w, kMore) : 0)) * kChunk; }
 
-  // First column of this thread's i-th vector, 0 <= i < kVectors: chunk i % kChunks of virtual warp `warp` + i / kChunks; kCols
-  // or more if there is none. The compiler is told which there are for sure, and of the others asks; `inside`: the caller knows.
+  // First column of this thread's i-th vector, 0 <= i < kVectors; kCols or more if there is none. The compiler is told which
+  // vectors exist for sure, and tests the others; `inside`: the caller knows.
   __device__ int col(int i, bool inside = false) const {
-    const int k = S::kPlayed == 1 ? i : i % kChunks, w = S::kPlayed == 1 ? warp : warp + i / kChunks;
-    const int col = kNarrow && S::kPlayed == 1 ? first + k * kChunk : start(w) + (k * S::kLanes + lane) * S::kVec;
+    const int col = kNarrow ? first + i * kChunk : start(warp) + (i * S::kLanes + lane) * S::kVec;
     if (kCovers) return col;
-    if (inside || k < kFull) {
+    if (inside || i < kFull) {
       __builtin_assume(col < S::kCols);
       return col;
     }
-    return k < kShare || w < kMore ? col : S::kCols;
+    return i < kShare || warp < kMore ? col : S::kCols;
   }
 
-  // How many columns virtual warp w has.
+  // How many columns warp w has.
   __device__ static int cols_of(int w) {
-    if constexpr (kCovers) return kChunks * kChunk;
+    if constexpr (kCovers) return kVectors * kChunk;
     return max(0, min(start(w + 1), S::kCols) - start(w));
   }
 
-  // One over the number of columns that virtual warp w has among its first kCount chunks; of those without any, what is finite.
-  template <class A, int kCount = kChunks> __device__ static A per_col_of(int w) {
-    constexpr int kMost = (kCount < kChunks ? kCount : kChunks) * kChunk, kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
+  // One over the number of columns that warp w has among its first kCount chunks; finite where it has none.
+  template <class A, int kCount = kVectors> __device__ static A per_col_of(int w) {
+    constexpr int kMost = (kCount < kVectors ? kCount : kVectors) * kChunk, kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
     constexpr int kLast = kRowChunks < S::kWarps || kCount < kShare ? kFewer : kFewer - kMissing;
     const A most = A(1) / A(kMost), fewer = kFewer ? A(1) / A(kFewer) : A(0);
     if constexpr (kCovers) return most;
@@ -148,15 +146,15 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   }
 }
 
-// Step 3: two sums per virtual warp, exchanged through shared memory with one barrier.
+// Step 3: two sums per warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
   static constexpr int kPadded = power_of_two(S::kWarps);             // the tree has zeros where there is no warp
-  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // virtual warps to a lane, if all lanes share them
+  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // warps to a lane, if all lanes share them
 
   A (*slot)[2];  // shared, [kWarps][2]
 
-  // Lane 0 of the virtual warp (of every block that needs it) gets the pair.
+  // Lane 0 of the warp (of every block that needs it) gets the pair.
   __device__ void put(int warp, int lane, A first, A second) {
     if constexpr (S::kCluster > 1) {
       if (lane < S::kCluster) {
@@ -178,7 +176,7 @@ template <class S> struct Exchange {
     }
   }
 
-  // Sum of f(virtual warp) over all of them, pairwise, in every lane, of which each takes kEach.
+  // Sum of f(warp) over all warps, pairwise, in every lane; each lane takes kEach of them.
   template <int kEach = kSlots, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
