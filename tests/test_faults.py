@@ -325,6 +325,31 @@ def test_a_fork_while_another_thread_builds(compiler: StandIn) -> None:
     assert compiler.calls("link") == 1
 
 
+def test_a_fork_waits_while_a_compiler_starts() -> None:
+    """A child that had a copy of the pipe by which a compiler starts would keep its parent waiting for ever."""
+    code = """
+        import os, pathlib, threading, time, warnings
+        from kernel_fusion.native import jobs
+        starting, started = threading.Event(), threading.Event()
+        def start(*_, **__):
+            starting.set()
+            time.sleep(0.3)
+            started.set()
+        jobs.subprocess.Popen = start
+        folder = pathlib.Path(os.devnull)
+        thread = threading.Thread(target=lambda: jobs._start([], folder, folder))
+        thread.start()
+        starting.wait()
+        warnings.simplefilter("ignore")  # Python's own, about forks of processes with threads
+        child = os.fork()
+        if not child:
+            os._exit(0 if started.is_set() else 1)
+        thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert python(code).stdout.split() == ["0"]
+
+
 def test_first_use_at_exit(compiler: StandIn) -> None:
     """When the interpreter shuts down and starts no threads any more, the extension is built all the same."""
     code = """

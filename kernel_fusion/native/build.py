@@ -27,6 +27,7 @@ from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import jobs
 from kernel_fusion.native.jobs import Say
+from kernel_fusion.native.loader import no_fork
 
 Library = TypeVar("Library")
 
@@ -108,7 +109,8 @@ def source_files() -> list[Path]:
 def compiler_version(compiler: tuple[str, ...]) -> str:
     """What `compiler --version` prints."""
     command = [*compiler, "--version"]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
+    with no_fork:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
 def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:

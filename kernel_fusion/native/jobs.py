@@ -21,6 +21,7 @@ from pathlib import Path
 from kernel_fusion.config import environment
 from kernel_fusion.core.cache import make_private_dir, trusted
 from kernel_fusion.errors import BuildError
+from kernel_fusion.native.loader import no_fork
 
 Say = Callable[[str], None]
 
@@ -164,7 +165,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
 
 
 def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Popen[bytes]:
-    with errors.open("wb") as file:
+    with no_fork, errors.open("wb") as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -13,7 +13,9 @@ from contextlib import ExitStack, suppress
 from kernel_fusion.errors import BuildError
 
 _lock = threading.RLock()
-_importing = threading.RLock()
+# A fork waits until this is free. A module that is half imported would keep the child waiting for ever; a compiler that
+# is half started, whose pipe the child would have a copy of, the parent.
+no_fork = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
 _hooks: list[Callable[[ctypes.CDLL], None]] = []
@@ -26,12 +28,11 @@ def _in_forked_child() -> None:
     """The thread that loads the extension in the parent does not exist here and would never let go of the lock."""
     global _lock
     _lock = threading.RLock()
-    _importing.release()
+    no_fork.release()
 
 
 if hasattr(os, "register_at_fork"):
-    # A fork waits for an import, because a child would wait for ever for a module that is half imported.
-    os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_in_forked_child)
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_in_forked_child)
 
 
 def on_load(hook: Callable[[ctypes.CDLL], None]) -> None:
@@ -130,7 +131,7 @@ def say(line: str) -> None:
 
 
 def _open() -> ctypes.CDLL:
-    with _importing:
+    with no_fork:
         from kernel_fusion.native import build  # here, because it needs what only POSIX has
 
     opened = build.load_library(_dlopen, say)
