@@ -318,7 +318,7 @@ _ON_A_GPU = (
     Mutant(
         "cuda: dresidual lacks what arrives at h", f"{_KERNELS}/gradients.cuh",
         "if constexpr (kPresent<typename S::DH>) {", "if constexpr (kPresent<typename S::DH> && !S::kDResidual) {",
-        "tests/test_oracle_stages.py::test_several_normalized_dimensions", cuda=True,
+        "tests/test_oracle_stages.py::test_dtype_mixes", cuda=True,
     ),
     Mutant(
         "cuda: bits of slopes are inverted", f"{_KERNELS}/pointwise_chain.cuh",
@@ -343,7 +343,7 @@ _ON_A_GPU = (
     Mutant(
         "cuda: bf16 is cut off instead of rounded", f"{_KERNELS}/vectors.cuh",
         "cvt.rn.bf16x2.f32", "cvt.rz.bf16x2.f32",
-        "tests/test_cuda_executors.py::test_f32_weight_beside_bf16", cuda=True,
+        "tests/test_oracle_stages.py::test_h_is_rounded_once_and_normalised_as_it_is", cuda=True,
     ),
     Mutant(
         "cuda: the tail of a reduced row is skipped", f"{_KERNELS}/reduce_rows.cuh",
