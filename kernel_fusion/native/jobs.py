@@ -160,7 +160,8 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
                 say(f"kernel_fusion: {done} of {len(commands)} parts are compiled after {clock.seconds():.0f} s ...")
     finally:
         for process in running.values():
-            os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler is several processes
             process.wait()
 
 
