@@ -18,7 +18,7 @@ _SHORTEST_MS, _LONGEST_MS = 1e-9, 1e12
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words and as a test."""
+    """A demand on a value, in words and as a test."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -94,7 +94,7 @@ class Fields:
             yield Fields(checked(value, OBJECT, where), f"{where}.")
 
     def facts(self, name: str, default: Any = _REQUIRED) -> dict[str, Any]:
-        """What the object called `name` holds, all of which can be printed."""
+        """The values of the object called `name`; each can be printed."""
         found = self.object(name, default)
         for key in found.values:
             checked(key, NAME, f"{self.where}{name}")

@@ -240,7 +240,7 @@ def copy_of(file: int, stack: ExitStack) -> Path:
 
 
 def _workplaces() -> list[Path]:
-    """Where to build: temporary files are nearer than a home often is, unless others can change them there."""
+    """The places to build in: temporary files are nearer than a home often is, unless others can change them there."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))

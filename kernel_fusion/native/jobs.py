@@ -1,4 +1,4 @@
-"""What a build needs from the operating system: a turn among processes, a folder of its own, compilers side by side.
+"""The means of a build: a turn among processes, a folder of its own, compilers side by side.
 
 Turns and folders are held by `flock`, which the system drops with the process that held it. No threads are started,
 because the first call may come when the interpreter shuts down and can start none.

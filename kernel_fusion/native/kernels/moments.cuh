@@ -14,7 +14,7 @@
 
 namespace kf {
 
-// Of one warp, or of the row: its mean (RMSNorm: 0) and the sum of (x - mean)^2.
+// The mean (RMSNorm: 0) of a warp or a row, and the sum of (x - mean)^2.
 template <class S> struct Moments {
   typename S::Acc mean, squares;
 };
@@ -67,7 +67,7 @@ template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x
   return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
-// Of this thread's warp, whose k-th vector is x_at(k), whenever it is asked for.
+// The moments of this thread's warp. x_at(k) is its k-th vector and may be called again.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
   Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
@@ -89,7 +89,8 @@ template <class S, int kBatch, int kFirst, class Load, class Use> __device__ voi
       kRest, P::kVectors, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
-// Of this thread's warp, whose k-th vector is value(k, load(k, inside), inside), once, as in `batched_chunks`.
+// The moments of this thread's warp in one pass: each vector, value(k, load(k, inside), inside), is read once, as in
+// `batched_chunks`.
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&& value) {
   using P = Place<S>;
@@ -108,7 +109,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   return deviations.moments();
 }
 
-// Of the row, from those of its warps, relative to the first one's mean so that only small numbers are added.
+// The moments of the row from those of its warps, relative to the first one's mean, so that only small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;
