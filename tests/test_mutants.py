@@ -13,7 +13,7 @@ from mutant_list import MUTANTS
 from mutants import Mutant
 from support import ROOT
 
-_SAMPLE = ("eager: a mask is inverted", "triton: a row ends one column late", "cache: the trailer is not checked")
+_SAMPLE = {"eager: a mask is inverted", "triton: a row ends one column late", "cache: the trailer is not checked"}
 
 
 def _results() -> dict[str, str | None]:
@@ -60,5 +60,5 @@ def test_a_sample_is_caught(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["mutants"]
-    assert [result["name"] for result in results] == list(_SAMPLE)
+    assert {result["name"] for result in results} == _SAMPLE  # they end in any order
     assert all(result["test"] for result in results)
