@@ -32,7 +32,7 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import contiguous_access, family, override_plan, plan_for, source_of
 from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import RowNormSpec
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 _FIRST_USE = """
 import time, torch, kernel_fusion as kf

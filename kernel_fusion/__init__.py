@@ -6,7 +6,6 @@ Importing builds nothing and loads no compiler; the first call does.
 from __future__ import annotations
 
 from kernel_fusion import errors, functional, kernels, nn, ops
-from kernel_fusion.backends.select import Explanation, explain
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import (
@@ -34,6 +33,7 @@ from kernel_fusion.nn import (
     FusedRMSNorm,
     FusedSoftmax,
 )
+from kernel_fusion.operators.select import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -78,12 +78,12 @@ __all__ = [
 
 def __getattr__(name: str) -> bool:
     if name == "EXTENSION_LOADED":
-        from kernel_fusion.native import loader
+        from kernel_fusion.operators import loader
 
         return loader.load()
     if name == "CUDA_AVAILABLE":
-        from kernel_fusion.backends.select import unavailable_reason
-        from kernel_fusion.native import loader
+        from kernel_fusion.operators import loader
+        from kernel_fusion.operators.select import unavailable_reason
 
         loader.load()
         return unavailable_reason("cuda") is None

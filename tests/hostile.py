@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernel_fusion.core import arguments
 from kernel_fusion.core.activations import formula
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 Arguments = dict[str, Any]
 

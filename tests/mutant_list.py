@@ -68,12 +68,12 @@ _DEFINITION = (
 
 _LAYERS = (
     Mutant(
-        "vmap: a batched weight counts as shared", "kernel_fusion/native/vmap.py",
+        "vmap: a batched weight counts as shared", "kernel_fusion/operators/vmap.py",
         "if in_dims[0] is not None and not any(map(_batched, in_dims[1:])):", "if in_dims[0] is not None:",
         "tests/test_transforms.py::test_vmap",
     ),
     Mutant(
-        "vmap: reduced dimensions are not shifted", "kernel_fusion/native/vmap.py",
+        "vmap: reduced dimensions are not shifted", "kernel_fusion/operators/vmap.py",
         "d + 1 if d >= 0 else d for d in dim", "d for d in dim",
         "tests/test_transforms.py::test_vmap_of_dimensions",
     ),
@@ -83,15 +83,14 @@ _LAYERS = (
         "tests/test_dropout.py::test_nothing_drops",
     ),
     Mutant(
-        "verbs: an explicit request falls back", "kernel_fusion/backends/select.py",
+        "verbs: an explicit request falls back", "kernel_fusion/operators/select.py",
         "    if reason:\n        raise BackendUnavailableError(f\"`{verb}`: backend",
         "    if reason and backend != \"triton\":\n        raise BackendUnavailableError(f\"`{verb}`: backend",
         "tests/test_errors.py::test_unavailable_backend_of_every_verb",
     ),
     Mutant(
-        "tracing: softmax keeps the strides of its input", "kernel_fusion/native/schemas.py",
-        "Any) -> Tensor:\n        return torch.empty_like(input, memory_format=torch.contiguous_format)",
-        "Any) -> Tensor:\n        return torch.empty_like(input)",
+        "tracing: softmax keeps the strides of its input", "kernel_fusion/operators/meta.py",
+        "torch.empty_like(input, memory_format=torch.contiguous_format)", "torch.empty_like(input)",
         "tests/test_compile.py::test_opcheck_of_the_families",
     ),
 )

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import kernel_fusion as kf
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle, unfused
 
 ROOT = Path(__file__).parents[1]

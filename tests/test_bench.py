@@ -20,7 +20,7 @@ from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS
 from kernel_fusion.cli import app
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 # What a result file promises for every contender that was checked and timed; `compare` relies on these names.
 KEYS = {

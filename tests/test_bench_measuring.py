@@ -21,7 +21,7 @@ from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import Effort, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 from kernel_fusion.testing.oracle import RowNormCase
 
 

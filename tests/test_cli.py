@@ -26,7 +26,7 @@ from kernel_fusion.bench import machine, plot, report, trace
 from kernel_fusion.cli import app, main
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core import cache, checks
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import Inputs, RowNormCase
 

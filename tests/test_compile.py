@@ -326,7 +326,7 @@ _FIRST_USE = """
     import warnings
     warnings.simplefilter("default")  # PyTorch's compiler warns about itself
     import torch, kernel_fusion as kf
-    from kernel_fusion.native import loader
+    from kernel_fusion.operators import loader
     assert not loader.is_loaded()
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def function(x, weight):
@@ -360,7 +360,7 @@ def test_export_save_load(tmp_path: Path) -> None:
         import sys, warnings
         warnings.simplefilter("default")
         import torch, kernel_fusion
-        from kernel_fusion.native import loader
+        from kernel_fusion.operators import loader
         program = torch.export.load(sys.argv[1])
         assert not loader.is_loaded()
         x, y = torch.load(sys.argv[2])

@@ -11,7 +11,8 @@ import torch
 from support import CPU, call, popen, python, skip_unless_cpu_runs
 
 from kernel_fusion.bench import peers
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.operators import loader
 
 # PyTorch's word for each build; PyTorch itself keeps to the limit too.
 _LIMITS = {"DEFAULT": "default", "AVX2": "avx2", "AVX512": None}
@@ -26,7 +27,7 @@ def test_every_build_keeps_the_budgets(variant: str) -> None:
     code = """
     import sys
     from kernel_fusion.cli import app
-    from kernel_fusion.native import loader
+    from kernel_fusion.operators import loader
     assert loader.cpu_variant() == sys.argv[1], loader.cpu_variant()
     app(["verify", "--quick", "--device", "cpu"])
     """
@@ -44,7 +45,7 @@ def test_a_library_for_any_processor() -> None:
     library = build.built_library(print, every_variant=True)
     assert _variants_in(library) == {*build.cpu_variants()}
     for variant in build.cpu_variants():
-        code = "from kernel_fusion.native import loader; print(loader.cpu_variant())"
+        code = "from kernel_fusion.operators import loader; print(loader.cpu_variant())"
         ran = python(code, env={"ATEN_CPU_CAPABILITY": _LIMITS[variant]})
         assert ran.stdout.strip() == min(variant, _BEST, key=build.cpu_variants().index)
         assert not ran.stderr  # nothing was built
@@ -56,7 +57,8 @@ def test_what_is_built_is_what_runs(variant: str) -> None:
     """Building and loading go by PyTorch's word, here for processors that this one need not be; less may be chosen."""
     code = """
     import sys
-    from kernel_fusion.native import build, loader
+    from kernel_fusion.native import build
+    from kernel_fusion.operators import loader
     assert [loader.cpu_variant()] == build._own_variants() == sys.argv[1:], loader.cpu_variant()
     chosen = [bool(loader.library().kf_use_cpu_variant(name.encode())) for name in build.cpu_variants()]
     assert chosen == sorted(chosen, reverse=True)
@@ -70,7 +72,7 @@ def test_a_library_of_our_own(tmp_path: Path) -> None:
     """Of eight processes that find none at once one builds, with its best kernels alone, and all work with it."""
     code = """
     import kernel_fusion as kf, torch
-    from kernel_fusion.native import loader
+    from kernel_fusion.operators import loader
     kf.layer_norm(torch.randn(3, 17), (17,), backend="cpu")
     print(loader.cpu_variant())
     """

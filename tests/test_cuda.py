@@ -19,7 +19,8 @@ from torch import Tensor
 from verbs import Verb, cotangents, gradients, results
 
 from kernel_fusion.backends.cuda.compile import counters
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import RowNormCase
 

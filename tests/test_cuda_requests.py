@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,8 +212,10 @@ def test_errors_are_answers() -> None:
     assert given.image is None
 
 
-def test_a_plan_can_be_overridden() -> None:
+def test_a_plan_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the context norms run by another plan, afterwards by their own; other kernels are not asked about."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(planner, "_library", SimpleNamespace(kf_forget_kernels=lambda: forgotten.append("kernels")))
     _, _, norm, access = REQUESTS["forward"]
     _, _, chain, chain_access = REQUESTS["pointwise"]
     device = KNOWN_DEVICES[90]
@@ -221,6 +224,7 @@ def test_a_plan_can_be_overridden() -> None:
         assert planner.plan_for(norm, access, device).threads == 2 * own.threads
         assert planner.plan_for(chain, chain_access, device) == others
     assert planner.plan_for(norm, access, device) == own
+    assert forgotten == ["kernels"] * 2, "the launcher would go on with those that it remembers"
 
 
 def test_specs_say_what_they_are() -> None:

@@ -29,7 +29,7 @@ from kernel_fusion.native import build, jobs
 # What each process does: build or load, and compute through the automatic choice of backend.
 _USE = """
     import torch, kernel_fusion as kf
-    from kernel_fusion.native import loader
+    from kernel_fusion.operators import loader
     assert loader.load(), loader.error()
     before = loader.launches("cpu_forward")
     y = kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
@@ -216,13 +216,13 @@ def test_a_build_that_cannot_be_loaded(compiler: StandIn, tmp_path: Path) -> Non
 _SWAP = """
     from pathlib import Path
     from kernel_fusion.core.cache import EXTENSIONS
-    from kernel_fusion.native import loader
-    def swapped(file, dlopen=loader._dlopen):
+    from kernel_fusion.native import library
+    def swapped(file, dlopen=library._dlopen):
         for path in EXTENSIONS.entries():
             path.unlink()
             path.write_text("somebody else's")
         return dlopen(file)
-    loader._dlopen = swapped
+    library._dlopen = swapped
 """
 # A system without /proc.
 _NO_PROC = """
@@ -308,7 +308,7 @@ def test_a_fork_while_another_thread_builds(compiler: StandIn) -> None:
     code = """
         import os, sys, threading, time, warnings
         import torch, kernel_fusion as kf
-        from kernel_fusion.native import loader
+        from kernel_fusion.operators import loader
         thread = threading.Thread(target=loader.load)
         thread.start()
         while not os.path.exists(sys.argv[1]):
@@ -354,7 +354,7 @@ def test_first_use_at_exit(compiler: StandIn) -> None:
     """When the interpreter shuts down and starts no threads any more, the extension is built all the same."""
     code = """
         import atexit, torch, kernel_fusion as kf
-        from kernel_fusion.native import loader
+        from kernel_fusion.operators import loader
         def use():
             kf.layer_norm(torch.randn(3, 8), (8,), backend="cpu")
             print(loader.is_loaded(), loader.launches("cpu_forward"))
@@ -402,7 +402,7 @@ _FALLBACK = """
     import json, threading, warnings
     import torch, kernel_fusion as kf
     import torch.nn.functional as F
-    from kernel_fusion.native import loader
+    from kernel_fusion.operators import loader
 
     def use():
         x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)

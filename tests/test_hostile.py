@@ -19,8 +19,8 @@ from torch import Tensor
 from verbs import Verb, gradients, results
 
 import kernel_fusion as kf
-from kernel_fusion.backends import select
 from kernel_fusion.config import cxx_compiler
+from kernel_fusion.operators import fallback
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_hostile_arguments(operator: str, argument: str, target: Target) -> None
 @pytest.mark.parametrize("operator", hostile.right_triton_calls("cpu"))
 def test_hostile_arguments_of_triton(operator: str) -> None:
     """The same of every operator of the Triton backend."""
-    select._define_triton()
+    fallback.define_triton()
     for argument in hostile.argument_types(operator):
         _check(operator, argument, TRITON)
 

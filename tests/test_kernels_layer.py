@@ -16,8 +16,8 @@ from test_ops import bare_signature
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.backends import select
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators import select
 
 _NORM = "(input, normalized_shape, weight, bias, eps=1e-05)"
 # name -> signature, the call as a function of its tensors, PyTorch's, shapes

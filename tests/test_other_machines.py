@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from support import CPU, PACKAGE, TRITON, assert_as_accurate
 
-from kernel_fusion.backends import select
+from kernel_fusion.backends import availability
 from kernel_fusion.backends.cuda import planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.triton import launch, operators
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.operators import fallback, loader, select
 
 GPU = torch.device("cuda", 0)
 on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU without the extension")
@@ -29,12 +30,12 @@ on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a recent NVIDIA GPU, as far as anybody asks; and the means to change it before the first call."""
-    for answer in ("_cuda_reason", "_has_triton", "_no_device_for_triton"):
-        monkeypatch.setattr(select, answer, cache(getattr(select, answer).__wrapped__))
+    for answer in ("why_not_cuda", "_has_triton", "_no_device_for_triton"):
+        monkeypatch.setattr(availability, answer, cache(getattr(availability, answer).__wrapped__))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: "found")
     return monkeypatch
 
 
@@ -47,7 +48,7 @@ _OBSTACLES: dict[str, tuple[Any, str, Any, str]] = {
     "rocm": (torch.version, "hip", "6.4", "this PyTorch is for ROCm"),
     "no device": (torch.cuda, "is_available", lambda: False, "PyTorch sees no CUDA device"),
     "old device": (torch.cuda, "get_device_capability", lambda _: (7, 5), "this device has 7.5"),
-    "no cuda-core": (select.importlib.util, "find_spec", lambda name: None, "cuda-core is not installed"),
+    "no cuda-core": (availability.importlib.util, "find_spec", lambda name: None, "cuda-core is not installed"),
 }
 
 
@@ -63,8 +64,8 @@ def test_why_cuda_is_not_available(obstacle: str, gpu: pytest.MonkeyPatch) -> No
 def test_a_machine_is_asked_once(backend: str, gpu: pytest.MonkeyPatch) -> None:
     """Calls that name their backend do not look for packages and devices each time."""
     asked: list[str] = []
-    gpu.setattr(select, "triton_is_interpreted", lambda: False)
-    gpu.setattr(select.importlib.util, "find_spec", lambda name: asked.append(name) or "found")
+    gpu.setattr(availability, "triton_is_interpreted", lambda: False)
+    gpu.setattr(availability.importlib.util, "find_spec", lambda name: asked.append(name) or "found")
     gpu.setattr(torch.cuda, "is_available", lambda: asked.append("device") or True)
     for _ in range(3):
         assert select.unavailable_reason(backend, GPU) is None
@@ -88,7 +89,7 @@ def test_the_extension_serves_the_devices_that_can_run_its_kernels(gpu: pytest.M
     gpu.setattr(torch.cuda, "device_count", lambda: 2)
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (7, 0))
     gpu.setattr(planner, "install", lambda *args: installed.append(args))
-    select._enable_cuda("library")
+    loader._enable_cuda("library")
     assert installed == [("library", [1])]
 
 
@@ -98,7 +99,7 @@ def test_triton_takes_over_where_cuda_cannot_run(gpu: pytest.MonkeyPatch) -> Non
     gpu.setattr(torch.version, "hip", "6.4")
     gpu.setattr(torch.cuda, "device_count", lambda: 1)
     gpu.setattr(operators, "take_over", lambda library, names, device: taken.append((names, device)))
-    select._enable_cuda("library")
+    loader._enable_cuda("library")
     ((names, device),) = taken
     assert device == "CUDA"
     assert {"layer_norm", "softmax", "pointwise", "reduce"} <= set(names)
@@ -106,13 +107,13 @@ def test_triton_takes_over_where_cuda_cannot_run(gpu: pytest.MonkeyPatch) -> Non
 
 def test_why_triton_is_not_available(gpu: pytest.MonkeyPatch) -> None:
     """Outside its interpreter it needs a GPU, and tensors that lie on one."""
-    gpu.setattr(select, "triton_is_interpreted", lambda: False)
+    gpu.setattr(availability, "triton_is_interpreted", lambda: False)
     gpu.setattr(torch.xpu, "is_available", lambda: False)
-    assert select._triton_reason(GPU) is None
-    assert "in the interpreter alone" in (select._triton_reason(torch.device("cpu")) or "")
-    assert select._triton_reason(torch.device("xpu")) == "PyTorch sees no xpu device"
+    assert availability.why_not_triton(GPU) is None
+    assert "in the interpreter alone" in (availability.why_not_triton(torch.device("cpu")) or "")
+    assert availability.why_not_triton(torch.device("xpu")) == "PyTorch sees no xpu device"
     gpu.setattr(torch.cuda, "is_available", lambda: False)
-    assert select._triton_reason(None) == "PyTorch sees no cuda or xpu device"
+    assert availability.why_not_triton(None) == "PyTorch sees no cuda or xpu device"
 
 
 @pytest.mark.parametrize("cores", [2, 16])
@@ -195,32 +196,30 @@ def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def test_without_the_extension_triton_serves_other_gpus() -> None:
     """What its kernels take goes to them, the rest to the definition."""
     x, weight, bias = _norm()
-    serve = select.schemas.without_extension["xpu"]
     with TRITON.ran():
-        y = serve("layer_norm", x, 1, weight, bias, 1e-5, 0.0, None)
+        y = fallback.serve_on_gpu("layer_norm", x, 1, weight, bias, 1e-5, 0.0, None)
     assert_as_accurate(y, lambda *args: F.layer_norm(args[0], (32,), *args[1:]), x, weight, bias)
     ones = torch.ones(3, dtype=torch.int64)
-    assert serve("reduce", ones, [0], False, "sum_squared", None) == 3
+    assert fallback.serve_on_gpu("reduce", ones, [0], False, "sum_squared", None) == 3
 
 
 @on_cpu
 def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.MonkeyPatch, verb: str) -> None:
     """What its kernels take goes to them (here to the CPU's), the rest to the definition, which knows the errors."""
-    gpu.setattr(select, "_cuda_reason", lambda device: None)
+    gpu.setattr(availability, "why_not_cuda", lambda device: None)
     gpu.setattr(python_launch, "register", lambda library: None)
     x, weight, bias = _norm()
-    serve = select.schemas.without_extension["cuda"]
     eps = {"layer_norm": 1e-5, "rms_norm": None}[verb]
     with CPU.ran():
-        y = serve(verb, x, 1, weight, None, eps, 0.0, None)
+        y = fallback.serve_on_gpu(verb, x, 1, weight, None, eps, 0.0, None)
     pytorch = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[verb]
     assert_as_accurate(y, lambda x, weight: pytorch(x, (32,), weight), x, weight)
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        serve("layer_norm", x, 1, weight[:5], bias, 1e-5, 0.0, None)
+        fallback.serve_on_gpu("layer_norm", x, 1, weight[:5], bias, 1e-5, 0.0, None)
     with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
-        serve("layer_norm", x.long(), 1, None, None, 1e-5, 0.0, None)
+        fallback.serve_on_gpu("layer_norm", x.long(), 1, None, None, 1e-5, 0.0, None)
     with TRITON.ran():
-        serve("softmax", x, None, 1.0, False)
+        fallback.serve_on_gpu("softmax", x, None, 1.0, False)
 
 
 def test_a_compiler_with_a_static_cxx_library(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kernel_fusion.bench import providers, suites, trace
 from kernel_fusion.bench.trace import Launch, Trace
 from kernel_fusion.bench.workloads import Inputs
 from kernel_fusion.cli import app
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 
 def profile(*arguments: str) -> Any:

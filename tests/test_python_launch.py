@@ -62,7 +62,7 @@ def test_shapes_it_announces() -> None:
     code = """
         import torch, kernel_fusion
         from kernel_fusion.backends.cuda import python_launch
-        from kernel_fusion.native import schemas
+        from kernel_fusion.operators import schemas
 
         python_launch.register(schemas.library)
         ops = torch.ops.kernel_fusion

@@ -17,11 +17,12 @@ from torch import Tensor
 from verbs import VERBS, Verb
 
 import kernel_fusion as kf
-from kernel_fusion.backends import select
+from kernel_fusion.backends import availability
 from kernel_fusion.backends.eager.dropout import random_bits, threshold
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators import select
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
 from kernel_fusion.testing.row_norms import Inputs
@@ -284,7 +285,7 @@ def test_without_the_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.Mon
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named."""
-    monkeypatch.setattr(select, "_has_triton", lambda: False)
+    monkeypatch.setattr(availability, "_has_triton", lambda: False)
     reason = select.unavailable_reason("triton", torch.device(DEVICE))
     assert reason is not None
     assert reason.startswith("the package triton is not installed")
@@ -464,11 +465,10 @@ def test_inductor_runs_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 _TAKE_OVER = """
     import torch, kernel_fusion as kf
-    from kernel_fusion.backends import select
     from kernel_fusion.backends.triton import operators
-    from kernel_fusion.native import schemas
+    from kernel_fusion.operators import fallback, schemas
 
-    select._define_triton()
+    fallback.define_triton()
     operators.take_over(schemas.library, list(schemas.VERBS), "CPU")
     from kernel_fusion.backends.triton.launch import launches
     x, w = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)

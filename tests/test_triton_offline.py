@@ -76,9 +76,9 @@ _CONSTANTS = """
     sys.path.insert(0, sys.argv[1])
     import torch
     import triton_offline as offline
-    from kernel_fusion.backends import select
+    from kernel_fusion.operators import fallback
 
-    select._define_triton()
+    fallback.define_triton()
 
     def signatures(rows, cols):
         launches = offline.record(lambda: offline.verbs(rows, cols, torch.bfloat16))
@@ -107,7 +107,7 @@ _TRACE = """
     warnings.filterwarnings("ignore", message="`torch.jit.script")  # PyTorch, of itself
     import torch, triton
     import kernel_fusion as kf
-    from kernel_fusion.backends import select
+    from kernel_fusion.backends import availability
     from kernel_fusion.backends.triton import plan
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -122,7 +122,7 @@ _TRACE = """
 
     triton.runtime.driver.set_active(Driver())
     plan.device_of = lambda device: plan.Device(132, 32, 232448, 65536, chained=True)
-    select.triton_is_interpreted = lambda: True  # lets CPU tensors pass for those of a GPU
+    availability.triton_is_interpreted = lambda: True  # lets CPU tensors pass for those of a GPU
 
     class Reached(Exception):
         pass

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_fusion.backends import select
 from kernel_fusion.backends.triton import plan, pointwise, reduce, row_norm, serve, softmax
+from kernel_fusion.operators import fallback
 
 _TYPES = {
     torch.float16: "*fp16",
@@ -208,7 +208,7 @@ def each_kernel(arch: str) -> list[Launch]:
 
 def main(backend: str, arch: str, which: str = "all") -> None:
     """Compile, and print what was compiled."""
-    select._define_triton()
+    fallback.define_triton()
     cuda = backend == "cuda"
     device = _DEVICES[arch]
     shared = device.shared_bytes or _AMD_SHARED_BYTES

@@ -27,7 +27,7 @@ from verbs import VERBS, Verb, cotangents, gradients, results
 
 from kernel_fusion.bench.machine import machine, versions
 from kernel_fusion.core.spec import dtype_name
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 # One element; no whole vector; whole vectors and a tail, in several blocks of rows; a row longer than a stretch; one of
 # which two threads share the stretches.

@@ -1,1 +1,1 @@
-"""One package per backend; `select` chooses between them. A backend never imports another."""
+"""One package per backend, and why one cannot run (`availability`). A backend never imports another."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 # The largest threshold that glibc chooses by itself, on freeing a block of that size.
 _THRESHOLD = 32 << 20

@@ -24,7 +24,9 @@ from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import reason
 from kernel_fusion.bench.workloads import Function, Workload
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.native.library import say
+from kernel_fusion.operators import loader
 from kernel_fusion.testing.oracle import RowNormCase, default_eps
 
 
@@ -52,7 +54,7 @@ def prepare(names: Sequence[str]) -> None:
     """Build what some of `names` need, before anything loads the extension: for `portable` a library that has it."""
     if BASELINE in names and not loader.is_loaded():
         with suppress(BuildError):  # `find` says why it is absent
-            build.built_library(loader.say, every_variant=True)
+            build.built_library(say, every_variant=True)
 
 
 def _portable() -> Provider:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.bench.workloads import Call, Direction, Function, Inputs, Workload
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
 
 _Result = TypeVar("_Result")
 

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine, plot, providers, run_suite, tables
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
@@ -39,7 +38,8 @@ from kernel_fusion.cli.common import (
 )
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core.spec import dtype_name
-from kernel_fusion.native import loader
+from kernel_fusion.operators import loader
+from kernel_fusion.operators.select import unavailable_reason
 
 _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
 

@@ -8,11 +8,12 @@ import torch
 import typer
 from rich.table import Table
 
-from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import machine
 from kernel_fusion.cli.common import CACHES, cache_facts, console, size
 from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.operators import loader
+from kernel_fusion.operators.select import unavailable_reason
 
 
 def info(

@@ -12,11 +12,13 @@ from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
-from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, parse_numbers, progress_console
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native import build, loader
+from kernel_fusion.native import build
+from kernel_fusion.native.library import say
+from kernel_fusion.operators import loader
+from kernel_fusion.operators.select import unavailable_reason
 
 
 def warmup(
@@ -63,7 +65,7 @@ def _warmup_without_kernels(arch: int | None, any_cpu: bool, out: Console) -> No
 def _prepare_extension(any_cpu: bool, out: Console) -> None:
     try:
         if any_cpu:
-            build.built_library(loader.say, every_variant=True)
+            build.built_library(say, every_variant=True)
         loader.library()
     except BuildError as error:
         out.print(f"The C++ extension could not be built: {error}")

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kernel_fusion.backends.select import unavailable_reason
 from kernel_fusion.bench import providers, results, tables, timing, trace
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.suites import ALL_BACKENDS, case_workload
@@ -34,6 +33,7 @@ from kernel_fusion.cli.common import (
     writable,
 )
 from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.operators.select import unavailable_reason
 
 
 def profile(

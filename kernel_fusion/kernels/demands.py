@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends import select
+from kernel_fusion.backends import availability
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators import select
 
 _FLOATING = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
+_DEVICES = ("cpu", "cuda")  # whose backends have the same names
 
 
 def admit(kernel: str, optional: Sequence[str] = (), **tensors: Any) -> tuple[str, list[Any]]:
@@ -40,7 +42,7 @@ def admit(kernel: str, optional: Sequence[str] = (), **tensors: Any) -> tuple[st
 
 
 def _check_kind(name: str, argument: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor) or select.is_foreign(tensor):
+    if not isinstance(tensor, Tensor) or availability.is_foreign(tensor):
         raise TypeError(f"`{name}`: `{argument}` must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in checks.FLOATING:
         raise TypeError(f"`{name}`: `{argument}` must be one of {_FLOATING}, got {tensor.dtype}")
@@ -70,11 +72,10 @@ def _check_devices(name: str, tensors: dict[str, Tensor]) -> None:
 
 def _backend(name: str, device: torch.device) -> str:
     """The backend with the kernels of `device`."""
-    backend = select.NATIVE.get(device.type)
-    if backend is None:
-        known = " and ".join(select.NATIVE)
+    if device.type not in _DEVICES:
+        known = " and ".join(_DEVICES)
         raise BackendUnavailableError(f"`{name}`: there are kernels for {known} tensors, and the input is on {device}")
-    reason = select.unavailable_reason(backend, device)
+    reason = select.unavailable_reason(device.type, device)
     if reason:
         raise BackendUnavailableError(f"`{name}`: the kernels of {device} are not available, because {reason}")
-    return backend
+    return device.type

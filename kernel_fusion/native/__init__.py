@@ -1,1 +1,1 @@
-"""The C++ half: operator schemas, the extension's builder and loader, and the C++ and CUDA sources themselves."""
+"""The C++ and CUDA sources, and what builds and opens the extension. It knows no operator."""

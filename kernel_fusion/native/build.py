@@ -26,8 +26,8 @@ from kernel_fusion.config import compilers_tried, cxx_compiler
 from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import jobs
+from kernel_fusion.native.forks import no_fork
 from kernel_fusion.native.jobs import Say
-from kernel_fusion.native.loader import no_fork
 
 Library = TypeVar("Library")
 

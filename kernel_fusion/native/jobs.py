@@ -21,7 +21,7 @@ from pathlib import Path
 from kernel_fusion.config import environment
 from kernel_fusion.core.cache import make_private_dir, trusted
 from kernel_fusion.errors import BuildError
-from kernel_fusion.native.loader import no_fork
+from kernel_fusion.native.forks import no_fork
 
 Say = Callable[[str], None]
 

@@ -68,10 +68,13 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Request), ctypes.POINTER(Answe
 _kept: list[bytes] = []
 # Of the whole process, because backward plans on autograd's threads.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
+_library: ctypes.CDLL | None = None
 
 
 def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
     """Give the extension this planner; from then on its CUDA kernels are enabled on `devices`."""
+    global _library
+    _library = library
     library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
@@ -131,16 +134,19 @@ def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
 @contextmanager
 def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
     """Within this context, in every thread, row-norm kernels run by `change(spec, plan)`. For tests and tuning."""
-    from kernel_fusion.native import loader
-
     global _override
     _override = change
-    loader.library().kf_forget_kernels()
+    _forget_kernels()
     try:
         yield
     finally:
         _override = None
-        loader.library().kf_forget_kernels()
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    if _library is not None:
+        _library.kf_forget_kernels()
 
 
 def family(

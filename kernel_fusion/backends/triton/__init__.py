@@ -1,7 +1,7 @@
 """The Triton backend: every verb on kernels that run wherever Triton does.
 
 This file imports no Triton. `operators` does, which defines `torch.ops.kernel_fusion.triton_*` when a call first asks
-for them (`kernel_fusion.backends.select`); `serve` then calls those, and a tracer can follow it. The kernels are in
+for them (`kernel_fusion.operators.fallback`); `serve` then calls those, and a tracer can follow it. The kernels are in
 `kernels`, what lays them out in `plan` and `layout`, the operators on them in one module per family.
 """
 

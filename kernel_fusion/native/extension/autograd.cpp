@@ -318,7 +318,7 @@ void implement_autograd(torch::Library& m) {
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (native/schemas.py).
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { implement_autograd(m); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { implement_autograd(m); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { implement_autograd(m); }

@@ -1,5 +1,5 @@
 // Pointwise chains and softmax below autograd: checks, promotion, broadcasting, allocation, registration. (Reductions:
-// reduce.cpp.) Shapes for tracing come from Python (native/schemas.py).
+// reduce.cpp.) Shapes for tracing come from Python (operators/meta.py).
 #include "families.h"
 
 #include <ATen/ExpandUtils.h>

@@ -94,7 +94,7 @@ Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef
 
 // ---- Operators -------------------------------------------------------------------------------------------------------------
 
-// The arguments of the operators, as their schemas have them (native/schemas.py).
+// The arguments of the operators, as their schemas have them (operators/schemas.py).
 struct PointwiseCall {
   const Tensor& a;
   const OptionalTensor& b;

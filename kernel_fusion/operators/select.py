@@ -1,47 +1,30 @@
 """Which backend serves a call, and why.
 
-The automatic choice is made by PyTorch's dispatcher (see `native/schemas.py`). Here are the explicit requests, which
+The automatic choice is made by PyTorch's dispatcher (see `operators/stubs.py`). Here are the explicit requests, which
 get the backend they name or an error that says why not; the rule for tensor subclasses; and the explanations.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parameter import Buffer, Parameter
 
-from kernel_fusion.backends import eager, interop, triton
-from kernel_fusion.config import BACKENDS, check_backend_name, state, triton_is_interpreted
-from kernel_fusion.core import checks
+from kernel_fusion.backends import availability, eager, interop, triton
+from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.native import loader, schemas, vmap
+from kernel_fusion.operators import loader, schemas
+from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
 
 Operator = Callable[..., Any]
 
-# The backend with kernels for the tensors of a device type.
-NATIVE = {"cpu": "cpu", "cuda": "cuda"}
-
-_OVERLOADS: dict[str, Any] = {name: getattr(torch.ops.kernel_fusion, name).default for name in schemas.VERBS}
-
-# The verbs whose CUDA kernels need no extension.
-_LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
-
-# What needs no closer look.
-PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
-
-# Subclasses that stand for a plain tensor while a program is traced.
-_TRACING_TENSORS = (FakeTensor, FunctionalTensor)
+_OVERLOADS: dict[str, Any] = {name: schemas.operator(name) for name in schemas.VERBS}
 _OPTIONAL_TENSOR = (Tensor, type(None))
 
 
@@ -73,7 +56,7 @@ def call(
                 return call(verb, backend, x, shape, w, b, eps, weight_offset, out_dtype)
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
-        if is_foreign(input) or not _ends_with(input, shape):
+        if availability.is_foreign(input) or not _ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     norm = operator(verb, verb, backend, input)
@@ -82,7 +65,7 @@ def call(
 
 def num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
     """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
-    if type(input) not in PLAIN_TENSORS or input.is_nested:
+    if type(input) not in availability.PLAIN_TENSORS or input.is_nested:
         return 0
     shape = input.shape
     expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
@@ -118,7 +101,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Operat
         if not isinstance(tensor, _OPTIONAL_TENSOR):
             raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
     if backend is None:
-        takes = all(t is None or _refusal(t) is None for t in tensors)
+        takes = all(t is None or availability.refusal(t) is None for t in tensors)
         return _found(name) if takes else partial(schemas.reference_call, name)
     if backend == "eager":
         return partial(schemas.reference_call, name)
@@ -148,7 +131,7 @@ def _obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str 
             if reason:
                 return reason
             device = device or tensor.device
-        reason = _refusal(tensor)
+        reason = availability.refusal(tensor)
         if reason:
             return reason
     return None
@@ -156,7 +139,7 @@ def _obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str 
 
 def _is_plain(tensor: Any) -> bool:
     """Whether the operators themselves know what to do with an argument: PyTorch's own tensors, and None."""
-    return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
+    return tensor is None or (type(tensor) in availability.PLAIN_TENSORS and not tensor.is_nested)
 
 
 def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
@@ -168,135 +151,19 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
             return f"the input is on {device}"
         return None if loader.load() else f"its extension could not be built: {loader.error()}"
     if name == "cuda":
-        reason = _cuda_reason(device)
-        if reason is None and verb not in _LAUNCHED_FROM_PYTHON and not loader.load():
+        reason = availability.why_not_cuda(device)
+        if reason is None and verb not in LAUNCHED_FROM_PYTHON and not loader.load():
             reason = f"what launches it is the extension, which could not be built: {loader.error()}"
         return reason
-    reason = _triton_reason(device)
+    reason = availability.why_not_triton(device)
     if reason is None:
-        _define_triton()  # here, where no tracer follows
+        define_triton()  # here, where no tracer follows
     return reason
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
 # would end up in the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010
-
-
-@cache  # asked at every call; and once the extension has been loaded with or without its planner, nothing else helps
-def _cuda_reason(device: torch.device | None) -> str | None:
-    if device is not None and device.type != "cuda":
-        return f"the input is on {device}"
-    if torch.version.hip is not None:
-        return "this PyTorch is for ROCm"
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0 or newer, and this device has {major}.{minor}"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "the package cuda-core is not installed (pip install cuda-core)"
-    return None
-
-
-def _triton_reason(device: torch.device | None) -> str | None:
-    if not _has_triton():
-        return "the package triton is not installed (it comes with PyTorch's GPU builds)"
-    return None if triton_is_interpreted() else _no_device_for_triton(device)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _no_device_for_triton(device: torch.device | None) -> str | None:
-    types = [device.type] if device is not None else ["cuda", "xpu"]
-    if not any(t in ("cuda", "xpu") for t in types):
-        return f"the input is on {device}, and its kernels run there in the interpreter alone (TRITON_INTERPRET=1)"
-    if not any(getattr(torch, t).is_available() for t in types if t in ("cuda", "xpu")):
-        return f"PyTorch sees no {' or '.join(types)} device"
-    return None
-
-
-@cache
-def _define_triton() -> None:
-    """Define the operators of the Triton backend, when first needed: they import Triton."""
-    from kernel_fusion.backends.triton import operators
-
-    operators.define(schemas.library, schemas.VERBS)
-    for name in operators.VERBS:
-        vmap.register(name, "triton_")
-
-
-def _refusal(input: Tensor) -> str | None:
-    """Why `input` itself, on the right device, is nothing for a native backend."""
-    if input.layout != torch.strided or is_foreign(input):
-        return f"the input is a {type(input).__name__} of layout {input.layout}"
-    if input.dtype not in checks.FLOATING:
-        return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
-    return None
-
-
-def is_foreign(input: Tensor) -> bool:
-    """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
-    if type(input) in PLAIN_TENSORS or input.is_nested:
-        return input.is_nested
-    if isinstance(input, _TRACING_TENSORS):
-        return False
-    kind = type(input)
-    function = getattr(kind.__torch_function__, "__func__", None)  # None: disabled, as for Parameter
-    overrides = function not in (None, getattr(Tensor.__torch_function__, "__func__", None))
-    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner where the CUDA kernels can run; without one its CUDA operators are eager."""
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    able = [device.index for device in devices if _cuda_reason(device) is None]
-    if able:
-        from kernel_fusion.backends.cuda import planner
-
-        planner.install(library, able)
-    elif devices and _triton_reason(devices[0]) is None:
-        from kernel_fusion.backends.triton import operators
-
-        _define_triton()
-        operators.take_over(schemas.library, list(schemas.VERBS), "CUDA")
-
-
-def _launch_from_python(verb: str, *args: Any) -> Any:
-    """The CUDA kernels where there is no extension to launch them."""
-    if verb not in _LAUNCHED_FROM_PYTHON or _cuda_reason(args[0].device):
-        return _portable(verb, *args)
-    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
-    if input.dtype not in checks.FLOATING:
-        return schemas.reference_call(verb, *args)
-    from kernel_fusion.backends.cuda import python_launch
-
-    shape = input.shape[input.dim() - num_dims :]
-    if not checks.parameters_fit(shape, weight, bias):
-        return schemas.reference_call(verb, *args)
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    python_launch.register(schemas.library)
-    if eps is None:
-        eps = schemas.default_eps(input)
-    apply: Operator = python_launch.RowNorm.apply
-    return apply(input, num_dims, weight, bias, eps, weight_offset, out_dtype, verb == "rms_norm")
-
-
-def _portable(verb: str, *args: Any) -> Any:
-    """The Triton kernels where they can run, else the definition."""
-    if _triton_reason(args[0].device) or _refusal(args[0]):
-        return schemas.reference_call(verb, *args)
-    _define_triton()
-    return triton.serve(verb, *args)
-
-
-loader.on_load(_enable_cuda)
-schemas.without_extension["cuda"] = _launch_from_python
-schemas.without_extension["xpu"] = _portable
 
 
 @dataclass(frozen=True)
@@ -379,7 +246,7 @@ def _why_not(backend: str, verb: str, mask: Tensor | None, tensors: Sequence[Ten
         reason = unavailable_reason(backend, tensor.device, verb)
         # A boolean mask is read as it is; other booleans are PyTorch's affair.
         if reason is None and not (tensor is mask and tensor.dtype == torch.bool):
-            reason = _refusal(tensor)
+            reason = availability.refusal(tensor)
         if reason:
             return reason
     return None

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
 
+import torch
+
+from kernel_fusion.backends import availability
 from kernel_fusion.errors import BuildError
+from kernel_fusion.native.library import open_extension
+from kernel_fusion.operators import schemas
+from kernel_fusion.operators.fallback import define_triton
 
 _lock = threading.RLock()
-# A fork waits until this is free. A module that is half imported would keep the child waiting for ever; a compiler that
-# is half started, whose pipe the child would have a copy of, the parent.
-no_fork = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
-_hooks: list[Callable[[ctypes.CDLL], None]] = []
 
 # `Counter` of native/extension/counters.h.
 _COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
@@ -28,16 +27,10 @@ def _in_forked_child() -> None:
     """The thread that loads the extension in the parent does not exist here and would never let go of the lock."""
     global _lock
     _lock = threading.RLock()
-    no_fork.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_in_forked_child)
-
-
-def on_load(hook: Callable[[ctypes.CDLL], None]) -> None:
-    """Have `hook` called with the extension when it is loaded, before anything uses it."""
-    _hooks.append(hook)
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def is_loaded() -> bool:
@@ -124,38 +117,29 @@ def keep_memory(largest: int | None) -> None:
     library().kf_keep_memory(-1 if largest is None else largest)
 
 
-def say(line: str) -> None:
-    """Tell the user how a build goes, where anybody can be told."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
-
-
 def _open() -> ctypes.CDLL:
-    with no_fork:
-        from kernel_fusion.native import build  # here, because it needs what only POSIX has
-
-    opened = build.load_library(_dlopen, say)
-    opened.kf_count.restype = ctypes.c_int64
-    opened.kf_cpu_variant.restype = ctypes.c_char_p
-    opened.kf_keep_memory.argtypes = [ctypes.c_int64]
-    opened.kf_use_cpu_variant.restype = ctypes.c_bool
-    opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-    for hook in _hooks:
-        hook(opened)
+    opened = open_extension()
+    _forget_stubs()
+    _enable_cuda(opened)
     return opened
 
 
-def _dlopen(file: int) -> ctypes.CDLL:
-    """Open the library that `file` is, rather than what a path leads to by now.
+def _forget_stubs() -> None:
+    """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
+    for name in schemas.VERBS | schemas.PARTS:
+        schemas.operator(name)._dispatch_cache.clear()
 
-    The name has the number of this process in it, which no other library's has, and debuggers can follow it. `file`
-    stays open, so that no other library gets the same name.
-    """
-    try:
-        process = os.readlink("/proc/self")
-    except OSError:  # no Linux
-        from kernel_fusion.native import build
 
-        with ExitStack() as stack:
-            return ctypes.CDLL(str(build.copy_of(file, stack)))
-    return ctypes.CDLL(f"/proc/{process}/fd/{file}")
+def _enable_cuda(library: ctypes.CDLL) -> None:
+    """Give the extension its planner where the CUDA kernels can run; without one its CUDA operators are eager."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    able = [device.index for device in devices if availability.why_not_cuda(device) is None]
+    if able:
+        from kernel_fusion.backends.cuda import planner
+
+        planner.install(library, able)
+    elif devices and availability.why_not_triton(devices[0]) is None:
+        from kernel_fusion.backends.triton import operators
+
+        define_triton()
+        operators.take_over(schemas.library, list(schemas.VERBS), "CUDA")

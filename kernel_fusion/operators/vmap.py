@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.native import schemas
+from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
@@ -35,10 +35,10 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 def register(name: str, prefix: str = "") -> None:
     """Give the operator of the verb `name`, or a backend's own operator of it, called `prefix` + `name`, its rule."""
     rows = _RULES[name]
-    operator: Any = getattr(torch.ops.kernel_fusion, prefix + name).default
+    operator = schemas.operator(prefix + name)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
-        args = schemas._bind(operator, given, {})
+        args = schemas.bind(operator, given, {})
         if in_dims[0] is not None and not any(map(_batched, in_dims[1:])):
             batched = rows(args[0].movedim(in_dims[0], 0), *args[1:])
             if batched is not None:

@@ -1,0 +1,80 @@
+"""Why the kernels of a backend cannot run on a device of this machine, or cannot read a tensor. Loads nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.parameter import Buffer, Parameter
+
+from kernel_fusion.config import triton_is_interpreted
+from kernel_fusion.core import checks
+
+# What needs no closer look.
+PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
+# Subclasses that stand for a plain tensor while a program is traced.
+_TRACING_TENSORS = (FakeTensor, FunctionalTensor)
+
+
+@cache  # asked at every call; and once the extension has been loaded with or without its planner, nothing else helps
+def why_not_cuda(device: torch.device | None) -> str | None:
+    """Why the CUDA kernels cannot run on `device` (None: at all, on this machine), or None if they can."""
+    if device is not None and device.type != "cuda":
+        return f"the input is on {device}"
+    if torch.version.hip is not None:
+        return "this PyTorch is for ROCm"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0 or newer, and this device has {major}.{minor}"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "the package cuda-core is not installed (pip install cuda-core)"
+    return None
+
+
+def why_not_triton(device: torch.device | None) -> str | None:
+    """Why the Triton kernels cannot run on `device` (None: at all, on this machine), or None if they can."""
+    if not _has_triton():
+        return "the package triton is not installed (it comes with PyTorch's GPU builds)"
+    return None if triton_is_interpreted() else _no_device_for_triton(device)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _no_device_for_triton(device: torch.device | None) -> str | None:
+    types = [device.type] if device is not None else ["cuda", "xpu"]
+    if not any(t in ("cuda", "xpu") for t in types):
+        return f"the input is on {device}, and its kernels run there in the interpreter alone (TRITON_INTERPRET=1)"
+    if not any(getattr(torch, t).is_available() for t in types if t in ("cuda", "xpu")):
+        return f"PyTorch sees no {' or '.join(types)} device"
+    return None
+
+
+def refusal(input: Tensor) -> str | None:
+    """Why `input`, on the right device, is nothing for kernels of ours, or None if they read it."""
+    if input.layout != torch.strided or is_foreign(input):
+        return f"the input is a {type(input).__name__} of layout {input.layout}"
+    if input.dtype not in checks.FLOATING:
+        return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
+    return None
+
+
+def is_foreign(input: Tensor) -> bool:
+    """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
+    if type(input) in PLAIN_TENSORS or input.is_nested:
+        return input.is_nested
+    if isinstance(input, _TRACING_TENSORS):
+        return False
+    kind = type(input)
+    function = getattr(kind.__torch_function__, "__func__", None)  # None: disabled, as for Parameter
+    overrides = function not in (None, getattr(Tensor.__torch_function__, "__func__", None))
+    return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -1,0 +1,12 @@
+"""The operators `torch.ops.kernel_fusion.*`: schemas, tracing, `torch.vmap`, loading, and the choice of a backend.
+
+Importing any module of this package defines them all. Schemas are in Python, so that `import kernel_fusion` builds
+nothing and `torch.export.load` reads a program in a fresh process. `stubs` stands in for the C++ kernels until `loader`
+has loaded them.
+"""
+
+from __future__ import annotations
+
+from kernel_fusion.operators import meta, stubs, vmap
+
+__all__ = ["meta", "stubs", "vmap"]

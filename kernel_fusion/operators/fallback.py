@@ -1,0 +1,56 @@
+"""What serves a call where the extension cannot be built: Triton, CUDA kernels launched from Python, the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from kernel_fusion.backends import availability, triton
+from kernel_fusion.core import checks
+from kernel_fusion.operators import schemas, vmap
+
+# The verbs whose CUDA kernels need no extension.
+LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
+
+
+def serve(verb: str, *args: Any) -> Any:
+    """The verb, called with its operator's arguments, by what can run on their device without the extension."""
+    on_gpu = args[0].device.type in ("cuda", "xpu")
+    return (serve_on_gpu if on_gpu else schemas.reference_call)(verb, *args)
+
+
+def serve_on_gpu(verb: str, *args: Any) -> Any:
+    """The same for a GPU: the CUDA kernels where Python can launch them, else Triton's, else the definition."""
+    input = args[0]
+    if availability.refusal(input) is None:
+        if verb in LAUNCHED_FROM_PYTHON and availability.why_not_cuda(input.device) is None:
+            return _launch_from_python(verb, *args)
+        if availability.why_not_triton(input.device) is None:
+            define_triton()
+            return triton.serve(verb, *args)
+    return schemas.reference_call(verb, *args)
+
+
+def _launch_from_python(verb: str, *args: Any) -> Any:
+    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
+    if not checks.parameters_fit(input.shape[input.dim() - num_dims :], weight, bias):
+        return schemas.reference_call(verb, *args)
+    from kernel_fusion.backends.cuda import python_launch
+
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    python_launch.register(schemas.library)
+    if eps is None:
+        eps = schemas.default_eps(input)
+    apply: Callable[..., Any] = python_launch.RowNorm.apply
+    return apply(input, num_dims, weight, bias, eps, weight_offset, out_dtype, verb == "rms_norm")
+
+
+@cache
+def define_triton() -> None:
+    """Define the operators of the Triton backend, when first needed: they import Triton."""
+    from kernel_fusion.backends.triton import operators
+
+    operators.define(schemas.library, schemas.VERBS)
+    for name in operators.VERBS:
+        vmap.register(name, "triton_")

@@ -1,0 +1,59 @@
+"""Shapes and dtypes for tracing, of the operators that do not get theirs from C++: those of the PyTorch calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core import arguments
+from kernel_fusion.operators.schemas import library
+
+
+def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
+    """Of the sum, by PyTorch's rules."""
+    return torch.empty_like(a) if b is None else torch.empty_like(torch.add(a, b))
+
+
+def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The result, and a bit for each element of it."""
+    y = pointwise(a, b, *rest)
+    return y, y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The gradients that the mask, the last argument, asks for."""
+    wants = rest[-1]
+    return (
+        torch.empty_like(dy if a.dtype == torch.uint8 else a) if wants[0] else dy.new_empty(0),
+        torch.empty_like(b) if b is not None and wants[1] else dy.new_empty(0),
+    )
+
+
+def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
+    """Of the sum, by PyTorch's rules."""
+    return torch.empty_like(input.sum(dim, keepdim, dtype=dtype or input.dtype))
+
+
+def softmax(input: Tensor, *_: Any) -> Tensor:
+    """A contiguous result, whatever the input's strides are."""
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """A contiguous gradient."""
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        arguments.one_device(function.__name__, args)
+        return function(*args)
+
+    return checked
+
+
+for _function in (pointwise, pointwise_fwd, pointwise_bwd, reduce, softmax, softmax_bwd):
+    library.impl(_function.__name__, _on_one_device(_function), "Meta")

@@ -1,0 +1,96 @@
+"""The schemas of `torch.ops.kernel_fusion.*`, and the operators that are the eager definitions.
+
+Schemas are defined at import: that builds nothing, and `torch.export.load` reads a program in a fresh process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core import arguments
+from kernel_fusion.core.spec import compute_dtype
+
+# Not SymInt[] shapes but the number of normalised dimensions: a new row count then never means a new trace.
+_NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
+_STAGES = "str pre_activation, str activation, float dropout_p, Tensor? seed"
+_AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
+_PART_STAGES = "str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None"
+_CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
+VERBS = {
+    "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
+    "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
+    # Both norms with what stands around them. `residual` of the result is h, without elements where none was given.
+    "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {_STAGES}) -> (Tensor output, Tensor residual)",
+    # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
+    "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
+    "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
+    "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
+}
+# What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
+# (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two. Results that nobody wants
+# have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x
+# itself where there are a residual and a pre-activation, and bias where there is an activation.
+PARTS = {
+    "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    f"ScalarType? out_dtype, bool rms, Tensor? residual=None, {_PART_STAGES}) -> (Tensor y, Tensor stats, Tensor h)",
+    "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
+    "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
+    f"Tensor? bias=None, bool has_residual=False, {_PART_STAGES}) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+    # `bits` of what backward needs of a and b: whether the slope of the activation, which has two values, is that at 1.
+    # Backward takes them, or a result whose value tells the slope, as the operand of a chain of one.
+    "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
+    "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
+    "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
+}
+# The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
+_REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "row_norm_reference": (f"(Tensor input, {_AFFINE}) -> Tensor", eager.row_norm),
+    "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
+    "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
+    "reduce_reference": (VERBS["reduce"], eager.reduce),
+    "softmax_reference": (VERBS["softmax"], eager.softmax),
+}
+
+library = torch.library.Library("kernel_fusion", "DEF")
+
+
+def operator(name: str) -> Any:
+    """The operator `name`, as the object that tracers know it by."""
+    return getattr(torch.ops.kernel_fusion, name).default
+
+
+for _name, _schema in (VERBS | PARTS).items():
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+for _name, (_schema, _definition) in _REFERENCES.items():
+    library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(_name, arguments.checked(operator(_name), _definition), "CompositeImplicitAutograd")
+
+
+def default_eps(input: Tensor) -> float:
+    """What `eps=None` of rms_norm stands for: the machine epsilon of the compute type."""
+    return torch.finfo(compute_dtype(input.dtype)).eps
+
+
+def reference_call(name: str, *args: Any) -> Any:
+    """The verb `name`, called with an operator's arguments, by the eager definition."""
+    if f"{name}_reference" in _REFERENCES:
+        definition: Any = _REFERENCES[f"{name}_reference"][1]
+        return definition(*args)
+    input, num_dims, weight, bias, eps, weight_offset, out_dtype = args
+    if eps is None:
+        eps = default_eps(input)
+    return eager.row_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype, name == "rms_norm")
+
+
+def bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments in the schema's order, defaults filled in: the dispatcher leaves trailing defaults out."""
+    arguments = operator._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [bound[a.name] for a in arguments]

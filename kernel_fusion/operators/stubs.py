@@ -1,0 +1,65 @@
+"""The Python stub of each operator: it loads the extension when a call first needs it, and serves what has no kernel.
+
+A stub sits on the two catch-all dispatch keys (`Autograd` and `CompositeExplicitAutograd`). The extension's kernels sit
+on the specific keys (AutogradCPU, CUDA, ...) and win over the stub from the moment they exist, so nothing is ever
+overridden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core import arguments
+from kernel_fusion.errors import BuildError
+from kernel_fusion.operators import fallback, loader, schemas
+
+# The devices whose kernels the extension registers (`meta` stands for tracing).
+_NATIVE_DEVICES = ("cpu", "cuda", "meta")
+
+
+def _verb_stub(name: str) -> Callable[..., Any]:
+    operator = schemas.operator(name)
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        device, is_strided = args[0].device.type, args[0].layout == torch.strided
+        is_native, was_loaded = device in _NATIVE_DEVICES, loader.is_loaded()
+        if is_native and is_strided and not was_loaded and loader.load():
+            return operator(*args, **kwargs)
+        given = schemas.bind(operator, args, kwargs)
+        if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
+            return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
+        return fallback.serve(name, *given)
+
+    return stub
+
+
+def _part_stub(name: str) -> Callable[..., Any]:
+    operator = schemas.operator(name)
+
+    def stub(*args: Any) -> Any:
+        if loader.is_loaded():
+            raise RuntimeError(
+                f"kernel_fusion::{name} takes dense tensors of one device, {', '.join(_NATIVE_DEVICES[:-1])} or "
+                f"{_NATIVE_DEVICES[-1]}; got {', '.join(_kind(t) for t in args if isinstance(t, Tensor))}"
+            )
+        if loader.load():
+            return operator(*args)
+        raise BuildError(f"kernel_fusion::{name} needs the C++ extension: {loader.error()}")
+
+    return stub
+
+
+def _kind(t: Tensor) -> str:
+    return f"{'nested ' if t.is_nested else ''}{t.layout} on {t.device}".removeprefix("torch.")
+
+
+for _name in schemas.VERBS:
+    for _key in ("Autograd", "CompositeExplicitAutograd"):
+        schemas.library.impl(_name, _verb_stub(_name), _key)
+for _name in schemas.PARTS:
+    schemas.library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")
