@@ -24,6 +24,7 @@ from kernel_fusion.functional import (
     softmax,
     sum_squared,
 )
+from kernel_fusion.functional.explain import Explanation, explain
 from kernel_fusion.nn import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -33,7 +34,6 @@ from kernel_fusion.nn import (
     FusedRMSNorm,
     FusedSoftmax,
 )
-from kernel_fusion.operators.select import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> bool:
         return loader.load()
     if name == "CUDA_AVAILABLE":
         from kernel_fusion.operators import loader
-        from kernel_fusion.operators.select import unavailable_reason
+        from kernel_fusion.operators.dispatch import unavailable_reason
 
         loader.load()
         return unavailable_reason("cuda") is None

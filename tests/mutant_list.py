@@ -83,9 +83,8 @@ _LAYERS = (
         "tests/test_dropout.py::test_nothing_drops",
     ),
     Mutant(
-        "verbs: an explicit request falls back", "kernel_fusion/operators/select.py",
-        "    if reason:\n        raise BackendUnavailableError(f\"`{verb}`: backend",
-        "    if reason and backend != \"triton\":\n        raise BackendUnavailableError(f\"`{verb}`: backend",
+        "verbs: an explicit request falls back", "kernel_fusion/operators/dispatch.py",
+        "    if backend is not None and (reason", "    if backend not in (None, \"triton\") and (reason",
         "tests/test_errors.py::test_unavailable_backend_of_every_verb",
     ),
     Mutant(

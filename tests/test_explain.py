@@ -83,7 +83,9 @@ def test_arrays() -> None:
         assert kf.explain(kf.sum_squared, np.ones(3, np.int64)).backend == "eager"
 
 
-@pytest.mark.parametrize("function", [torch.relu, torch.nn.functional.layer_norm, kf.ops.fused_bias_gelu, 3])
+@pytest.mark.parametrize(
+    "function", [torch.relu, torch.nn.functional.layer_norm, kf.ops.fused_bias_gelu, kf.explain, 3]
+)
 def test_what_is_no_verb(function: Any) -> None:
     """Anything but a verb is a TypeError."""
     with pytest.raises(TypeError, match=r"^`explain`: expected a verb of kernel_fusion, such as kf\.layer_norm, got"):

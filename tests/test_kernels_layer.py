@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.operators import select
+from kernel_fusion.operators import dispatch
 
 _NORM = "(input, normalized_shape, weight, bias, eps=1e-05)"
 # name -> signature, the call as a function of its tensors, PyTorch's, shapes
@@ -221,7 +221,7 @@ def test_devices_without_kernels(name: str) -> None:
 
 def test_no_fallback_where_kernels_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device's backend is unavailable the call raises with the reason."""
-    monkeypatch.setattr(select, "unavailable_reason", lambda backend, device=None: "there is no compiler")
+    monkeypatch.setattr(dispatch, "unavailable_reason", lambda backend, device=None: "there is no compiler")
     text = f"`kernels.{name}`: the kernels of cpu are not available, because there is no compiler"
     with EAGER.ran(), pytest.raises(BackendUnavailableError) as error:
         KERNELS[name][1](*inputs(name, EAGER))

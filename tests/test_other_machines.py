@@ -21,7 +21,7 @@ from kernel_fusion.backends.triton import launch, operators
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
-from kernel_fusion.operators import fallback, loader, select
+from kernel_fusion.operators import dispatch, fallback, loader
 
 GPU = torch.device("cuda", 0)
 on_cpu = pytest.mark.skipif(TRITON.device != "cpu", reason="stands in for a GPU without the extension")
@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_cuda_is_available_on_a_recent_gpu(gpu: pytest.MonkeyPatch) -> None:
     """Nothing is in the way."""
-    assert select.unavailable_reason("cuda", GPU) is None
+    assert dispatch.unavailable_reason("cuda", GPU) is None
 
 
 _OBSTACLES: dict[str, tuple[Any, str, Any, str]] = {
@@ -57,7 +57,7 @@ def test_why_cuda_is_not_available(obstacle: str, gpu: pytest.MonkeyPatch) -> No
     """Each obstacle has its reason."""
     holder, name, value, reason = _OBSTACLES[obstacle]
     gpu.setattr(holder, name, value)
-    assert reason in (select.unavailable_reason("cuda", GPU) or "")
+    assert reason in (dispatch.unavailable_reason("cuda", GPU) or "")
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
@@ -68,7 +68,7 @@ def test_a_machine_is_asked_once(backend: str, gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(availability.importlib.util, "find_spec", lambda name: asked.append(name) or "found")
     gpu.setattr(torch.cuda, "is_available", lambda: asked.append("device") or True)
     for _ in range(3):
-        assert select.unavailable_reason(backend, GPU) is None
+        assert dispatch.unavailable_reason(backend, GPU) is None
     assert "device" in asked
     assert len(asked) == len(set(asked))
 
@@ -77,8 +77,8 @@ def test_without_the_extension_cuda_has_the_plain_norms(gpu: pytest.MonkeyPatch)
     """They are launched from Python; the other verbs are not, and say so."""
     gpu.setattr(loader, "load", lambda: False)
     gpu.setattr(loader, "error", lambda: "no compiler")
-    assert select.unavailable_reason("cuda", GPU, "rms_norm") is None
-    assert select.unavailable_reason("cuda", GPU, "softmax") == (
+    assert dispatch.unavailable_reason("cuda", GPU, "rms_norm") is None
+    assert dispatch.unavailable_reason("cuda", GPU, "softmax") == (
         "what launches it is the extension, which could not be built: no compiler"
     )
 

@@ -22,7 +22,7 @@ from kernel_fusion.backends.eager.dropout import random_bits, threshold
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.operators import select
+from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
 from kernel_fusion.testing.row_norms import Inputs
@@ -286,7 +286,7 @@ def test_without_the_interpreter_cpu_tensors_are_refused(monkeypatch: pytest.Mon
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named."""
     monkeypatch.setattr(availability, "_has_triton", lambda: False)
-    reason = select.unavailable_reason("triton", torch.device(DEVICE))
+    reason = dispatch.unavailable_reason("triton", torch.device(DEVICE))
     assert reason is not None
     assert reason.startswith("the package triton is not installed")
 

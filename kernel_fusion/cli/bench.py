@@ -39,7 +39,7 @@ from kernel_fusion.cli.common import (
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.operators import loader
-from kernel_fusion.operators.select import unavailable_reason
+from kernel_fusion.operators.dispatch import unavailable_reason
 
 _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
 

@@ -20,7 +20,7 @@ from kernel_fusion.config import check_backend_name
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
 from kernel_fusion.core.spec import DTYPES, torch_dtype
 from kernel_fusion.errors import KernelFusionError
-from kernel_fusion.operators.select import unavailable_reason
+from kernel_fusion.operators.dispatch import unavailable_reason
 
 # Without a terminal rich assumes 80 columns and would cut the tables.
 _PIPE_WIDTH = 200

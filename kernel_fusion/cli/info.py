@@ -13,7 +13,7 @@ from kernel_fusion.cli.common import CACHES, cache_facts, console, size
 from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler
 from kernel_fusion.native import build
 from kernel_fusion.operators import loader
-from kernel_fusion.operators.select import unavailable_reason
+from kernel_fusion.operators.dispatch import unavailable_reason
 
 
 def info(

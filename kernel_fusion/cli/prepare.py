@@ -18,7 +18,7 @@ from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
 from kernel_fusion.native.library import say
 from kernel_fusion.operators import loader
-from kernel_fusion.operators.select import unavailable_reason
+from kernel_fusion.operators.dispatch import unavailable_reason
 
 
 def warmup(

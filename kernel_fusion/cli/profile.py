@@ -33,7 +33,7 @@ from kernel_fusion.cli.common import (
     writable,
 )
 from kernel_fusion.core.spec import dtype_name
-from kernel_fusion.operators.select import unavailable_reason
+from kernel_fusion.operators.dispatch import unavailable_reason
 
 
 def profile(

@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from kernel_fusion.backends import eager, interop
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.core import checks
-from kernel_fusion.operators.select import operator
+from kernel_fusion.operators.dispatch import operator
 
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.
 _PANEL_ROWS = 512

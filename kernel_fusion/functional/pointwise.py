@@ -7,7 +7,7 @@ from torch import Tensor
 from kernel_fusion.backends import eager, interop
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.operators.select import operator
+from kernel_fusion.operators.dispatch import operator
 
 
 def add_act(a: Tensor, b: Tensor, activation: str | None, *, backend: str | None = None) -> Tensor:

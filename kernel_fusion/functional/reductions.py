@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends import interop
 from kernel_fusion.core import checks
-from kernel_fusion.operators.select import operator
+from kernel_fusion.operators.dispatch import operator
 
 _Dims = int | Sequence[int] | None
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager, interop
-from kernel_fusion.config import state
+from kernel_fusion.backends.availability import PLAIN_TENSORS, is_foreign
+from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.operators import schemas
-from kernel_fusion.operators.select import call, num_normalized_dims, operator
+from kernel_fusion.operators.dispatch import operator
 
 # The operators, and the C++ functions behind them: calling those is faster, and only Dynamo needs the operators.
-_LAYER_NORM, _RMS_NORM = (schemas.operator(name) for name in ("layer_norm", "rms_norm"))
+_LAYER_NORM, _RMS_NORM = (schemas.overload(name) for name in ("layer_norm", "rms_norm"))
 _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
@@ -78,14 +79,14 @@ def layer_norm(
         return _staged("layer_norm", input, None, *norm, *stages, backend).output
     try:
         if backend is None and state.backend is None:
-            num_dims = num_normalized_dims(input, normalized_shape)
+            num_dims = _num_normalized_dims(input, normalized_shape)
             if num_dims:
                 norm_op = _LAYER_NORM if is_dynamo_compiling() else _layer_norm
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
         checks.number("layer_norm", "eps", eps)
-        return call("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        return _unusual("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
     except checks.REFUSALS as error:
         _explain("layer_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
         raise
@@ -141,16 +142,63 @@ def rms_norm(
         return _staged("rms_norm", input, None, *norm, *stages, backend).output
     try:
         if backend is None and state.backend is None:
-            num_dims = num_normalized_dims(input, normalized_shape)
+            num_dims = _num_normalized_dims(input, normalized_shape)
             if num_dims:
                 norm_op = _RMS_NORM if is_dynamo_compiling() else _rms_norm
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        return call("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        return _unusual("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
     except checks.REFUSALS as error:
         _explain("rms_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
         raise
+
+
+def _unusual(
+    verb: str,
+    backend: str | None,
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """A norm without stages, with an explicit backend, an unusual tensor or arguments that don't fit."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    if not _num_normalized_dims(input, shape):
+        check_backend_name(backend)
+        if not interop.is_tensor(input):
+            if not hasattr(input, "__dlpack__"):
+                raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
+
+            def with_tensors(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+                return _unusual(verb, backend, x, shape, w, b, eps, weight_offset, out_dtype)
+
+            return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
+        if is_foreign(input) or not _ends_with(input, shape):
+            rms = verb == "rms_norm"
+            return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
+    norm = operator(verb, verb, backend, input)
+    return norm(input, len(shape), weight, bias, eps, weight_offset, out_dtype)  # type: ignore[no-any-return]
+
+
+def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
+    """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
+    if type(input) not in PLAIN_TENSORS or input.is_nested:
+        return 0
+    shape = input.shape
+    expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+    # One dimension, the usual case, without slicing the shape: that costs 0.2 µs.
+    if len(expected) == 1:
+        return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
+    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0
+
+
+def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
+    integers = all(isinstance(size, (int, torch.SymInt)) for size in shape)
+    return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
 class NormOutput(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_fusion.backends import availability
 from kernel_fusion.core import checks
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.operators import select
+from kernel_fusion.operators import dispatch
 
 _FLOATING = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
 _DEVICES = ("cpu", "cuda")  # whose backends have the same names
@@ -75,7 +75,7 @@ def _backend(name: str, device: torch.device) -> str:
     if device.type not in _DEVICES:
         known = " and ".join(_DEVICES)
         raise BackendUnavailableError(f"`{name}`: there are kernels for {known} tensors, and the input is on {device}")
-    reason = select.unavailable_reason(device.type, device)
+    reason = dispatch.unavailable_reason(device.type, device)
     if reason:
         raise BackendUnavailableError(f"`{name}`: the kernels of {device} are not available, because {reason}")
     return device.type

@@ -127,7 +127,7 @@ def _open() -> ctypes.CDLL:
 def _forget_stubs() -> None:
     """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
     for name in schemas.VERBS | schemas.PARTS:
-        schemas.operator(name)._dispatch_cache.clear()
+        schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:

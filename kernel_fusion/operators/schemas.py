@@ -60,8 +60,8 @@ _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
 library = torch.library.Library("kernel_fusion", "DEF")
 
 
-def operator(name: str) -> Any:
-    """The operator `name`, as the object that tracers know it by."""
+def overload(name: str) -> Any:
+    """The operator `name`, by the object that tracers know it by."""
     return getattr(torch.ops.kernel_fusion, name).default
 
 
@@ -69,7 +69,7 @@ for _name, _schema in (VERBS | PARTS).items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, (_schema, _definition) in _REFERENCES.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    library.impl(_name, arguments.checked(operator(_name), _definition), "CompositeImplicitAutograd")
+    library.impl(_name, arguments.checked(overload(_name), _definition), "CompositeImplicitAutograd")
 
 
 def default_eps(input: Tensor) -> float:

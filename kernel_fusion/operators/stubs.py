@@ -23,7 +23,7 @@ _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 
 def _verb_stub(name: str) -> Callable[..., Any]:
-    operator = schemas.operator(name)
+    operator = schemas.overload(name)
 
     def stub(*args: Any, **kwargs: Any) -> Any:
         device, is_strided = args[0].device.type, args[0].layout == torch.strided
@@ -39,7 +39,7 @@ def _verb_stub(name: str) -> Callable[..., Any]:
 
 
 def _part_stub(name: str) -> Callable[..., Any]:
-    operator = schemas.operator(name)
+    operator = schemas.overload(name)
 
     def stub(*args: Any) -> Any:
         if loader.is_loaded():

@@ -35,7 +35,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 def register(name: str, prefix: str = "") -> None:
     """Give the operator of the verb `name`, or a backend's own operator of it, called `prefix` + `name`, its rule."""
     rows = _RULES[name]
-    operator = schemas.operator(prefix + name)
+    operator = schemas.overload(prefix + name)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
         args = schemas.bind(operator, given, {})

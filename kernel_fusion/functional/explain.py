@@ -1,0 +1,105 @@
+"""Which backend a call takes, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import interop
+from kernel_fusion.config import BACKENDS, check_backend_name, state
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators.dispatch import obstacle
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call takes, and why the others do not.
+
+    Attributes:
+        backend: the one it takes.
+        reasons: for every other backend, why not.
+        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere.
+    """
+
+    backend: str
+    reasons: dict[str, str]
+    plan: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend}", *(f"  {line}" for line in self.plan)]
+        lines += [f"not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend `verb(*args, **kwargs)` would take and why. Nothing is computed.
+
+    Args:
+        verb: a function of this library that has `backend=`, such as `kernel_fusion.layer_norm`.
+        args, kwargs: the arguments of the call.
+
+    Returns:
+        An :class:`Explanation`; print it.
+
+    Raises:
+        TypeError: `verb` is no verb, or has no such arguments.
+        ValueError: `backend` is not a backend.
+        BackendUnavailableError: the requested backend cannot serve the call, which would raise the same.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> explanation = kf.explain(kf.layer_norm, torch.randn(4, 16), (16,))
+    """
+    name, arguments = _bound(verb, args, kwargs)
+    wanted = arguments.pop("backend") or state.backend
+    check_backend_name(wanted)
+    if name == "attention_scores" and not arguments["normalize"]:
+        no_kernel = "without `normalize` there is only the matrix product, which is the vendor library's"
+        return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
+    mask: Any = arguments.get("mask")
+    # A boolean mask is read as it is; other booleans are PyTorch's affair.
+    tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
+    reasons: dict[str, str] = {}
+    chosen = None
+    for candidate in BACKENDS:
+        reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
+        if reason is None and wanted not in (None, candidate):
+            reason = f"{wanted!r} was requested"
+        if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
+            reason = "its interpreter serves CPU tensors on request alone"
+        if reason is None and chosen is not None:
+            reason = f"{chosen!r} comes first"
+        if reason is None:
+            chosen = candidate
+        else:
+            reasons[candidate] = reason
+    if chosen is None:
+        raise BackendUnavailableError(f"`{name}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}")
+    return Explanation(chosen, reasons, _plan_lines(chosen, name, arguments))
+
+
+def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The verb's name, and its arguments by name, with defaults filled in and arrays as tensors."""
+    is_ours = str(getattr(verb, "__module__", None)).startswith("kernel_fusion.functional")
+    if not is_ours or "backend" not in inspect.signature(verb).parameters:
+        raise TypeError(f"`explain`: expected a verb of kernel_fusion, such as kf.layer_norm, got {verb!r}")
+    bound = inspect.signature(verb).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return verb.__name__, {name: interop.as_tensor(value) for name, value in bound.arguments.items()}
+
+
+def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
+    if chosen == "cuda":
+        from kernel_fusion.backends.cuda import explain as cuda_explain
+
+        return cuda_explain.plan_lines(verb, arguments)
+    if chosen == "triton":
+        from kernel_fusion.backends.triton import explain as triton_explain
+
+        return triton_explain.plan_lines(verb, arguments)
+    return ()

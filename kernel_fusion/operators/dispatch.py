@@ -1,0 +1,110 @@
+"""What serves a call of a verb.
+
+The automatic choice is made by PyTorch's dispatcher, among the extension's kernels and the stubs. Here are the explicit
+requests, which get the backend they name or an error that says why not, and the tensors that no kernel of ours reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from kernel_fusion.backends import availability, triton
+from kernel_fusion.backends.availability import PLAIN_TENSORS, refusal
+from kernel_fusion.config import check_backend_name, state
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators import loader, schemas
+from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
+
+_OVERLOADS = {name: schemas.overload(name) for name in schemas.VERBS}
+_OPTIONAL_TENSOR = (Tensor, type(None))
+
+
+def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callable[..., Any]:
+    """What serves a call of `verb`: the operator `name`, which chooses by device, or the definition.
+
+    Args:
+        backend: as the user gave it; None takes that of `use_backend`.
+        tensors: all that the verb reads, or None. What kernels do not take goes to the definition, unless a backend was
+            named.
+
+    Raises:
+        TypeError: something among `tensors` is none.
+        ValueError: `backend` is not a backend.
+        BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
+    """
+    if backend is None and state.backend is None and all(map(_is_plain, tensors)):
+        return _by_device(name)
+    check_backend_name(backend)
+    backend = backend or state.backend
+    for tensor in tensors:
+        if not isinstance(tensor, _OPTIONAL_TENSOR):
+            raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
+    if backend is None and any(t is not None and refusal(t) for t in tensors):
+        backend = "eager"
+    if backend == "eager":
+        return partial(schemas.reference_call, name)
+    if backend is not None and (reason := obstacle(backend, verb, tensors)):
+        raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
+    return partial(triton.serve, name) if backend == "triton" else _by_device(name)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether the operators themselves know what to do with an argument: PyTorch's own tensors, and None."""
+    return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    """The operator `name`, which chooses by device."""
+    # The object behind an overload costs 0.5 µs less to call, and torch.compile knows the overload alone.
+    overload = _OVERLOADS[name]
+    return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
+
+
+def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
+    """Why `backend`, one with kernels of ours, cannot serve `verb` of these tensors, or None if it can."""
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if device is None or tensor.device != device:
+            if device is not None and tensor.dim() > 0:
+                continue  # tensors on several devices are an error of their own
+            if reason := unavailable_reason(backend, tensor.device, verb):
+                return reason
+            device = device or tensor.device
+        if reason := refusal(tensor):
+            return reason
+    return None
+
+
+def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
+    """Why backend `name` cannot run `verb` on `device` (default: at all, on this machine), or None if it can.
+
+    The extension is loaded to find out.
+    """
+    if name == "eager":
+        return None
+    if name == "cpu":
+        if device is not None and device.type != "cpu":
+            return f"the input is on {device}"
+        return None if loader.load() else f"its extension could not be built: {loader.error()}"
+    if name == "cuda":
+        reason = availability.why_not_cuda(device)
+        if reason is None and verb not in LAUNCHED_FROM_PYTHON and not loader.load():
+            reason = f"what launches it is the extension, which could not be built: {loader.error()}"
+        return reason
+    reason = availability.why_not_triton(device)
+    if reason is None:
+        define_triton()  # here, where no tracer follows
+    return reason
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
+# would end up in the loader.
+setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010
