@@ -17,7 +17,7 @@ from support import CPU, EAGER, Target
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.backends import interop
+from kernel_fusion.functional import interop
 
 # Each verb and operation as a function of three arrays: two of shape (4, 8) and one of shape (8,).
 CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {

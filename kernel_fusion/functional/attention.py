@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS
 from kernel_fusion.core import checks
+from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import operator
 
 # Rows that a causal product computes at a time: of 2048 columns five eighths are left.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends import interop
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import obstacle
 
 

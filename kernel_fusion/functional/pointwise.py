@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import operator
 
 

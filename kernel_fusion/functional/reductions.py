@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernel_fusion.backends import interop
 from kernel_fusion.core import checks
+from kernel_fusion.functional import interop
 from kernel_fusion.operators.dispatch import operator
 
 _Dims = int | Sequence[int] | None

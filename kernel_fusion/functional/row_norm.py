@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from kernel_fusion.backends import eager, interop
+from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.functional import interop
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 
