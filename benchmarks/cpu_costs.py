@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench import pages, timing
+from kernel_fusion.bench import page_faults, timing
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.timing import FULL, Timing
 from kernel_fusion.bench.workloads import Call
@@ -74,9 +74,9 @@ def memory() -> dict[str, Any]:
         "read and store, huge pages": lambda: torch.neg(x, out=huge(x)),
         **norms,
     }
-    with pages.reused():
+    with page_faults.reused():
         warm = measure(reused)
-    with pages.settled():
+    with page_faults.settled():
         fresh = measure(new)
     faults = fresh["read and store"].page_faults
     more = fresh["read and store"].median_ms - warm["read and store"].median_ms
@@ -96,7 +96,7 @@ def after_pauses() -> dict[str, float]:
         "read and store, huge pages": lambda: torch.neg(x, out=huge(x)),
     }
     ms: dict[str, list[float]] = {name: [] for name in calls}
-    with pages.settled():
+    with page_faults.settled():
         for _ in range(PAUSED_CALLS):
             for name, call in calls.items():
                 time.sleep(PAUSE_S)
@@ -124,7 +124,7 @@ def elements() -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = {}
     for dtype in DTYPES:
         calls = {f"{name} {rows}": call for rows in (1, FEW_ROWS) for name, call in passes(rows, dtype).items()}
-        with pages.reused():
+        with page_faults.reused():
             ms = {name: measured.median_ms for name, measured in measure(calls).items()}
         ns = 1e6 / ((FEW_ROWS - 1) * FEW_COLS)
         names = passes(1, dtype)
@@ -160,7 +160,7 @@ def main() -> None:
         "command": "python " + " ".join(sys.argv),
         "machine": machine(CPU) | {"load_average_at_start": round(load_average(), 2)},
         "versions": versions(),
-        "method": {"time": timing.METHODS["calls"], "memory_of_results": pages.METHOD},
+        "method": {"time": timing.METHODS["calls"], "memory_of_results": page_faults.METHOD},
         "memory": {},
     }
     for count in counts:

@@ -1,7 +1,7 @@
 """The benchmark harness from Python: an operation of one's own, measured like those of `kernel-fusion bench`.
 
-An operation is PyTorch's chain, our call and the arguments of both. That is all the harness needs: it compares results
-and gradients with the chain in float64, counts the bytes that must move, times both against each other and against the
+An operation is PyTorch's calls, our call and the arguments of both. That is all the harness needs: it compares results
+and gradients with PyTorch's in float64, counts the bytes that must move, times both against each other and against the
 floor, and writes tables and plots. Here it is a residual addition, an RMSNorm and a SiLU.
 
     python examples/benchmarks.py                                         # the best device, small sizes, a few seconds
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import kernel_fusion as kf
 from kernel_fusion.bench import providers, run_suite
-from kernel_fusion.bench.chains import Dropout, Operation
+from kernel_fusion.bench.operation_workload import Dropout, Operation
 from kernel_fusion.bench.suites import Operations, Shape, Suite
 from kernel_fusion.bench.timing import QUICK, Setup
 from kernel_fusion.bench.workloads import Argument
@@ -37,7 +37,7 @@ def arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
     return [Argument("x", shape, dtype), Argument("residual", shape, dtype), weight]
 
 
-def chain(dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def pytorch(dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """What PyTorch's users write; there is no dropout in it."""
     h = residual + x
     return F.silu(F.rms_norm(h, h.shape[-1:], weight, EPS)), h
@@ -52,7 +52,7 @@ OPERATION = Operation(
     "add+rms_norm+silu",
     "add_rms_norm",
     arguments,
-    chain,
+    pytorch,
     fused,
     results=("y", "h"),
     # Backward reads h, which is no argument but has the size of one, and writes one gradient for both terms of the sum.

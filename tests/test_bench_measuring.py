@@ -14,7 +14,7 @@ from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, se
 from support import TRITON
 from torch import Tensor
 
-from kernel_fusion.bench import check, host, memory, pages, peers, providers, runner, timing
+from kernel_fusion.bench import check, host, memory, page_faults, peers, providers, runner, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.row_norms import RowNorm
@@ -136,9 +136,9 @@ def test_large_results_are_new_and_fault_unless_memory_is_kept() -> None:
     """64 MB are 16384 pages of 4 KB, given to the process at the first write; memory that is kept does not fault."""
     large, small = torch.randn(4096, 4096), torch.randn(512, 512)
     contenders = {"large": lambda: lambda: torch.neg(large), "small": lambda: lambda: torch.neg(small)}
-    with pages.settled():
+    with page_faults.settled():
         new = timing.time_calls(contenders, effort(max_rounds=5), CPU)
-    with pages.reused():
+    with page_faults.reused():
         kept = timing.time_calls(contenders, effort(max_rounds=5), CPU)
     assert max(new["small"].page_faults, kept["small"].page_faults, kept["large"].page_faults) < 10
     assert new["large"].page_faults > 20  # a page may be larger than 4 KB
@@ -150,7 +150,7 @@ def test_large_results_are_new_and_fault_unless_memory_is_kept() -> None:
 def test_kept_memory_belongs_to_one_tensor_at_a_time() -> None:
     """Two results that live at once do not share memory, and what was freed comes back at the next call of its size."""
     x = torch.ones(100, 1000)
-    with pages.reused():
+    with page_faults.reused():
         first, second = x + 1, x + 2
         places = {first.data_ptr(), second.data_ptr()}
         assert len(places) == 2

@@ -17,8 +17,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import check, floor, memory, operations, peers, plot, providers, runner, tables, timing
-from kernel_fusion.bench.chains import Chain
 from kernel_fusion.bench.floor import Floor
+from kernel_fusion.bench.operation_workload import OperationWorkload
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.suites import SUITES
@@ -33,16 +33,16 @@ ROWS, COLS = 24, 51
 MAX_CHECKED = 10 * COLS
 
 
-def chains(suite: str, dtype: torch.dtype = FP32) -> Iterator[Chain]:
+def of_suite(suite: str, dtype: torch.dtype = FP32) -> Iterator[OperationWorkload]:
     """The operations of a suite, at the small size."""
     small = SUITES[suite].with_shapes([(ROWS, COLS)])
     workloads = small.workloads("cpu", [dtype], small.verbs)
-    return (workload for workload in workloads if isinstance(workload, Chain))
+    return (workload for workload in workloads if isinstance(workload, OperationWorkload))
 
 
-def chain(name: str, dtype: torch.dtype = FP32) -> Chain:
+def operation(name: str, dtype: torch.dtype = FP32) -> OperationWorkload:
     """The operation of that name."""
-    return next(c for suite in ("fused-ops", "memory") for c in chains(suite, dtype) if c.what.name == name)
+    return next(c for suite in ("fused-ops", "memory") for c in of_suite(suite, dtype) if c.what.name == name)
 
 
 def verdict(workload: Workload, provider: Provider, max_checked: int = MAX_CHECKED) -> Any:
@@ -56,12 +56,16 @@ def instead(function: Callable[..., Any]) -> Provider:
     return Provider("other", "0", lambda workload: function)
 
 
-ALL = [*chains("fused-ops"), *chains("fused-ops", BF16), *(c for c in chains("memory") if not c.grouped)]
+ALL = [
+    *of_suite("fused-ops"),
+    *of_suite("fused-ops", BF16),
+    *(c for c in of_suite("memory") if not c.grouped),
+]
 
 
 @pytest.mark.parametrize("workload", ALL, ids=str)
-def test_every_operation_is_right_in_both_forms(workload: Chain) -> None:
-    """PyTorch's chain and our verb, by its definition, give the same numbers within the budget of ours."""
+def test_every_operation_is_right_in_both_forms(workload: OperationWorkload) -> None:
+    """PyTorch's calls and our verb, by its definition, give the same numbers within the budget of ours."""
     (inputs,) = workload.input_sets(CPU, 1)
     both = [providers.pytorch(), providers.ours("eager")]
     for comparisons in check.check(workload, both, inputs, MAX_CHECKED).values():
@@ -71,7 +75,7 @@ def test_every_operation_is_right_in_both_forms(workload: Chain) -> None:
 
 # A thousandth is less than the 2 % that a peer may be off, and more than the budget of ours in fp32.
 @pytest.mark.parametrize("workload", [c for c in ALL if c.dtype == FP32], ids=str)
-def test_a_wrong_contender_of_any_operation_is_found(workload: Chain) -> None:
+def test_a_wrong_contender_of_any_operation_is_found(workload: OperationWorkload) -> None:
     """One column of y, or all of it where it is one number: a thousandth off for ours, ten times as much for a peer."""
     assert "times its error budget off" in verdict(workload, scaled("kf-eager", 1.001, "eager"))
     assert "y is off by" in verdict(workload, scaled("peer", 10.0))
@@ -79,7 +83,7 @@ def test_a_wrong_contender_of_any_operation_is_found(workload: Chain) -> None:
 
 def test_every_operation_is_measured() -> None:
     """Checked and timed in both directions beside its floor, with the bytes that move."""
-    few = [chain(name) for name in ("bias+gelu+dropout", "sum_squared, all", "causal attention weights")]
+    few = [operation(name) for name in ("bias+gelu+dropout", "sum_squared, all", "causal attention weights")]
     for workload in few:
         results = empty()
         directions = SUITES["fused-ops"].directions
@@ -117,14 +121,14 @@ def test_fused_ops_cover_every_verb_and_activation() -> None:
 
 def test_mixed_residuals_are_measured_in_16_bits_alone() -> None:
     """In fp32 they would be the plain case again."""
-    assert {c.what.name for c in chains("fused-ops", BF16)} - {c.what.name for c in chains("fused-ops")} == {
+    assert {c.what.name for c in of_suite("fused-ops", BF16)} - {c.what.name for c in of_suite("fused-ops")} == {
         f"add+{norm}, fp32 residual{dropout}" for norm in ("layer_norm", "rms_norm") for dropout in ("", ", dropout")
     }
 
 
 def test_dropout_is_judged_by_the_masks_that_results_show() -> None:
     """Right numbers under any mask pass; a wrong rate, another mask in backward and a forgotten scale do not."""
-    workload = chain("gelu+dropout")
+    workload = operation("gelu+dropout")
     workload = replace(workload, shape=(200, 400))
     assert not isinstance(verdict(workload, instead(lambda x: F.dropout(F.gelu(x), 0.125))), str)
     scaled_right = instead(lambda x: F.dropout(F.gelu(x), 0.16) * (0.84 / 0.875))
@@ -150,14 +154,14 @@ def test_dropout_is_judged_by_the_masks_that_results_show() -> None:
 
 def test_a_residual_that_hides_small_values_does_not_hide_the_mask() -> None:
     """In bf16 a kept value may be too small to change the residual; the gradient then tells that it was kept."""
-    workload = replace(chain("add+layer_norm, dropout", BF16), shape=(64, 512))
+    workload = replace(operation("add+layer_norm, dropout", BF16), shape=(64, 512))
     assert not isinstance(verdict(workload, providers.pytorch()), str)
     assert not isinstance(verdict(workload, providers.ours("eager")), str)
 
 
 def test_gates_are_the_halves_of_one_tensor() -> None:
     """Read where they lie, and a new tensor in every set."""
-    first, second = chain("silu gate").input_sets(CPU, 2)
+    first, second = operation("silu gate").input_sets(CPU, 2)
     gate, value = first.arguments.values()
     assert gate.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     assert gate.stride() == value.stride() == (2 * COLS, 1)
@@ -186,7 +190,7 @@ N = 4 * ROWS * COLS  # bytes of a tensor
 )
 def test_bytes_moved(name: str, forward: int, backward: int) -> None:
     """By anybody, except where the passes of a contender are known."""
-    workload = chain(name)
+    workload = operation(name)
     assert workload.bytes_moved("forward", "pytorch") == workload.bytes_moved("forward", "kf-cuda") == forward
     assert workload.bytes_moved("backward", "kf-cuda") == backward
     assert workload.bytes_moved("forward+backward", "kf-cuda") == forward + backward
@@ -194,7 +198,7 @@ def test_bytes_moved(name: str, forward: int, backward: int) -> None:
 
 def test_unfused_relu_layer_norm_moves_more() -> None:
     """Two passes of ours, four of PyTorch, thirteen of CuPy's operations."""
-    (workload,) = chains("relu-layernorm")
+    (workload,) = of_suite("relu-layernorm")
     passes = {p: workload.bytes_moved("forward", p) / N for p in ("kf-cuda", "pytorch", "cupy")}
     assert passes == {"kf-cuda": pytest.approx(2, rel=0.1), "pytorch": 4, "cupy": 13}
 
@@ -203,7 +207,7 @@ def test_floors_are_the_kernels_that_move_the_same_bytes() -> None:
     """One read and one write, two reads and one write, a read alone, a bare product and a pass over its result."""
 
     def run(name: str, direction: Any) -> tuple[Any, Inputs]:
-        workload = replace(chain(name), shape=(2, 128, 512) if "attention" in name else (128, 512))
+        workload = replace(operation(name), shape=(2, 128, 512) if "attention" in name else (128, 512))
         (inputs,) = workload.input_sets(CPU, 1)
         inputs = inputs.map(lambda _, t: t)
         return Floor().prepare(direction, workload, inputs)(), inputs
@@ -232,12 +236,12 @@ def test_the_floor_of_reading_is_computed_where_the_bandwidth_is_known(monkeypat
     """4.5 TB/s on an H200, for reductions forward; anything else is measured."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    workload = replace(chain("sum_squared, all"), shape=(3000, 1500))
+    workload = replace(operation("sum_squared, all"), shape=(3000, 1500))
     assert floor.computed_ms("forward", workload, gpu) == pytest.approx(4e-3, rel=1e-4)
     assert floor.computed_ms("backward", workload, gpu) is None
     assert floor.computed_ms("forward", workload, CPU) is None
-    assert floor.computed_ms("forward", chain("gelu"), gpu) is None
-    assert floor.computed_ms("forward", chain("attention scores"), gpu) is None
+    assert floor.computed_ms("forward", operation("gelu"), gpu) is None
+    assert floor.computed_ms("forward", operation("attention scores"), gpu) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     assert floor.computed_ms("forward", workload, gpu) is None
 
@@ -245,7 +249,7 @@ def test_the_floor_of_reading_is_computed_where_the_bandwidth_is_known(monkeypat
 def test_a_computed_floor_stands_beside_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without iterations, and the floor is not timed."""
     monkeypatch.setattr(floor, "computed_ms", lambda *_: 0.5)
-    workload = chain("mean_abs, all")
+    workload = operation("mean_abs, all")
     (inputs,) = workload.input_sets(CPU, 1)
     contenders = [Floor(), providers.pytorch()]
     outcomes = runner.time_direction(workload, "forward", contenders, [inputs], setup())
@@ -256,7 +260,7 @@ def test_a_computed_floor_stands_beside_measured_times(monkeypatch: pytest.Monke
 def test_float64_has_no_reference() -> None:
     """The failure says so; nothing is compared with itself."""
     results = empty()
-    list(runner.run(results, "kernels", chain("gelu", torch.float64), setup()))
+    list(runner.run(results, "kernels", operation("gelu", torch.float64), setup()))
     assert "nothing wider to be compared with" in results.failures[0].reason
     assert not results.measurements
 
@@ -283,12 +287,12 @@ def numpy_as_cupy() -> Provider:
 def test_a_contender_without_backward_is_measured_forward() -> None:
     """CuPy's chain is right, and in backward it is not mentioned; operations that it has no chain for go without it."""
     results = empty()
-    (workload,) = chains("relu-layernorm")
+    (workload,) = of_suite("relu-layernorm")
     list(runner.run(results, "kernels", workload, setup(numpy_as_cupy())))
     assert not results.failures
     assert [m.direction for m in results.measurements if m.provider == "cupy"] == ["forward"]
     assert {m.direction for m in results.measurements if m.provider == "pytorch"} == {*DIRECTIONS}
-    list(runner.run(results, "kernels", chain("gelu"), setup(numpy_as_cupy())))
+    list(runner.run(results, "kernels", operation("gelu"), setup(numpy_as_cupy())))
     assert not results.failures
     assert len([m for m in results.measurements if m.provider == "cupy"]) == 1
 
@@ -298,26 +302,26 @@ def test_libraries_of_norms_have_no_operations() -> None:
     (norm, *_) = SUITES["large"].workloads("cuda", [BF16], ["layer_norm"])
     library = peers._of_norms("peer", "0", lambda case: F.layer_norm)
     assert library.measures(norm)
-    assert not library.measures(chain("layer_norm"))
+    assert not library.measures(operation("layer_norm"))
     (compiled,), _ = peers.find(["torch.compile"], CPU)
-    assert compiled.measures(chain("layer_norm"))
+    assert compiled.measures(operation("layer_norm"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["add+layer_norm, dropout", "softmax, scale, causal"])
-def test_torch_compile_takes_the_chains(name: str) -> None:
+def test_torch_compile_takes_the_operations(name: str) -> None:
     """Without graph breaks, forward and backward, right by its own masks."""
     (provider,), _ = peers.find(["torch.compile"], CPU)
-    assert not isinstance(verdict(chain(name), provider), str)
+    assert not isinstance(verdict(operation(name), provider), str)
 
 
 def test_memory_of_pytorch_in_a_block() -> None:
     """Two inputs of norms with mean and rstd, what the products made, silu of the gate; with dropout two masks."""
-    workload = chain("pre-norm block")
+    workload = operation("pre-norm block")
     (inputs,) = workload.input_sets(CPU, 1)
     saved = memory.saved_bytes(providers.pytorch(), workload, inputs)
     assert saved == 2 * (N + 8 * ROWS) + 7 * N + 4 * ROWS * (7 * COLS // 2)
-    workload = chain("pre-norm block, dropout")
+    workload = operation("pre-norm block, dropout")
     (inputs,) = workload.input_sets(CPU, 1)
     mask = N  # PyTorch's on a CPU has the dtype of the data
     assert memory.saved_bytes(providers.pytorch(), workload, inputs) == saved + 2 * mask

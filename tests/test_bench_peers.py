@@ -19,7 +19,7 @@ from bench_support import CPU, EFFORT, FP32
 from torch import Tensor
 
 from kernel_fusion.bench import check, operations, peers
-from kernel_fusion.bench.chains import Chain
+from kernel_fusion.bench.operation_workload import OperationWorkload
 from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.testing.oracle import RowNormCase
@@ -119,7 +119,7 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bias = FP32 if verb == "layer_norm" else None
     case = RowNormCase(verb, (6, 4, 32), FP32, weight=FP32, bias=bias)
     _assert_right(provider, RowNorm("a", case))
-    assert not provider.measures(Chain("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
+    assert not provider.measures(OperationWorkload("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,6 @@ def test_cupy_runs_on_the_stream_of_the_others(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     ((provider,), states) = peers.find(["cupy"], torch.device("cuda"))
     assert states == {"cupy": "13"}
-    assert not provider.measures(Chain("a", operations.OPERATIONS[0], (4, 8), FP32))
-    _assert_right(provider, Chain("a", operations.RELU_LAYER_NORM, (6, 32), FP32))
+    assert not provider.measures(OperationWorkload("a", operations.OPERATIONS[0], (4, 8), FP32))
+    _assert_right(provider, OperationWorkload("a", operations.RELU_LAYER_NORM, (6, 32), FP32))
     assert streams == [7, -7]

@@ -12,7 +12,7 @@ from bench_support import measured, run
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import plot
-from kernel_fusion.bench.panels import styles
+from kernel_fusion.bench.plot_panels import styles
 from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.timing import Timing
 from kernel_fusion.cli import app

@@ -1,6 +1,6 @@
 """The operations of the suites `fused-ops`, `relu-layernorm` and `memory`: each verb with its variants, as data.
 
-An operation is PyTorch's chain, our call and the arguments of both. Two-dimensional inputs are (rows, columns); scores
+An operation is PyTorch's calls, our call and the arguments of both. Two-dimensional inputs are (rows, columns); scores
 are (batch, rows, columns).
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.chains import DROPOUT_P, Arguments, Dropout, Operation
+from kernel_fusion.bench.operation_workload import DROPOUT_P, Arguments, Dropout, Operation
 from kernel_fusion.bench.workloads import Argument, Call, Function, Inputs
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.testing import unfused
@@ -56,7 +56,7 @@ _PAIR = _tensors("a", "b")
 
 def _pointwise() -> list[Operation]:
     def two(name: str, verb: str, activation: str, arguments: Arguments = _PAIR, **options: Any) -> Operation:
-        def chain(dropout: Dropout, a: Tensor, b: Tensor) -> Tensor:
+        def pytorch(dropout: Dropout, a: Tensor, b: Tensor) -> Tensor:
             return unfused.pointwise(verb, a, b, activation, dropout)
 
         def fused(a: Tensor, b: Tensor, p: float, backend: str | None) -> Tensor:
@@ -64,7 +64,7 @@ def _pointwise() -> list[Operation]:
             y: Tensor = getattr(kf, verb)(a, b, activation, backend=backend, **with_dropout)
             return y
 
-        return Operation(name, verb, arguments, chain, fused, **options)
+        return Operation(name, verb, arguments, pytorch, fused, **options)
 
     bias = two("bias+gelu", "bias_act", "gelu", _with_rows("bias"))
     gelu_dropout = replace(_activation("gelu"), name="gelu+dropout", dropout_p=DROPOUT_P, kept=_not_zero)
@@ -80,14 +80,14 @@ def _pointwise() -> list[Operation]:
 
 
 def _activation(name: str) -> Operation:
-    def chain(dropout: Dropout, x: Tensor) -> Tensor:
+    def pytorch(dropout: Dropout, x: Tensor) -> Tensor:
         return unfused.pointwise("act_dropout", x, None, name, dropout)
 
     def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.act_dropout(x, name, p, backend=backend)
 
     reads = _BITS if name in ("relu", "leaky_relu") else None
-    return Operation(name, "act_dropout", _tensors("x"), chain, fused, backward_reads=reads)
+    return Operation(name, "act_dropout", _tensors("x"), pytorch, fused, backward_reads=reads)
 
 
 def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
@@ -97,7 +97,7 @@ def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Te
 
 def _row_norms() -> list[Operation]:
     def one(name: str, verb: str, parameters: Sequence[str], **stages: Any) -> Operation:
-        def chain(_: Dropout, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        def pytorch(_: Dropout, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             rms = verb == "rms_norm"
             return unfused.staged_norm(x, None, x.shape[-1:], weight, bias, _EPS, rms=rms, **stages)[0]
 
@@ -105,7 +105,7 @@ def _row_norms() -> list[Operation]:
             y: Tensor = getattr(kf, verb)(x, x.shape[-1:], *affine, eps=_EPS, backend=backend, **stages)
             return y
 
-        return Operation(name, verb, _with_rows(*parameters), chain, fused)
+        return Operation(name, verb, _with_rows(*parameters), pytorch, fused)
 
     return [
         one("layer_norm", "layer_norm", ("weight", "bias")),
@@ -128,7 +128,7 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         same = _with_rows(*parameters, tensors=("x", "residual"))(shape, dtype)
         return [replace(a, dtype=torch.float32) if wide_residual and a.name == "residual" else a for a in same]
 
-    def chain(
+    def pytorch(
         dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rms = norm == "rms_norm"
@@ -148,7 +148,7 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         ", ".join(parts),
         verb,
         arguments,
-        chain,
+        pytorch,
         fused,
         results=("y", "h"),
         dropout_p=DROPOUT_P if dropout else 0.0,
@@ -164,7 +164,7 @@ def _reductions() -> list[Operation]:
     dims: dict[str, int | None] = {"last": -1, "first": 0, "all": None}
 
     def reduction(verb: str, which: str) -> Operation:
-        def chain(_: Dropout, x: Tensor) -> Tensor:
+        def pytorch(_: Dropout, x: Tensor) -> Tensor:
             return unfused.reduce(verb, x, dims[which])
 
         def fused(x: Tensor, p: float, backend: str | None) -> Tensor:
@@ -174,7 +174,7 @@ def _reductions() -> list[Operation]:
         overflows = (verb, which) == ("sum_squared", "all")  # in fp16, from 65504 normal numbers on
         dtypes = (torch.float32, torch.bfloat16) if overflows else None
         return Operation(
-            f"{verb}, {which}", verb, _tensors("x"), chain, fused, reduces_rows=which != "last", dtypes=dtypes
+            f"{verb}, {which}", verb, _tensors("x"), pytorch, fused, reduces_rows=which != "last", dtypes=dtypes
         )
 
     return [reduction(verb, which) for verb in ("sum_squared", "mean_abs") for which in dims]
@@ -184,7 +184,7 @@ def _softmaxes() -> list[Operation]:
     scale = 0.125
 
     def with_mask(values: Any, moved: bool) -> Callable[[Shape, torch.dtype], list[Argument]]:
-        """x, and a boolean mask, True = keep. Where our call is told `causal`, only PyTorch's chain reads the mask."""
+        """x, and a boolean mask, True = keep. Where our call is told `causal`, only PyTorch's calls read the mask."""
 
         def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
             keep = Argument("keep", shape, torch.bool, values=values, gradient=False, moved=moved)
@@ -192,7 +192,7 @@ def _softmaxes() -> list[Operation]:
 
         return arguments
 
-    def masked_chain(_: Dropout, x: Tensor, keep: Tensor) -> Tensor:
+    def pytorch_masked(_: Dropout, x: Tensor, keep: Tensor) -> Tensor:
         return unfused.softmax(x, scale, keep)
 
     def plain(x: Tensor, p: float, backend: str | None) -> Tensor:
@@ -207,9 +207,9 @@ def _softmaxes() -> list[Operation]:
     # Backward reads y, which has the size of x.
     softmax = partial(Operation, verb="softmax", backward_reads=("x",))
     return [
-        softmax("softmax", arguments=_tensors("x"), chain=lambda _, x: unfused.softmax(x), fused=plain),
-        softmax("softmax, scale, mask", arguments=with_mask("mask", True), chain=masked_chain, fused=masked),
-        softmax("softmax, scale, causal", arguments=with_mask("causal", False), chain=masked_chain, fused=causal),
+        softmax("softmax", arguments=_tensors("x"), pytorch=lambda _, x: unfused.softmax(x), fused=plain),
+        softmax("softmax, scale, mask", arguments=with_mask("mask", True), pytorch=pytorch_masked, fused=masked),
+        softmax("softmax, scale, causal", arguments=with_mask("causal", False), pytorch=pytorch_masked, fused=causal),
     ]
 
 
@@ -222,10 +222,10 @@ def _scores() -> list[Operation]:
         keep = Argument("keep", shape[1:], torch.bool, values="causal", shared=True, gradient=False, moved=False)
         return [*arguments(shape, dtype), keep]
 
-    def chain(_: Dropout, query: Tensor, key: Tensor) -> Tensor:
+    def pytorch(_: Dropout, query: Tensor, key: Tensor) -> Tensor:
         return unfused.attention_scores(query, key)
 
-    def weights_chain(_: Dropout, query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
+    def pytorch_weights(_: Dropout, query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
         return unfused.softmax(unfused.attention_scores(query, key), mask=keep)
 
     def fused(query: Tensor, key: Tensor, p: float, backend: str | None) -> Tensor:
@@ -241,15 +241,17 @@ def _scores() -> list[Operation]:
             return [partial(torch.bmm, query, key.mT)]
         return [partial(torch.bmm, dy, key), partial(torch.bmm, dy.mT, query)]
 
-    scores = Operation("attention scores", "attention_scores", arguments, chain, fused, products=products)
+    scores = Operation("attention scores", "attention_scores", arguments, pytorch, fused, products=products)
     return [
         replace(scores, has_kernels=False, product_pass=False),
-        replace(scores, name="causal attention weights", arguments=with_mask, chain=weights_chain, fused=fused_weights),
+        replace(
+            scores, name="causal attention weights", arguments=with_mask, pytorch=pytorch_weights, fused=fused_weights
+        ),
     ]
 
 
 def _cupy_relu_layer_norm(cupy: Any) -> Function:
-    """The unfused chain as a user of CuPy writes it: 13 passes over arrays of the size of x."""
+    """The calls as a user of CuPy writes it: 13 passes over arrays of the size of x."""
 
     def call(x: Any, weight: Any, bias: Any) -> Any:
         u = cupy.maximum(x, 0)

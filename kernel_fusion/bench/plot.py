@@ -1,7 +1,7 @@
 """Plots of results: of which measurements each kind of plot is made, and the pictures as files.
 
-How a kind is drawn is in `drawings`, what all have in common in `panels`. A kind draws what the results have of it,
-and nothing where they have none.
+`plot_kinds` draws each kind, `plot_panels` what all have in common. A kind draws what the results have of it, and
+nothing where they have none.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kernel_fusion.bench import drawings, panels
-from kernel_fusion.bench.columns import shown
-from kernel_fusion.bench.panels import Cells
+from kernel_fusion.bench import plot_kinds, plot_panels
+from kernel_fusion.bench.plot_panels import Cells
 from kernel_fusion.bench.results import FLOOR, REFERENCE, Measurement, Results, file_name
 from kernel_fusion.bench.suites import PlotKind
+from kernel_fusion.bench.table_columns import of_operations, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Itera
 
 def _times(results: Results) -> Iterator[Picture]:
     """Per group and direction: rows of dtypes, columns of places."""
-    yield from _by_direction(results, "", drawings.times, lambda m: m.timing is not None)
+    yield from _by_direction(results, "", plot_kinds.times, lambda m: m.timing is not None)
 
 
 def _speedups(results: Results) -> Iterator[Picture]:
@@ -63,7 +63,7 @@ def _speedups(results: Results) -> Iterator[Picture]:
         others = [cell for cell in cells.values() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}]
         return len(others) > 1
 
-    yield from _by_direction(results, "-speedup", drawings.speedup, lambda m: m.timing is not None, compared)
+    yield from _by_direction(results, "-speedup", plot_kinds.speedup, lambda m: m.timing is not None, compared)
 
 
 def _by_direction(
@@ -81,7 +81,7 @@ def _by_direction(
         }
         found = {key: cells for key, cells in found.items() if fits(cells)}
         if found:
-            figure = panels.draw(results, f"{group}, {direction}", found, draw, panels.cell_size(found))
+            figure = plot_panels.draw(results, f"{group}, {direction}", found, draw, plot_panels.cell_size(found))
             yield f"{group}-{direction}{suffix}", figure
 
 
@@ -96,9 +96,10 @@ def _bandwidths(results: Results) -> Iterator[Picture]:
             for direction in results.directions(group, dtype)
             for at, place in enumerate(results.places)
         }
-        found = {key: cells for key, cells in found.items() if len(cells) > 1 and not panels.of_operations(cells)}
+        found = {key: cells for key, cells in found.items() if len(cells) > 1 and not of_operations(cells)}
         if found:
-            yield f"{group}-bandwidth", panels.draw(results, f"{group}, bandwidth", found, drawings.bandwidth, (6, 3.6))
+            figure = plot_panels.draw(results, f"{group}, bandwidth", found, plot_kinds.bandwidth, (6, 3.6))
+            yield f"{group}-bandwidth", figure
 
 
 def _floor_shares(results: Results) -> Iterator[Picture]:
@@ -120,7 +121,7 @@ def _floor_shares(results: Results) -> Iterator[Picture]:
             width = 2.2 + 0.85 * max(len(columns) for _, columns in found.values())
             size = (width, 0.7 + 0.24 * rows)
             what = f"{group}, % of the floor's speed"
-            yield f"{group}-floor", panels.draw(results, what, found, drawings.floor_shares, size)
+            yield f"{group}-floor", plot_panels.draw(results, what, found, plot_kinds.floor_shares, size)
 
 
 def _rooflines(results: Results) -> Iterator[Picture]:
@@ -133,7 +134,7 @@ def _rooflines(results: Results) -> Iterator[Picture]:
     sizes = {key: {m.bytes_moved for m in several if m.provider == FLOOR} for key, several in found.items()}
     found = {key: several for key, several in found.items() if len(sizes[key]) > 1}
     if found:
-        yield "roofline", panels.draw(results, "bandwidth under the roof", found, drawings.roofline, (6, 4.2))
+        yield "roofline", plot_panels.draw(results, "bandwidth under the roof", found, plot_kinds.roofline, (6, 4.2))
 
 
 def _memory(results: Results) -> Iterator[Picture]:
@@ -149,7 +150,8 @@ def _memory(results: Results) -> Iterator[Picture]:
         }
         found = {key: cells for key, cells in found.items() if cells}
         if found:
-            figure = panels.draw(results, f"{group}, memory", found, drawings.memory, panels.cell_size(found))
+            size = plot_panels.cell_size(found)
+            figure = plot_panels.draw(results, f"{group}, memory", found, plot_kinds.memory, size)
             yield f"{group}-memory", figure
 
 

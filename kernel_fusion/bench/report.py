@@ -16,8 +16,8 @@ import jinja2
 
 import kernel_fusion as kf
 from kernel_fusion.bench import plot
-from kernel_fusion.bench.columns import INACCURATE
 from kernel_fusion.bench.results import Results
+from kernel_fusion.bench.table_columns import INACCURATE
 from kernel_fusion.bench.tables import ABOUT, Table, tables
 
 

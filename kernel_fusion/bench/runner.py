@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_fusion.bench import check, floor, host, memory, pages, plot, results, tables, timing
+from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, tables, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
@@ -96,7 +96,7 @@ def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
         "saved_memory": memory.METHODS["saved"],
         "training_memory": on_each(peaks),
         "errors": check.describe(setups[0].effort.max_checked),
-        "memory_of_results": pages.METHOD,
+        "memory_of_results": page_faults.METHOD,
     }
     apply = {
         "kernels": ("time", "floor", "bytes", "directions", "training_memory", "errors"),
@@ -160,11 +160,11 @@ def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, s
     """Time single calls; where the setup says so in settled memory, and forward in reused memory as well."""
     if not setup.settles_memory:
         return timing.time_calls(calls, setup.effort, setup.device)
-    with pages.settled():
+    with page_faults.settled():
         outcomes = timing.time_calls(calls, setup.effort, setup.device)
     if direction != "forward":
         return outcomes
-    with pages.reused():
+    with page_faults.reused():
         return timing.with_reused(outcomes, timing.time_calls(calls, setup.effort, setup.device))
 
 

@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 import torch
 
 from kernel_fusion.bench import operations
-from kernel_fusion.bench.blocks import BLOCK, BLOCK_WITH_DROPOUT
-from kernel_fusion.bench.chains import Chain, Operation
+from kernel_fusion.bench.operation_workload import Operation, OperationWorkload
 from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
@@ -82,7 +82,7 @@ class Operations:
     """A `Part`: operations at the same shapes.
 
     Attributes:
-        grouped: as in `Chain`.
+        grouped: as in `OperationWorkload`.
         batch: the first dimension of all shapes, where they have three.
     """
 
@@ -104,7 +104,7 @@ class Operations:
         """See `Part`. Parameters are in the dtype of the input."""
         wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
         return [
-            Chain(shape.name, operation, shape.sizes, dtype, self.grouped)
+            OperationWorkload(shape.name, operation, shape.sizes, dtype, self.grouped)
             for shape in self.shapes(device, dtype)
             for operation in wanted
         ]

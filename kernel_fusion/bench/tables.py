@@ -1,4 +1,4 @@
-"""Tables made of results: which there are, what their rows are, and all as Markdown; `columns` has what stands in them.
+"""Tables of results: which there are, what their rows are, and all as Markdown; `table_columns` has what is in them.
 
 A single operation makes a table of its contenders, several cells one of cells. Where places differ, each has tables of
 its own, and times stand side by side in one more.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernel_fusion.bench.columns import (
+from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
+from kernel_fusion.bench.table_columns import (
     INACCURATE,
     Cell,
     Value,
@@ -31,7 +32,6 @@ from kernel_fusion.bench.columns import (
     time_ratio,
     time_unit,
 )
-from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
 from kernel_fusion.bench.timing import Place
 
 _MISSING = "–"

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kernel_fusion.bench import pages
+from kernel_fusion.bench import page_faults
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.workloads import Call, Direction
 
@@ -96,7 +96,7 @@ class Setup:
         device: whose kernels are timed.
         threads: of a CPU; None for as many as PyTorch has.
         settles_memory: whether it is settled which results of a CPU are in new memory, and forward also timed in reused
-            memory; see `pages`.
+            memory; see `page_faults`.
     """
 
     providers: Sequence[Provider]
@@ -120,7 +120,7 @@ class Timing:
     Attributes:
         median_ms, q1_ms, q3_ms: median and quartiles.
         page_faults: of the process in a call, the median; None where they say nothing about the calls.
-        reused_median_ms: the median in reused memory, where that was timed; see `pages`.
+        reused_median_ms: the median in reused memory, where that was timed; see `page_faults`.
     """
 
     median_ms: float
@@ -200,11 +200,11 @@ def time_calls(
             yield round
 
     def sample(call: Call) -> tuple[float, int]:
-        faults, start = pages.faults(), clock()
+        faults, start = page_faults.faults(), clock()
         call()
         synchronize(device)
         ms = (clock() - start) * 1e3
-        return ms, pages.faults() - faults
+        return ms, page_faults.faults() - faults
 
     outcomes, samples = _take_turns(contenders, rounds(), sample)
     for name, taken in samples.items():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kernel_fusion.bench.columns import shown
 from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
+from kernel_fusion.bench.table_columns import of_operations, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,11 +99,6 @@ def draw(
         figure.legend(handles=[*legend.values()], loc="outside lower center", ncols=len(legend), frameon=False)
     figure.suptitle(f"{results.title}: {what}\n{results.hardware}", x=0.01, ha="left", fontweight="bold", fontsize=11)
     return figure
-
-
-def of_operations(cells: Cells) -> bool:
-    """Whether the cells are operations of one shape, which are no series and have long names."""
-    return any(m.operation for cell in cells.values() for m in cell.values())
 
 
 def cell_size(panels: Mapping[tuple[str, str], Cells]) -> tuple[float, float]:

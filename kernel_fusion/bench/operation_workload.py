@@ -1,7 +1,7 @@
-"""Chains of PyTorch's operations that one verb of ours replaces, as workloads.
+"""Operations that PyTorch computes by several calls and we by one, as workloads.
 
-The chain is written once. Timed, its dropout is PyTorch's; as the reference it runs in float64 with the masks that the
-results of a contender show, so that every contender is judged by its own masks.
+PyTorch's calls are written once. Timed, their dropout is PyTorch's; as the reference they run in float64 with the masks
+that the results of a contender show, so that every contender is judged by its own masks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Operation:
     Attributes:
         name: what tables call it.
         verb: ours that computes it.
-        arguments: those of `chain` and of `verb`, in order.
-        chain: (dropout, *arguments) -> results, in PyTorch's operations.
+        arguments: those of `pytorch` and of `verb`, in order.
+        pytorch: (dropout, *arguments) -> results, by PyTorch's calls.
         fused: (*arguments, p=..., backend=...) -> results, by our verb.
         results: their names.
         dropout_p: the probability of dropout.
@@ -55,7 +55,7 @@ class Operation:
     name: str
     verb: str
     arguments: Arguments
-    chain: Callable[..., Any]
+    pytorch: Callable[..., Any]
     fused: Callable[..., Any]
     results: tuple[str, ...] = ("y",)
     dropout_p: float = 0.0
@@ -72,7 +72,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Chain:
+class OperationWorkload:
     """A `Workload`: an operation at one shape and dtype.
 
     Attributes:
@@ -154,16 +154,16 @@ class Chain:
         return input_sets(self.arguments, self._results(), device, count)
 
     def _results(self) -> tuple[Tensor, ...]:
-        """The results' sizes and dtypes, from the chain on tensors without data."""
+        """The results' sizes and dtypes, from PyTorch's calls on tensors without data."""
         nothing = {a.name: torch.empty(a.shape, dtype=a.dtype, device="meta") for a in self.arguments}
-        return Inputs(nothing, ()).call(partial(self.what.chain, _no_dropout))
+        return Inputs(nothing, ()).call(partial(self.what.pytorch, _no_dropout))
 
     def unfused(self) -> Function:
         """See `Workload`."""
-        chain, dropout = self.what.chain, partial(F.dropout, p=self.dropout_p) if self.dropout_p else _no_dropout
+        pytorch, dropout = self.what.pytorch, partial(F.dropout, p=self.dropout_p) if self.dropout_p else _no_dropout
 
         def call(*arguments: Tensor) -> Any:
-            return chain(dropout, *arguments)
+            return pytorch(dropout, *arguments)
 
         return call
 
@@ -221,7 +221,7 @@ class Chain:
         return self.what.kept(results, inputs.arguments)
 
     def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
-        """The chain in float64, and as it is; with the mask `kept`.
+        """PyTorch's results in float64, and in the dtype of the data; with the mask `kept`.
 
         Raises:
             ValueError: the inputs are in float64 already.
@@ -233,7 +233,7 @@ class Chain:
             return t if kept is None else torch.where(kept, t * (1 / (1 - self.dropout_p)), 0.0)
 
         def results(inputs: Inputs) -> dict[str, Tensor]:
-            outputs = inputs.call(partial(self.what.chain, dropout))
+            outputs = inputs.call(partial(self.what.pytorch, dropout))
             named = dict(zip(self.result_names, (r.detach() for r in outputs), strict=True))
             return named | dict(zip(inputs.leaves, inputs.gradients(outputs), strict=True))
 

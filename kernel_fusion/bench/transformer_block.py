@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.chains import DROPOUT_P, Dropout, Operation
+from kernel_fusion.bench.operation_workload import DROPOUT_P, Dropout, Operation
 from kernel_fusion.bench.workloads import Argument
 
 _EPS = 1e-5
@@ -39,7 +39,7 @@ def _down(m: Tensor, cols: int) -> Tensor:
     return m[:, :cols].clone()
 
 
-def _chain(
+def _pytorch(
     dropout: Dropout, x: Tensor, residual: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
 ) -> tuple[Tensor, Tensor]:
     shape = x.shape[-1:]
@@ -67,7 +67,7 @@ def _fused(
     return _down(kf.gated_act(gate, value, "silu", backend=backend), shape[0]), h
 
 
-BLOCK = Operation("pre-norm block", "block", _arguments, _chain, _fused, results=("y", "h"))
+BLOCK = Operation("pre-norm block", "block", _arguments, _pytorch, _fused, results=("y", "h"))
 BLOCK_WITH_DROPOUT = Operation(
-    "pre-norm block, dropout", "block_dropout", _arguments, _chain, _fused, results=("y", "h"), dropout_p=DROPOUT_P
+    "pre-norm block, dropout", "block_dropout", _arguments, _pytorch, _fused, results=("y", "h"), dropout_p=DROPOUT_P
 )

@@ -14,17 +14,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernel_fusion.bench.panels import (
+from kernel_fusion.bench.plot_panels import (
     GREY,
     Cells,
     Styles,
     bars,
     label_cells,
     names,
-    of_operations,
     tidy,
 )
 from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement
+from kernel_fusion.bench.table_columns import of_operations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
