@@ -2,8 +2,8 @@
 
 Ours by a backend; PyTorch's unfused call in the same dtypes; and the reference, the eager definition in float64. Where
 PyTorch refuses a mix of dtypes, its call is made on inputs widened to float32 and the result rounded, which is what its
-users write. Cases in float64 have formulas of their own in NumPy's long double, backward by hand. The families are in
-`row_norms` and `families`; each has a few lines for each of the ways, and everything else is here.
+users write. Cases in float64 have formulas of their own in NumPy's long double, backward by hand. They are in
+`row_norms`, `pointwise`, `reductions` and `attention`, a few lines for each of the ways; everything else is here.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import torch
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
-from kernel_fusion.testing.families import PointwiseCase, ReduceCase
+from kernel_fusion.testing.pointwise import PointwiseCase
+from kernel_fusion.testing.reductions import ReduceCase
 from kernel_fusion.testing.row_norms import RowNormCase, StagedNormCase
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
