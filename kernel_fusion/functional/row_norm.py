@@ -22,6 +22,11 @@ _LAYER_NORM, _RMS_NORM = (schemas.overload(name) for name in ("layer_norm", "rms
 _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
+# normalized_shape, weight, bias, eps, weight_offset, out_dtype.
+_Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
+# pre_activation, activation, dropout_p.
+_Stages = tuple[str | None, str | None, float]
+
 
 def layer_norm(
     input: Tensor,
@@ -75,9 +80,8 @@ def layer_norm(
         True
     """
     if pre_activation is not None or activation is not None:
-        stages = pre_activation, activation, 0.0
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("layer_norm", input, None, *norm, *stages, backend).output
+        return _staged("layer_norm", input, None, norm, (pre_activation, activation, 0.0), backend).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -87,9 +91,9 @@ def layer_norm(
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
         checks.number("layer_norm", "eps", eps)
-        return _unusual("layer_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        return _unusual("layer_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
     except checks.REFUSALS as error:
-        _explain("layer_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        _explain("layer_norm", error, input, None, (normalized_shape, weight, bias, eps, weight_offset, out_dtype))
         raise
 
 
@@ -138,9 +142,8 @@ def rms_norm(
         True
     """
     if pre_activation is not None or activation is not None:
-        stages = pre_activation, activation, 0.0
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("rms_norm", input, None, *norm, *stages, backend).output
+        return _staged("rms_norm", input, None, norm, (pre_activation, activation, 0.0), backend).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -149,25 +152,16 @@ def rms_norm(
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
                     return norm_op(input, num_dims, weight, bias, eps)
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-        return _unusual("rms_norm", backend, input, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        return _unusual("rms_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
     except checks.REFUSALS as error:
-        _explain("rms_norm", error, input, None, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        _explain("rms_norm", error, input, None, (normalized_shape, weight, bias, eps, weight_offset, out_dtype))
         raise
 
 
-def _unusual(
-    verb: str,
-    backend: str | None,
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """A norm without stages, with an explicit backend, an unusual tensor or arguments that don't fit."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+def _unusual(verb: str, input: Tensor, norm: _Norm, backend: str | None) -> Tensor:
+    """A norm without stages, of an unusual tensor, by an explicit backend or with arguments that don't fit."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    shape = _sizes(normalized_shape)
     if not _num_normalized_dims(input, shape):
         check_backend_name(backend)
         if not interop.is_tensor(input):
@@ -175,14 +169,14 @@ def _unusual(
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
 
             def with_tensors(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-                return _unusual(verb, backend, x, shape, w, b, eps, weight_offset, out_dtype)
+                return _unusual(verb, x, (shape, w, b, eps, weight_offset, out_dtype), backend)
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
         if is_foreign(input) or not _ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
-    norm = operator(verb, verb, backend, input)
-    return norm(input, len(shape), weight, bias, eps, weight_offset, out_dtype)  # type: ignore[no-any-return]
+    serve = operator(verb, verb, backend, input)
+    return serve(input, len(shape), weight, bias, eps, weight_offset, out_dtype)  # type: ignore[no-any-return]
 
 
 def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
@@ -267,7 +261,7 @@ def add_layer_norm(
     checks.dropout_p("add_layer_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     stages = pre_activation, activation, dropout_p if training else 0.0
-    return _staged("add_layer_norm", input, residual, *norm, *stages, backend)
+    return _staged("add_layer_norm", input, residual, norm, stages, backend)
 
 
 def add_rms_norm(
@@ -304,67 +298,50 @@ def add_rms_norm(
     checks.dropout_p("add_rms_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     stages = pre_activation, activation, dropout_p if training else 0.0
-    return _staged("add_rms_norm", input, residual, *norm, *stages, backend)
+    return _staged("add_rms_norm", input, residual, norm, stages, backend)
 
 
 def _staged(
-    verb: str,
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    pre_activation: str | None,
-    activation: str | None,
-    dropout_p: float,
-    backend: str | None,
+    verb: str, input: Tensor, residual: Tensor | None, norm: _Norm, stages: _Stages, backend: str | None
 ) -> NormOutput:
     """A norm with stages around it."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    pre_activation, activation, dropout_p = stages
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
-            norm = normalized_shape, w, b, eps, weight_offset, out_dtype
-            return _staged(verb, x, r, *norm, pre, post, dropout_p, backend)
+            return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
     rms = verb.endswith("rms_norm")
     try:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = _sizes(normalized_shape)
         if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
             eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
         if eps is None and rms:
             eps = schemas.default_eps(input)
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
-        norm = operator(verb, "staged_row_norm", backend, input, residual)
-        stages = pre, post, dropout_p, seed
-        return NormOutput(*norm(input, residual, len(shape), weight, bias, eps, weight_offset, out_dtype, rms, *stages))
+        serve = operator(verb, "staged_row_norm", backend, input, residual)
+        affine = len(shape), weight, bias, eps, weight_offset, out_dtype, rms
+        return NormOutput(*serve(input, residual, *affine, pre, post, dropout_p, seed))
     except checks.REFUSALS as error:
-        _explain(verb, error, input, residual, normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        _explain(verb, error, input, residual, norm)
         raise
 
 
-def _explain(
-    verb: str,
-    error: Exception,
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-) -> None:
+def _explain(verb: str, error: Exception, input: Tensor, residual: Tensor | None, norm: _Norm) -> None:
     """Raise a better error than `error`, if an argument of the norm explains it."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
     others: dict[str, Any] = {"normalized_shape": normalized_shape, "weight_offset": weight_offset}
     if eps is not None or not verb.endswith("rms_norm"):  # where None is a number
         others["eps"] = eps
     checks.explain(verb, error, tensors, out_dtype=out_dtype, **others)
+
+
+def _sizes(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)

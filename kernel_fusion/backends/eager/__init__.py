@@ -9,7 +9,7 @@ from __future__ import annotations
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.reduce import reduce
-from kernel_fusion.backends.eager.row_norm import pytorch_row_norm, row_norm, row_norm_formula, staged_row_norm
+from kernel_fusion.backends.eager.row_norm import pytorch_row_norm, row_norm, staged_row_norm
 from kernel_fusion.backends.eager.softmax import causal_mask, softmax
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "pytorch_row_norm",
     "reduce",
     "row_norm",
-    "row_norm_formula",
     "softmax",
     "staged_row_norm",
 ]

@@ -30,20 +30,6 @@ def row_norm(
     if foreign or not checks.parameters_fit(shape, weight, bias):
         return pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    return row_norm_formula(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
-
-
-def row_norm_formula(
-    input: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-) -> Tensor:
-    """The definition itself, for floating-point `input` and any weight and bias that broadcast against it."""
     h = input.to(compute_dtype(input.dtype))
     return _normalize(h, num_dims, weight, bias, eps, weight_offset, rms).to(out_dtype or input.dtype)
 
