@@ -90,28 +90,14 @@ def bench(
         peers=_parse_peers(peers),
         threads=parse_numbers(threads, "--threads") if threads else None,
     )
-    for suite in chosen:
-        _check_selection(suite, selection)
-        if any(one.type == "cpu" for one in devices):
-            wanted = suite.quick() if quick else suite
-            prepare(wanted.peers if selection.peers is None else selection.peers)
-    for name in selection.backends:
-        if not any(name in BACKENDS and not unavailable_reason(name, one) for one in devices):
-            resolve_backend(name, devices[0])  # says why it runs nowhere
+    _check(chosen, selection)
     folder = writable(output_dir or Path("benchmarks", "results", machine.device_slug(*devices)))
     out = console()
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
     if any(one.type == "cpu" for one in devices) and machine.load_average() > _BUSY_LOAD:
         out.print(f"This machine is busy (load {machine.load_average():.1f}): expect times that are too long and vary.")
-    exit_code = 0
-    for suite in chosen:
-        result = _measure(suite, selection, folder, out)
-        failed = {failure.provider for failure in result.failures} - set(PEERS)
-        exit_code = INTERRUPTED if result.interrupted else 1 if failed else exit_code
-        if result.interrupted:
-            break
-    raise typer.Exit(exit_code)
+    raise typer.Exit(_measure_all(chosen, selection, folder, out))
 
 
 @dataclass(frozen=True)
@@ -141,6 +127,18 @@ class _Selection:
         return self.threads or ([1, torch.get_num_threads()] if suite.single_thread else [None])
 
 
+def _check(suites: Sequence[Suite], selection: _Selection) -> None:
+    """An error where a suite has nothing of what is wanted, or a backend runs nowhere."""
+    for suite in suites:
+        _check_selection(suite, selection)
+        if any(device.type == "cpu" for device in selection.devices):
+            wanted = suite.quick() if selection.quick else suite
+            prepare(wanted.peers if selection.peers is None else selection.peers)
+    for name in selection.backends:
+        if not any(name in BACKENDS and not unavailable_reason(name, device) for device in selection.devices):
+            resolve_backend(name, selection.devices[0])  # says why it runs nowhere
+
+
 def _check_selection(suite: Suite, selection: _Selection) -> None:
     """An error where a suite has nothing of what is wanted."""
     if not selection.verbs_of(suite):
@@ -163,6 +161,18 @@ def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device,
         contenders[device] = [providers.pytorch(), *ours]
     present = {provider.name for several in contenders.values() for provider in several}
     return contenders, {OURS + name: why for name, why in absent.items() if OURS + name not in present}
+
+
+def _measure_all(suites: Sequence[Suite], selection: _Selection, folder: Path, out: Console) -> int:
+    """Measure the suites, up to one that is interrupted; the exit code."""
+    exit_code = 0
+    for suite in suites:
+        result = _measure(suite, selection, folder, out)
+        if result.interrupted:
+            return INTERRUPTED
+        if {failure.provider for failure in result.failures} - set(PEERS):
+            exit_code = 1
+    return exit_code
 
 
 def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) -> Results:
