@@ -1,7 +1,8 @@
-"""What serves a call where the extension cannot be built: Triton, CUDA kernels launched from Python, the definition."""
+"""What serves a call where the extension has no kernels: Triton, CUDA kernels launched from Python, the definition."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -54,3 +55,18 @@ def define_triton() -> None:
     operators.define(schemas.library, schemas.VERBS)
     for name in operators.VERBS:
         vmap.register(name, "triton_")
+
+
+def take_over(device: str) -> None:
+    """Have the Triton kernels serve the verbs on a device type for which the extension has none that run."""
+    define_triton()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch remarks that the extension's kernels are replaced
+        for name in schemas.VERBS:
+            for key in (f"Autograd{device}", device):
+                schemas.library.impl(name, _by_triton(name), key, allow_override=True)
+
+
+def _by_triton(name: str) -> Callable[..., Any]:
+    operator = schemas.overload(name)
+    return lambda *args, **kwargs: triton.serve(name, *schemas.bind(operator, args, kwargs))

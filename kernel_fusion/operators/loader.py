@@ -13,7 +13,7 @@ from kernel_fusion.backends import availability
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native.library import open_extension
 from kernel_fusion.operators import schemas
-from kernel_fusion.operators.fallback import define_triton
+from kernel_fusion.operators.fallback import take_over
 
 _lock = threading.RLock()
 _library: ctypes.CDLL | None = None
@@ -139,7 +139,4 @@ def _enable_cuda(library: ctypes.CDLL) -> None:
 
         planner.install(library, able)
     elif devices and availability.why_not_triton(devices[0]) is None:
-        from kernel_fusion.backends.triton import operators
-
-        define_triton()
-        operators.take_over(schemas.library, list(schemas.VERBS), "CUDA")
+        take_over("CUDA")

@@ -61,7 +61,7 @@ library = torch.library.Library("kernel_fusion", "DEF")
 
 
 def overload(name: str) -> Any:
-    """The operator `name`, by the object that tracers know it by."""
+    """The overload of the operator `name`: what tracers know."""
     return getattr(torch.ops.kernel_fusion, name).default
 
 

@@ -7,13 +7,11 @@ inference mode, the same function serves.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from kernel_fusion.backends.triton import serve
 from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.row_norm import staged_row_norm
@@ -36,23 +34,3 @@ def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
         operator: Any = getattr(torch.ops.kernel_fusion, f"triton_{name}").default
         for key in ("Autograd", "CompositeExplicitAutograd"):
             library.impl(f"triton_{name}", arguments.checked(operator, function), key)
-
-
-def take_over(library: torch.library.Library, names: list[str], device: str) -> None:
-    """Make the Triton kernels what serves the verbs on a device type for which the C++ extension has none that run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch remarks that the extension's kernels are replaced
-        for name in names:
-            for key in (f"Autograd{device}", device):
-                library.impl(name, _serving(name), key, allow_override=True)
-
-
-def _serving(name: str) -> Callable[..., Any]:
-    operator: Any = getattr(torch.ops.kernel_fusion, name).default
-    arguments = operator._schema.arguments
-
-    def served(*args: Any, **kwargs: Any) -> Any:
-        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-        return serve(name, *(given.get(a.name, a.default_value) for a in arguments))
-
-    return served
