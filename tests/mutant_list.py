@@ -240,39 +240,39 @@ _OF_CPU = (
 
 _OF_DISPATCHER = (
     Mutant(
-        "autograd: dweight and dbias are swapped", f"{_EXTENSION}/autograd.cpp",
+        "autograd: dweight and dbias are swapped", f"{_EXTENSION}/row_norm_autograd.cpp",
         "list[1] = std::move(std::get<1>(gradients));\n    if (wants[2]) list[2] = std::move(std::get<2>(gradients));",
         "list[1] = std::get<2>(gradients);\n    if (wants[2]) list[2] = std::get<1>(gradients);",
         "tests/test_oracle_grid.py::test_dtype_mixes",
     ),
     Mutant(
-        "autograd: weight_offset is ignored in backward", f"{_EXTENSION}/autograd.cpp",
+        "autograd: weight_offset is ignored in backward", f"{_EXTENSION}/row_norm_autograd.cpp",
         "num_dims, w, dtype_of(b), weight_offset, rms, wants,", "num_dims, w, dtype_of(b), 0.0, rms, wants,",
         "tests/test_oracle_grid.py::test_weight_offset",
     ),
     Mutant(
-        "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/autograd.cpp",
-        "if (transformed() || isFwGradDefined(input) || isFwGradDefined(weight) || isFwGradDefined(bias) ||",
-        "if (transformed() || isFwGradDefined(input) || isFwGradDefined(weight) ||",
+        "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/row_norm_autograd.cpp",
+        "if (needs_definition(input, weight, bias) ||",
+        "if (needs_definition(input, weight) ||",
         "tests/test_transforms.py::test_forward_mode",
     ),
     Mutant(
-        "autograd: double backward lacks what arrives at h", f"{_EXTENSION}/autograd.cpp",
+        "autograd: double backward lacks what arrives at h", f"{_EXTENSION}/row_norm_autograd.cpp",
         "const Tensor total = dh.defined() ? result[0].add(dh) : result[0];", "const Tensor total = result[0];",
         "tests/test_stages_autograd.py::test_create_graph_gives_the_same_gradients",
     ),
     Mutant(
-        "autograd: operands of other shapes share a gradient", f"{_EXTENSION}/families_autograd.cpp",
+        "autograd: operands of other shapes share a gradient", f"{_EXTENSION}/pointwise_autograd.cpp",
         " && c.a.sym_sizes() == c.b->sym_sizes();", ";",
         "tests/test_oracle_pointwise.py::test_broadcasting",
     ),
     Mutant(
-        "autograd: dropout's backward ignores how y lay", f"{_EXTENSION}/families_autograd.cpp",
+        "autograd: dropout's backward ignores how y lay", f"{_EXTENSION}/pointwise_autograd.cpp",
         "if (dy.strides().equals(strides)) return dy;", "if (!dy.is_contiguous()) return dy;",
         "tests/test_dropout.py::test_same_mask_for_cotangents_of_any_layout",
     ),
     Mutant(
-        "operators: a stride of a view is ignored", f"{_EXTENSION}/rows.cpp",
+        "operators: a stride of a view is ignored", f"{_EXTENSION}/operators.cpp",
         "t.stride(i) == size[levels - 1] * stride[levels - 1]", "t.stride(i) >= size[levels - 1] * stride[levels - 1]",
         "tests/test_oracle_grid.py::test_layouts",
     ),
@@ -349,7 +349,7 @@ _ON_A_GPU = (
         "tests/test_cuda_families.py::test_reductions", cuda=True,
     ),
     Mutant(
-        "autocast: a norm returns the dtype of its input", f"{_EXTENSION}/autograd.cpp",
+        "autocast: a norm returns the dtype of its input", f"{_EXTENSION}/row_norm_autograd.cpp",
         "return !out_dtype && narrow ? at::kFloat : out_dtype;", "return out_dtype;",
         "tests/test_compile.py::test_autocast_dtypes", cuda=True,
     ),

@@ -253,10 +253,11 @@ def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[s
     Files that include the same headers, or make the same functions of their templates, share that time. With many cores
     the longest unit decides, and they are compiled apart.
     """
-    autograd = [[_SOURCES / "autograd.cpp"], [_SOURCES / "families_autograd.cpp"]]
-    norm_operators = [*_SOURCES.glob("row_norm*.cpp"), _SOURCES / "rows.cpp"]
-    all_host = {*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")}
-    operators = [sorted(norm_operators), sorted(all_host - {*norm_operators, *autograd[0], *autograd[1]})]
+    autograd = [[_SOURCES / "row_norm_autograd.cpp"]]
+    autograd.append(sorted({*_SOURCES.glob("*_autograd.cpp")} - {*autograd[0]}))
+    all_host = {*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")} - {*autograd[0], *autograd[1]}
+    norm_operators = {path for path in all_host if path.name.startswith(("row_norm", "operators"))}
+    operators = [sorted(norm_operators), sorted(all_host - norm_operators)]
     norms = [[_CPU_KERNELS / "row_norm.cpp"], [_CPU_KERNELS / "row_norm_staged.cpp"]]
     others = [sorted({*_CPU_KERNELS.glob("*.cpp")} - {*norms[0], *norms[1]})]
     host = _include_flags()

@@ -19,7 +19,7 @@ _lock = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
 
-# `Counter` of native/extension/counters.h.
+# `Counter` of native/extension/operators.h.
 _COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
 
 

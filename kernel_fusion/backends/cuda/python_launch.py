@@ -294,7 +294,7 @@ def _launch_backward(  # pragma: gpu
 
 
 class RowNorm(torch.autograd.Function):
-    """Autograd of the row norms, as in native/extension/autograd.cpp."""
+    """Autograd of the row norms, as in native/extension/row_norm_autograd.cpp."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

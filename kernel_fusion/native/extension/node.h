@@ -12,7 +12,7 @@
 
 #include <mutex>
 
-#include "row_norm.h"
+#include "backends.h"
 
 namespace kf {
 
@@ -20,14 +20,14 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The backend among `cpu` and `cuda` to call directly, where `keys` hold nothing but a device that the dispatcher would stop at,
-// autograd aside. Null where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
-template <class Backend> const Backend* direct(c10::DispatchKeySet keys, const Backend& cpu, const Backend& cuda) {
+// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null where
+// something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
+inline const Backend* direct(c10::DispatchKeySet keys) {
   constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
                           c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
   switch ((keys - passed).highestPriorityTypeId()) {
-    case c10::DispatchKey::CPU: return &cpu;
-    case c10::DispatchKey::CUDA: return &cuda;
+    case c10::DispatchKey::CPU: return &kCpu;
+    case c10::DispatchKey::CUDA: return &kCuda;
     default: return nullptr;
   }
 }
@@ -43,9 +43,10 @@ inline constexpr auto keys_of = [](const auto&... tensors) {
 };
 
 // Whether the call is inside a transform of torch.func, or has tangents: then the definition serves it, through which they see.
-inline bool transformed() {
+template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
+         (torch::autograd::isFwGradDefined(tensors) || ...);
 }
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }

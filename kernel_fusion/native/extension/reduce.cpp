@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "families.h"
+#include "backends.h"
 
 namespace kf {
 
@@ -82,7 +82,7 @@ std::pair<size_t, size_t> innermost_reduced(const Levels& levels) {
 
 // The state between steps: `memory` holds what is left to reduce, laid out as `levels` say.
 struct Steps {
-  const FamilyBackend& backend;
+  const Backend& backend;
   Tensor memory;
   Levels levels;
   Map map;
@@ -139,7 +139,7 @@ at::DimVector result_shape(const Tensor& input, const std::bitset<64>& reduced, 
 }
 
 // The sum of map(input) over the dimensions in `reduced`, or its mean. There are elements.
-Tensor run(const FamilyBackend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
+Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, const std::bitset<64>& reduced, bool keepdim,
            at::ScalarType dtype) {
   auto order = memory_order(input);
   const auto levels_of = [&](const Tensor& t) {
@@ -164,7 +164,7 @@ Tensor run(const FamilyBackend& backend, const Tensor& input, Map map, bool mean
 
 }  // namespace
 
-Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& c) {
+Tensor reduce(const Backend& backend, const ReduceVerbCall& c) {
   const auto reduced = at::dim_list_to_bitset(c.dim.empty() ? at::OptionalIntArrayRef() : c.dim, c.input.dim());
   const auto result = c.dtype.value_or(c.input.scalar_type());
   const bool mean = c.kind == "mean_abs";
@@ -174,7 +174,7 @@ Tensor reduce(const FamilyBackend& backend, const ReduceVerbCall& c) {
   return at::empty(result_shape(c.input, reduced, c.keepdim), c.input.options().dtype(result)).fill_(empty);
 }
 
-Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {
+Tensor sum_to(const Backend& backend, const Tensor& input, at::IntArrayRef shape, at::ScalarType dtype) {
   TORCH_CHECK(input.dim() <= 64, "only tensors with up to 64 dims are supported");
   std::bitset<64> reduced;
   const int64_t leading = input.dim() - static_cast<int64_t>(shape.size());
@@ -184,7 +184,7 @@ Tensor sum_to(const FamilyBackend& backend, const Tensor& input, at::IntArrayRef
 
 namespace {
 
-template <const FamilyBackend& backend>
+template <const Backend& backend>
 Tensor reduce_op(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
   const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
   return accepts(call) ? reduce(backend, call) : reference(call);
@@ -192,7 +192,7 @@ Tensor reduce_op(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::st
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce_op<kCpuFamilies>); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce_op<kCudaFamilies>); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce_op<kCpu>); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce_op<kCuda>); }
 
 }  // namespace kf

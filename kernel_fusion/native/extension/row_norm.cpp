@@ -1,16 +1,12 @@
 // The row-norm operators below autograd: checks, allocation, shapes for tracing, registration.
-#include "row_norm.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
-
 #include "activation_codes.h"
+#include "backends.h"
 
 namespace kf {
-
-bool cuda_enabled(int device);  // launcher.cpp
 
 namespace {
 
@@ -39,15 +35,6 @@ bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shap
 }
 
 }  // namespace
-
-bool is_seed(const OptionalTensor& t, const Tensor& input) {
-  return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
-}
-
-Dropout dropout_of(double p, const OptionalTensor& seed) {
-  TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "kernel_fusion: `dropout_p` must be a probability between 0 and 1, got ", p);
-  return present(seed) ? Dropout::of(p) : Dropout{};
-}
 
 double resolve_eps(const Tensor& input, std::optional<double> eps) {
   if (eps) return *eps;

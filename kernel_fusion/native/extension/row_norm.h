@@ -1,32 +1,13 @@
-// What the row-norm operators share between autograd, CPU and CUDA: the check of arguments and the geometry of rows.
+// The row norms: their calls, as autograd and the operators of every device pass them on.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <array>
-#include <optional>
 #include <string_view>
 #include <tuple>
 
-#include "dropout.h"
-#include "shared/row_norm_args.h"
+#include "operators.h"
 
 namespace kf {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using OptionalDtype = std::optional<at::ScalarType>;
-
-inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
-// The element types that kernels know.
-inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
-
-inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
-inline OptionalDtype dtype_of(const OptionalTensor& t) {
-  return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
-}
 
 // A verb, which is layer_norm or rms_norm; they differ in the type of eps.
 template <bool rms> using Eps = std::conditional_t<rms, std::optional<double>, double>;
@@ -39,22 +20,6 @@ using StagedVerb = StagedResult(const Tensor& input, const OptionalTensor& resid
                                 const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
                                 OptionalDtype out_dtype, bool rms, std::string_view pre_activation,
                                 std::string_view activation, double dropout_p, const OptionalTensor& seed);
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-
-// Raises unless the storage of `t` holds what its sizes and strides say: libraries free that of parameters and activations and
-// fill it again later. To be called before a kernel, or a copy, reads any tensor that a caller gave.
-void check_memory(const Tensor& t);
-inline void check_memory(const OptionalTensor& t) {
-  if (t) check_memory(*t);
-}
-inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_memory(tensors), ...); };
-
-template <class Signature> auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 // rms_norm's eps=None: the machine epsilon of the compute type.
 double resolve_eps(const Tensor& input, std::optional<double> eps);
@@ -76,12 +41,6 @@ struct Stages {
   OptionalTensor seed;
 };
 
-// Whether `t` is the seed of a dropout of `input`: one int64.
-bool is_seed(const OptionalTensor& t, const Tensor& input);
-
-// The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
-Dropout dropout_of(double p, const OptionalTensor& seed);
-
 // Those that the arguments of an operator name.
 Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
                    double dropout_p, const OptionalTensor& seed);
@@ -91,22 +50,6 @@ bool accepts(const Tensor& input, const Stages& stages);
 // The definition of a norm with stages; `residual` of the result is h, or has no elements.
 StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
                               double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages);
-
-// A tensor seen as rows whose elements lie side by side. `tensor` is the given one, or a copy where its normalised
-// dimensions are not contiguous or its leading ones need more than three strides.
-struct Rows {
-  Tensor tensor;
-  int64_t rows, cols;
-  RowLayout layout;
-  bool strided;  // more than one stride
-  int alignment; // of every row, in bytes, at most 16
-
-  Rows(const Tensor& t, int64_t num_dims);
-  const void* data() const { return tensor.const_data_ptr(); }
-};
-
-// The largest power of two, at most 16, that divides the address.
-int alignment_of(const void* p);
 
 // What backward has of them. What it normalises again is `BackwardCall::input`: h where there is a residual, else x.
 struct BackwardStages {
@@ -170,17 +113,6 @@ using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweigh
 
 ForwardKernel forward_cpu, forward_cuda;
 BackwardKernel backward_cpu, backward_cuda;
-
-// One device. Without kernels it stands for tracing: shapes and dtypes alone.
-struct Backend {
-  c10::DispatchKey key;
-  c10::DeviceType device;
-  ForwardKernel* forward;
-  BackwardKernel* backward;
-};
-inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, forward_cpu, backward_cpu};
-inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda};
-inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta, nullptr, nullptr};
 
 // Allocate, then fill. Forward takes calls that `accepts` accepts; backward checks its own.
 ForwardResult forward(const Backend& backend, const ForwardCall& call);

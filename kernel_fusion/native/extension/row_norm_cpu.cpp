@@ -5,13 +5,12 @@
 #include <new>
 #include <vector>
 
-#include "counters.h"
+#include "backends.h"
 #include "cpu/cpu_dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/sum_rows.h"
 #include "cpu/tasks.h"
-#include "row_norm.h"
 
 namespace kf {
 namespace {

@@ -1,10 +1,10 @@
 // The CUDA operators: arguments -> request -> launch. Row counts beyond a grid's limit are far beyond a device's memory.
 #include <ATen/ops/empty.h>
 
+#include "backends.h"
 #include "cuda/launcher.h"
 #include "cuda/requests.h"
 #include "cuda/sum_partials.h"
-#include "row_norm.h"
 
 namespace kf {
 namespace {

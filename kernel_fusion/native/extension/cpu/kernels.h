@@ -155,7 +155,7 @@ using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64
 
 // ---- Pointwise chains ------------------------------------------------------------------------------------------------------
 
-// The operands of a chain in either direction; see families.h for their order. `base` is the address of the tensor whose
+// The operands of a chain in either direction; see pointwise.h for their order. `base` is the address of the tensor whose
 // offsets are the positions of dropout: y or dy.
 struct ChainOperands {
   const Chain& chain;

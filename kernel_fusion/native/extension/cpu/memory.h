@@ -11,6 +11,9 @@
 
 namespace kf {
 
+// The address of a tensor, null where it is undefined.
+inline const char* bytes(const at::Tensor& t) { return static_cast<const char*>(t.defined() ? t.const_data_ptr() : nullptr); }
+
 // Asks for huge pages under a large result that is about to be written from end to end. The C library gives such a result back
 // to the system when it is freed, so that the next one faults in every page again: 16384 of 4 KB for torch.neg of 4096 x 4096 fp32,
 // which takes 53 ms, of 8.5 for the work itself; in huge pages 13 (AMD EPYC, 1 thread). Below 4 MB it is taken from memory that

@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "counters.h"
+#include "operators.h"
 
 namespace kf {
 namespace {

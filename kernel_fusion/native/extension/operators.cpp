@@ -1,9 +1,11 @@
-// The geometry of rows: which tensors can be read where they lie, and which must be copied first.
+// What the operators of all families share: checks of tensors, the geometry of rows (which tensors can be read where they lie, and
+// which must be copied first), counters of kernels.
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <bit>
 
-#include "row_norm.h"
+#include "operators.h"
 
 namespace kf {
 
@@ -22,12 +24,27 @@ void check_memory(const Tensor& t) {
               t.element_size(), " requiring a storage size of ", needed, " are out of bounds for storage of size ", held);
 }
 
+bool readable(const Tensor& t) {
+  return supported(t.scalar_type()) && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
+}
+
+bool is_seed(const OptionalTensor& t, const Tensor& input) {
+  return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
+}
+
+Dropout dropout_of(double p, const OptionalTensor& seed) {
+  TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "kernel_fusion: `dropout_p` must be a probability between 0 and 1, got ", p);
+  return present(seed) ? Dropout::of(p) : Dropout{};
+}
+
 int alignment_of(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p) | 16;
   return 1 << std::countr_zero(address);
 }
 
 namespace {
+
+std::atomic<int64_t> counts[static_cast<int>(Counter::kCount)];
 
 bool inner_contiguous(const Tensor& t, int64_t num_dims) {
   int64_t expected = 1;
@@ -82,4 +99,9 @@ Rows::Rows(const Tensor& t, int64_t num_dims) : tensor(t) {
   alignment = alignment_of(reinterpret_cast<const void*>(bits));
 }
 
+void count(Counter counter) { counts[static_cast<int>(counter)].fetch_add(1, std::memory_order_relaxed); }
+
 }  // namespace kf
+
+// Read from Python through ctypes.
+extern "C" __attribute__((visibility("default"))) int64_t kf_count(int counter) { return kf::counts[counter].load(); }

@@ -1,33 +1,30 @@
-// Pointwise chains, reductions and softmax at autograd: which calls the kernels take, and their backward nodes.
+// Pointwise chains at autograd: which calls the kernels take, and the backward node.
 //
-// As for the row norms (autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
+// As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
 // backward that is itself differentiated.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_right_shift.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/promote_types.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include "activation_codes.h"
-#include "families.h"
 #include "node.h"
 
 namespace kf {
-namespace {
 
-bool needs_definition(const Tensor& first, const OptionalTensor& second = std::nullopt) {
-  return transformed() || torch::autograd::isFwGradDefined(first) || torch::autograd::isFwGradDefined(second);
+PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
+  if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
+  static const auto op =
+      find_op<PointwiseGradients(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double,
+                                 double, const OptionalTensor&, std::array<bool, 2>)>("kernel_fusion::pointwise_bwd");
+  return op.call(dy, c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed, wants);
 }
 
-const FamilyBackend* direct(c10::DispatchKeySet keys) { return direct(keys, kCpuFamilies, kCudaFamilies); }
-
-// ---- Pointwise -------------------------------------------------------------------------------------------------------------
+namespace {
 
 // Fills `bits`, if given.
 Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* bits = nullptr) {
@@ -41,14 +38,6 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   }
   static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise");
   return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
-}
-
-PointwiseGradients call_pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
-  if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto op =
-      find_op<PointwiseGradients(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double,
-                                 double, const OptionalTensor&, std::array<bool, 2>)>("kernel_fusion::pointwise_bwd");
-  return op.call(dy, c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed, wants);
 }
 
 // dy, laid out as y was, of which only strides other than a contiguous tensor's were saved.
@@ -90,7 +79,7 @@ bool adds_row(const PointwiseCall& c) {
          c.b->sym_size(0) == c.a.sym_size(-1);
 }
 
-// Bits are written in one order, so no operand may have its own, nor may the call be cut into parts (families.h).
+// Bits are written in one order, so no operand may have its own, nor may the call be cut into parts (pointwise.h).
 bool in_one_order(const PointwiseCall& c) {
   if (adds_row(c))
     return c.a.is_contiguous() && c.b->is_contiguous() &&
@@ -156,7 +145,7 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
     const std::array<bool, 2> needs{task_should_compute_output(0), binary && task_should_compute_output(1)};
     auto [da, db] = at::GradMode::is_enabled()
                         ? differentiable(call, grads[0], needs)
-                        : call_pointwise_bwd(prepared(grads[0], call), call, {needs[0] || shared, needs[1] && !shared});
+                        : pointwise_bwd(prepared(grads[0], call), call, {needs[0] || shared, needs[1] && !shared});
     if (needs[0]) result[0] = da;
     if (needs[1]) result[1] = shared ? da : db;
     return result;
@@ -219,184 +208,11 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const Optio
   return y;
 }
 
-// ---- Reductions ------------------------------------------------------------------------------------------------------------
-
-Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (const auto* backend = direct(keys)) return reduce(*backend, c);
-  static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce");
-  return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
-}
-
-// dy, with the shape of x.
-Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool keepdim) {
-  Tensor result = dy;
-  if (!keepdim) {
-    std::vector<bool> reduced(x.dim(), dim.empty());
-    for (const auto d : dim)
-      if (x.dim()) reduced[d < 0 ? d + x.dim() : d] = true;
-    for (int64_t d = 0; d < x.dim(); ++d)
-      if (reduced[d]) result = result.unsqueeze(d);
-  }
-  return result.expand_symint(x.sym_sizes());
-}
-
-// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype. It is
-// computed in the type of dy, so that of fp64 x must not be narrower.
-Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCall& c) {
-  const Tensor dy = x.scalar_type() == at::kDouble ? given.to(at::kDouble) : given;
-  if (c.kind == "sum_squared")
-    return std::get<0>(
-        call_pointwise_bwd(expanded(dy, x, c.dim, c.keepdim), {x, x, "mul", "identity", 2.0, 0.0, {}}, {true, false}));
-  const c10::SymInt outputs = dy.sym_numel(), inputs = x.sym_numel();
-  const auto known_outputs = outputs.maybe_as_int(), known_inputs = inputs.maybe_as_int();
-  double factor = 1.0;
-  Tensor scaled = dy;
-  if (known_outputs && known_inputs) {
-    factor = *known_inputs ? static_cast<double>(*known_outputs) / static_cast<double>(*known_inputs) : 1.0;
-  } else {  // a number that is not known while tracing cannot be an argument
-    scaled = at::div(dy, at::Scalar(inputs / outputs));
-  }
-  return std::get<1>(
-      call_pointwise_bwd(expanded(scaled, x, c.dim, c.keepdim), {x, x, "gate", "sign", factor, 0.0, {}}, {false, true}));
-}
-
-struct ReduceBackward : SavingNode<ReduceBackward> {
-  SavedVariable input;
-  const std::vector<int64_t> dim;
-  const bool keepdim, mean;
-
-  explicit ReduceBackward(const ReduceVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input)),
-        input(c.input, /*is_output=*/false),
-        dim(c.dim.vec()),
-        keepdim(c.keepdim),
-        mean(c.kind == "mean_abs") {}
-
-  std::string name() const override { return "ReduceBackward"; }
-
-  template <class F> void each_saved(F&& f) { f(input); }
-
-  variable_list gradients(variable_list&& grads) {
-    if (!grads[0].defined()) return variable_list(1);
-    const Tensor x = input.unpack(), &dy = grads[0];
-    const ReduceVerbCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
-    return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(input, /*is_output=*/false);
-    args.collect(dim);
-    for (const bool flag : {keepdim, mean}) args.collect(flag);
-  }
-};
-
-Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
-                       OptionalDtype dtype) {
-  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
-  if (needs_definition(input) || !accepts(call)) return reference(call);
-  Tensor y = below_autograd(keys, call);
-  if (torch::autograd::compute_requires_grad(input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
-  return y;
-}
-
-// ---- Softmax ---------------------------------------------------------------------------------------------------------------
-
-Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  if (const auto* backend = direct(keys)) return softmax(*backend, c);
-  static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax");
-  return op.call(c.input, c.mask, c.scale, c.causal);
-}
-
-// scale * (dy - sum(dy * y)) * y; with ATen where it is itself differentiated. y determines it, so x need not be kept.
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
-  const auto* backend = direct(keys_of(dy, y));
-  if (!at::GradMode::is_enabled()) {
-    if (backend) return softmax_bwd(*backend, dy, y, scale, leaves_out);
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double, bool)>("kernel_fusion::softmax_bwd");
-    return op.call(dy, y, scale, leaves_out);
-  }
-  if (backend) check_all_memory(dy, y);  // ATen's operations do not
-  const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
-  const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
-  const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(scale).to(y.scalar_type());
-  return leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
-}
-
-struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
-  SavedVariable y, mask;  // the mask, if it has a gradient, for its shape and dtype
-  const double scale;
-  const bool leaves_out;
-
-  explicit SoftmaxBackward(const SoftmaxVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)),
-        scale(c.scale),
-        leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
-
-  // After the history of the result is set.
-  void save(const SoftmaxVerbCall& c, const Tensor& result) {
-    y = SavedVariable(result, /*is_output=*/true);
-    mask = SavedVariable(present(c.mask) && c.mask->requires_grad() ? c.mask : std::nullopt, /*is_output=*/false);
-  }
-
-  std::string name() const override { return "SoftmaxBackward"; }
-
-  template <class F> void each_saved(F&& f) {
-    for (auto* saved : {&y, &mask}) f(*saved);
-  }
-
-  variable_list gradients(variable_list&& grads) {
-    variable_list list(num_outputs());
-    if (!grads[0].defined()) return list;
-    const Tensor& dy = grads[0];
-    const Tensor result = y.unpack(getptr()), additive = mask.unpack();
-    if (!additive.defined() || !task_should_compute_output(1)) {
-      list[0] = softmax_backward(dy, result, scale, leaves_out);
-      return list;
-    }
-    // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
-    const Tensor dlogits = softmax_backward(dy, result.to(acc_dtype(result)), 1.0, leaves_out);
-    if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
-    list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
-    return list;
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(y, /*is_output=*/true);
-    args.collect(mask, /*is_output=*/false);
-    args.collect(scale);
-    args.collect(leaves_out);
-  }
-};
-
-Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  const SoftmaxVerbCall call{input, mask, scale, causal};
-  if (needs_definition(input, mask) || !accepts(call)) return reference(call);
-  if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(keys, call);
-  // Backward reads y, which for a mask of more digits than the input must have as many.
-  const auto dtype = present(mask) && mask->requires_grad() ? at::promote_types(input.scalar_type(), mask->scalar_type())
-                                                            : input.scalar_type();
-  const Tensor wide = input.to(dtype);
-  const SoftmaxVerbCall of_wide{wide, mask, scale, causal};
-  Tensor y = below_autograd(keys, of_wide);
-  const auto node = new_node<SoftmaxBackward>(of_wide);
-  torch::autograd::set_history(y, node);
-  node->save(of_wide, y);
-  return y.to(input.scalar_type());
-}
-
-void implement_family_autograd(torch::Library& m) {
-  m.impl("pointwise", pointwise_autograd);
-  m.impl("reduce", reduce_autograd);
-  m.impl("softmax", softmax_autograd);
-}
-
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { implement_family_autograd(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { implement_family_autograd(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { implement_family_autograd(m); }
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/schemas.py).
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("pointwise", pointwise_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("pointwise", pointwise_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("pointwise", pointwise_autograd); }
 
 }  // namespace kf

@@ -10,7 +10,6 @@
 
 #include "activation_codes.h"
 #include "node.h"
-#include "row_norm.h"
 
 namespace kf {
 namespace {
@@ -18,7 +17,7 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
-  if (const auto* backend = direct(keys, kCpu, kCuda)) return forward(*backend, c);
+  if (const auto* backend = direct(keys)) return forward(*backend, c);
   static const auto op =
       find_op<ForwardResult(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, double, OptionalDtype,
                             bool, const OptionalTensor&, std::string_view, std::string_view, double, const OptionalTensor&)>(
@@ -34,7 +33,7 @@ ForwardResult call_forward(c10::DispatchKeySet keys, const ForwardCall& c) {
 BackwardResult call_backward(const BackwardCall& c) {
   static const BackwardStages none;
   const BackwardStages& s = c.stages ? *c.stages : none;
-  if (const auto* backend = direct(with_tensors(c, keys_of), kCpu, kCuda)) return backward(*backend, c);
+  if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
   static const auto op =
       find_op<BackwardResult(const Tensor&, const Tensor&, const Tensor&, int64_t, const OptionalTensor&, OptionalDtype, double,
                              bool, Wanted, OptionalDtype, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
@@ -234,9 +233,8 @@ template <bool rms> const auto& verb() {
 template <bool rms>
 Tensor autograd(c10::DispatchKeySet keys, const Tensor& input, int64_t num_dims, const OptionalTensor& weight,
                 const OptionalTensor& bias, Eps<rms> optional_eps, double weight_offset, OptionalDtype out_dtype) {
-  using torch::autograd::isFwGradDefined;
   const double eps = resolve_eps(input, optional_eps);
-  if (transformed() || isFwGradDefined(input) || isFwGradDefined(weight) || isFwGradDefined(bias) ||
+  if (needs_definition(input, weight, bias) ||
       !accepts(input, num_dims, weight, bias, weight_offset, out_dtype))
     return reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms);
   const bool training = torch::autograd::compute_requires_grad(input, weight, bias);
@@ -247,7 +245,7 @@ Tensor autograd(c10::DispatchKeySet keys, const Tensor& input, int64_t num_dims,
     const at::AutoDispatchBelowADInplaceOrView below;
     if (training) {
       std::tie(y, stats, h) = call_forward(keys, call);
-    } else if (const auto* backend = direct(keys, kCpu, kCuda)) {
+    } else if (const auto* backend = direct(keys)) {
       y = std::get<0>(forward(*backend, call));
     } else {
       y = verb<rms>().redispatch(keys & c10::after_ADInplaceOrView_keyset, input, num_dims, weight, bias, optional_eps,
@@ -267,10 +265,9 @@ StagedResult staged_autograd(c10::DispatchKeySet keys, const Tensor& input, cons
                              const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
                              OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
                              double dropout_p, const OptionalTensor& seed) {
-  using torch::autograd::isFwGradDefined;
   const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
-  if (transformed() || isFwGradDefined(input) || isFwGradDefined(residual) || isFwGradDefined(weight) ||
-      isFwGradDefined(bias) || !accepts(input, num_dims, weight, bias, weight_offset, out_dtype) || !accepts(input, stages))
+  if (needs_definition(input, residual, weight, bias) ||
+      !accepts(input, num_dims, weight, bias, weight_offset, out_dtype) || !accepts(input, stages))
     return staged_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages);
   if (!torch::autograd::compute_requires_grad(input, residual, weight, bias)) {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -1,7 +1,5 @@
-// Pointwise chains and softmax below autograd: checks, promotion, broadcasting, allocation, registration. (Reductions:
-// reduce.cpp.) Shapes for tracing come from Python (operators/meta.py).
-#include "families.h"
-
+// Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Shapes for tracing come from Python
+// (operators/schemas.py).
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -9,18 +7,14 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "activation_codes.h"
+#include "backends.h"
 
 namespace kf {
 
-bool cuda_enabled(int device);  // launcher.cpp
-
-bool readable(const Tensor& t) {
-  return supported(t.scalar_type()) && t.layout() == at::kStrided && (!t.is_cuda() || cuda_enabled(t.device().index()));
-}
+namespace {
 
 // Whether there are kernels for this, but for the question which operands there are.
 bool known(const PointwiseCall& c) {
@@ -28,34 +22,6 @@ bool known(const PointwiseCall& c) {
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
   return !present(c.seed) || is_seed(c.seed, c.a);
 }
-
-bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
-
-bool has_bits(const PointwiseCall& c) {
-  return c.a.is_cuda() && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
-}
-
-Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
-  return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
-}
-
-bool accepts(const SoftmaxVerbCall& c) {
-  if (!readable(c.input) || c.input.dim() < (c.causal ? 2 : 1)) return false;
-  if (!present(c.mask)) return true;
-  if (c.mask->device() != c.input.device() || c.mask->layout() != at::kStrided) return false;
-  const bool both_double = (c.mask->scalar_type() == at::kDouble) == (c.input.scalar_type() == at::kDouble);
-  return c.mask->scalar_type() == at::kBool || (readable(*c.mask) && both_double);
-}
-
-Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax_reference");
-  return op.call(c.input, c.mask, c.scale, c.causal);
-}
-
-namespace {
-
-// ---- Pointwise -------------------------------------------------------------------------------------------------------------
 
 Dropout dropout_of(const PointwiseCall& c) { return kf::dropout_of(c.dropout_p, c.seed); }
 
@@ -71,7 +37,18 @@ at::ScalarType result_type(const PointwiseCall& c) {
 
 }  // namespace
 
-Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor* bits) {
+bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
+
+bool has_bits(const PointwiseCall& c) {
+  return c.a.is_cuda() && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
+}
+
+Tensor reference(const PointwiseCall& c) {
+  static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
+  return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+}
+
+Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits) {
   with_tensors(call, check_all_memory);
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).declare_static_dtype_and_device(result_type(call), call.a.device());
@@ -94,8 +71,6 @@ Tensor pointwise(const FamilyBackend& backend, const PointwiseCall& call, Tensor
 
 namespace {
 
-// ---- Pointwise, backward ---------------------------------------------------------------------------------------------------
-
 // The gradient of one operand. `full` has the shape of y, and is written by the kernel: the gradient itself, or what is then
 // summed over the dimensions in which the operand was broadcast.
 struct Gradient {
@@ -112,7 +87,7 @@ struct Gradient {
     }
   }
 
-  Tensor finished(const FamilyBackend& backend) {
+  Tensor finished(const Backend& backend) {
     if (!full.defined() || result.defined()) return result;
     Tensor sum = sum_to(backend, full, operand.sizes(), operand.scalar_type());
     return operand.is_contiguous() ? sum : at::empty_like(operand).copy_(sum);
@@ -138,7 +113,7 @@ struct BackwardOperands {
 };
 
 // Serves the case of a bias: the operand that was broadcast is one row, and its sum over the rows is taken on the way.
-bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
+bool columns(const Backend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
   const bool symmetric = chain.combine == Combine::kAdd || chain.combine == Combine::kMul;
   const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
     if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
@@ -157,7 +132,7 @@ bool columns(const FamilyBackend& backend, const Chain& chain, const BackwardOpe
   return t.wants[0] && symmetric && serve(t.b, t.a, t.wants[1], db, da);
 }
 
-std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& chain, const BackwardOperands& t) {
+std::tuple<Tensor, Tensor> gradients(const Backend& backend, const Chain& chain, const BackwardOperands& t) {
   Tensor row_da, row_db;
   if (columns(backend, chain, t, row_da, row_db)) return {std::move(row_da), std::move(row_db)};
   if (chain.combine == Combine::kFirst && t.wants[1]) {
@@ -179,7 +154,7 @@ std::tuple<Tensor, Tensor> gradients(const FamilyBackend& backend, const Chain& 
 
 }  // namespace
 
-PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy, const PointwiseCall& call,
+PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call,
                                  std::array<bool, 2> wants) {
   const Tensor second = present(call.b) ? *call.b : Tensor();
   const bool by_bits = call.a.scalar_type() == at::kByte;
@@ -209,41 +184,16 @@ PointwiseGradients pointwise_bwd(const FamilyBackend& backend, const Tensor& dy,
   return gradients(backend, chain, {whole, whole, second, wants});
 }
 
-// ---- Softmax ---------------------------------------------------------------------------------------------------------------
-
-Tensor softmax(const FamilyBackend& backend, const SoftmaxVerbCall& call) {
-  const Tensor expanded = present(call.mask) ? call.mask->expand(call.input.sizes()) : Tensor();
-  Tensor y = at::empty_like(call.input, at::MemoryFormat::Contiguous);
-  if (y.numel()) {
-    check_all_memory(call.input, call.mask);
-    backend.softmax({call.input, expanded, call.scale, call.causal}, y);
-  }
-  return y;
-}
-
-Tensor softmax_bwd(const FamilyBackend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
-  TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
-              "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
-  Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
-  if (y.numel()) {
-    check_all_memory(dy, y);
-    backend.softmax_bwd(dy.contiguous(), y.contiguous(), scale, leaves_out, dx);
-  }
-  return dx;
-}
-
-// ---- Operators -------------------------------------------------------------------------------------------------------------
-
 namespace {
 
-template <const FamilyBackend& backend>
+template <const Backend& backend>
 Tensor pointwise_op(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation, double scale,
                     double dropout_p, const OptionalTensor& seed) {
   const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
   return accepts(call) ? pointwise(backend, call) : reference(call);
 }
 
-template <const FamilyBackend& backend>
+template <const Backend& backend>
 std::tuple<Tensor, Tensor> pointwise_fwd_op(const Tensor& a, const OptionalTensor& b, std::string_view combine,
                                             std::string_view activation, double scale, double dropout_p,
                                             const OptionalTensor& seed) {
@@ -254,7 +204,7 @@ std::tuple<Tensor, Tensor> pointwise_fwd_op(const Tensor& a, const OptionalTenso
 }
 
 // A tensor without elements where nothing is wanted: an operator returns defined tensors.
-template <const FamilyBackend& backend>
+template <const Backend& backend>
 PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
                                     std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed,
                                     std::array<bool, 2> wants) {
@@ -264,28 +214,15 @@ PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const Opt
   return {std::move(da), std::move(db)};
 }
 
-template <const FamilyBackend& backend>
-Tensor softmax_op(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  const SoftmaxVerbCall call{input, mask, scale, causal};
-  return accepts(call) ? softmax(backend, call) : reference(call);
-}
-
-template <const FamilyBackend& backend>
-Tensor softmax_bwd_op(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
-  return softmax_bwd(backend, dy, y, scale, leaves_out);
-}
-
-template <const FamilyBackend& backend> void implement_families(torch::Library& m) {
+template <const Backend& backend> void implement_pointwise(torch::Library& m) {
   m.impl("pointwise", pointwise_op<backend>);
   m.impl("pointwise_fwd", pointwise_fwd_op<backend>);
   m.impl("pointwise_bwd", pointwise_bwd_op<backend>);
-  m.impl("softmax", softmax_op<backend>);
-  m.impl("softmax_bwd", softmax_bwd_op<backend>);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_families<kCpuFamilies>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_families<kCudaFamilies>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_pointwise<kCpu>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_pointwise<kCuda>(m); }
 
 }  // namespace kf

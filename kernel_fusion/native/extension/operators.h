@@ -1,0 +1,78 @@
+// What the operators of all families share: checks of tensors, the geometry of rows, the dispatcher, counters of kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+
+#include "dropout.h"
+#include "shared/row_norm_args.h"
+
+namespace kf {
+
+struct Backend;  // backends.h
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// The element types that kernels know.
+inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
+
+inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+inline OptionalDtype dtype_of(const OptionalTensor& t) {
+  return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+
+// Raises unless the storage of `t` holds what its sizes and strides say: libraries free that of parameters and activations and
+// fill it again later. To be called before a kernel, or a copy, reads any tensor that a caller gave.
+void check_memory(const Tensor& t);
+inline void check_memory(const OptionalTensor& t) {
+  if (t) check_memory(*t);
+}
+inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_memory(tensors), ...); };
+
+template <class Signature> auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Whether the CUDA kernels serve a device (cuda/launcher.cpp).
+bool cuda_enabled(int device);
+
+// A floating-point tensor that the kernels of its device can read.
+bool readable(const Tensor& t);
+
+// Whether `t` is the seed of a dropout of `input`: one int64.
+bool is_seed(const OptionalTensor& t, const Tensor& input);
+
+// The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
+Dropout dropout_of(double p, const OptionalTensor& seed);
+
+// A tensor seen as rows whose elements lie side by side. `tensor` is the given one, or a copy where its normalised
+// dimensions are not contiguous or its leading ones need more than three strides.
+struct Rows {
+  Tensor tensor;
+  int64_t rows, cols;
+  RowLayout layout;
+  bool strided;  // more than one stride
+  int alignment; // of every row, in bytes, at most 16
+
+  Rows(const Tensor& t, int64_t num_dims);
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+
+// The largest power of two, at most 16, that divides the address.
+int alignment_of(const void* p);
+
+// How often each kind of kernel ran in this process: what tests assert, so that none passes through a fallback.
+enum class Counter { kCpuForward, kCpuBackward, kCudaLaunch, kCount };
+void count(Counter counter);
+
+}  // namespace kf

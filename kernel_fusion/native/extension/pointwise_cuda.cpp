@@ -1,0 +1,187 @@
+// Pointwise chains on CUDA: arguments -> request -> launch.
+#include <algorithm>
+
+#include "backends.h"
+#include "cuda/launcher.h"
+#include "cuda/requests.h"
+#include "cuda/sum_partials.h"
+#include "cuda/vectors.h"
+#include "shared/pointwise_args.h"
+
+namespace kf {
+namespace {
+
+constexpr int kOperands = PointwiseArgs::kOperands, kMaxDims = PointwiseArgs::kDims;
+enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
+enum Mode : int32_t { kLinear, kVector, kBroadcast, kStrided, kGather };
+enum : int32_t { kNoDropout, kAligned, kAnywhere };  // the positions of dropout
+
+// An iterator as the kernels see it: operands in slots, and how each meets the iteration.
+struct Iteration {
+  const at::TensorIteratorBase& iter;
+  std::array<int, kOperands> arg;  // the iterator's operand in each slot, -1: none
+  std::vector<int64_t> shape;      // innermost first, at least one dimension
+  PointwiseFields fields{};
+  bool wide = true;  // the kernel's arithmetic of offsets has 64 bits
+
+  Iteration(const at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg)
+      : iter(iter), arg(arg), shape(iter.shape().begin(), iter.shape().end()) {
+    if (shape.empty()) shape.push_back(1);
+    bool all_linear = true;
+    for (int k = 0; k < kOperands; ++k) all_linear = all_linear && (!has(k) || linear(k));
+    if (all_linear) shape.assign(1, iter.numel());
+    choose_vector();
+    for (int k = 0; k < kOperands; ++k) describe(k);
+    fields.dims = static_cast<int32_t>(shape.size());
+  }
+
+  bool has(int k) const { return arg[k] >= 0; }
+  int64_t bytes(int k) const { return iter.element_size(arg[k]); }
+  int64_t stride(int k, size_t dim) const {  // in bytes
+    return dim < static_cast<size_t>(iter.ndim()) ? iter.strides(arg[k])[dim] : 0;
+  }
+  bool linear(int k) const {
+    int64_t expected = bytes(k);
+    for (int d = 0; d < iter.ndim(); ++d) {
+      if (iter.shape()[d] != 1 && stride(k, d) != expected) return false;
+      expected *= iter.shape()[d];
+    }
+    return true;
+  }
+  // Whether elements are read again and again, so that caches hold them.
+  bool repeats(int k) const {
+    for (size_t d = 0; d < shape.size(); ++d)
+      if (shape[d] > 1 && stride(k, d) == 0) return true;
+    return false;
+  }
+
+  // Vectors of 16 bytes of the widest operand that is read by vectors. If rows are not whole vectors, operands that follow them
+  // are looked up by element where caches serve that, and else all vectors become narrower.
+  void choose_vector() {
+    int64_t widest = 2;
+    bool cached = true;
+    for (int k = 0; k < kOperands; ++k) {
+      if (!has(k)) continue;
+      if (linear(k) || stride(k, 0) == bytes(k)) widest = std::max(widest, bytes(k));
+      if (!linear(k) && !repeats(k)) cached = false;
+    }
+    fields.vec = static_cast<int32_t>(kVectorBytes / widest);
+    if (shape.size() > 1 && !cached) fields.vec = static_cast<int32_t>(dividing_power(shape[0], fields.vec));
+  }
+
+  Mode mode(int k) const {
+    if (linear(k)) return kLinear;
+    if (shape.size() > 1 && shape[0] % fields.vec != 0) return kGather;
+    if (stride(k, 0) == 0) return kBroadcast;
+    return stride(k, 0) == bytes(k) ? kVector : kStrided;
+  }
+
+  void describe(int k) {
+    fields.type[k] = has(k) ? dtype_code(iter.dtype(arg[k])) : -1;
+    fields.align[k] = 16;
+    if (!has(k)) return;
+    const auto m = mode(k);
+    fields.mode[k] = m;
+    int64_t steps = 0;
+    for (size_t d = 1; d < shape.size(); ++d) steps |= stride(k, d);
+    if (m == kLinear || m == kVector)
+      fields.align[k] = alignment_within(iter.data_ptr(arg[k]), m == kVector ? steps : 0, fields.vec * bytes(k));
+    if (m != kLinear && !(m == kBroadcast && shape.size() == 1)) wide = false;
+  }
+
+  PointwiseArgs args(const Chain& chain, int64_t position) const {
+    PointwiseArgs args{};
+    for (int k = 0; k < kOperands; ++k) args.data[k] = has(k) ? iter.data_ptr(arg[k]) : nullptr;
+    args.size = iter.numel();
+    args.position = position;
+    args.seed = chain.seed;
+    args.scale = chain.scale;
+    args.dropout_last = chain.dropout.last();
+    for (size_t d = 0; d < shape.size(); ++d) {
+      if (d + 1 < shape.size()) args.dim[d] = fast_divisor(static_cast<unsigned>(shape[d]));
+      for (int k = 0; k < kOperands; ++k)
+        if (has(k)) args.stride[d][k] = static_cast<unsigned>(stride(k, d) / bytes(k));
+    }
+    return args;
+  }
+};
+
+// `positions` is the slot whose offsets are the positions of dropout, and `origin` where its tensor begins.
+void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg,
+                      Slot positions, const char* origin) {
+  Iteration iteration(iter, arg);
+  if (!iteration.wide && !iter.can_use_32bit_indexing()) {
+    if (chain.bits) driver::fail("pointwise kernels know no bits of calls that are cut into parts");
+    for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, which, part, arg, positions, origin);
+    return;
+  }
+  if (iteration.shape.size() > kMaxDims)
+    driver::fail("pointwise kernels take tensors of at most " + std::to_string(kMaxDims) +
+                 " dimensions that cannot be merged; the backend 'eager' computes this call");
+  auto& fields = iteration.fields;
+  const auto* first = static_cast<const char*>(iter.data_ptr(arg[positions]));
+  const int64_t position = (first - origin) / iteration.bytes(positions);
+  fields.combine = static_cast<int32_t>(chain.combine);
+  fields.activation = chain.activation;
+  if (chain.seed) fields.dropout = fields.mode[positions] == kLinear && position % 8 == 0 ? kAligned : kAnywhere;
+  const Slot bits = which == Kernel::kPointwise ? kOutB : kA;
+  if (chain.bits) fields.type[bits] = PointwiseFields::kBits;
+  const auto device = iter.device(arg[positions]);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), which, fields}, on.stream);
+  auto args = iteration.args(chain, position);
+  if (chain.bits) args.data[bits] = chain.bits;
+  launch(kernel, kernel.grid(args.size), 1, on.stream, &args);
+}
+
+}  // namespace
+
+void pointwise_cuda(const Chain& chain, at::TensorIteratorBase& iter) {
+  const bool binary = chain.combine != Combine::kFirst;
+  launch_pointwise(chain, Kernel::kPointwise, iter, {0, -1, -1, 1, binary ? 2 : -1}, kOut,
+                   static_cast<const char*>(iter.data_ptr(0)));
+}
+
+void pointwise_bwd_cuda(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
+  const bool binary = chain.combine != Combine::kFirst;
+  const int outputs = wants[0] + wants[1];
+  launch_pointwise(chain, Kernel::kPointwiseBwd, iter,
+                   {wants[0] ? 0 : -1, wants[1] ? outputs - 1 : -1, outputs, outputs + 1, binary ? outputs + 2 : -1}, kDY,
+                   static_cast<const char*>(iter.data_ptr(outputs)));
+}
+
+void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) {
+  const auto& chain = call.chain;
+  const Tensor* tensors[] = {da.defined() ? &da : nullptr, &db, &call.dy, &call.a, &call.b};
+  int64_t widest = 2;
+  for (const Tensor* t : {tensors[kOut], tensors[kDY], tensors[kA]})
+    if (t) widest = std::max<int64_t>(widest, t->element_size());
+  PointwiseFields fields{};
+  fields.combine = static_cast<int32_t>(chain.combine);
+  fields.activation = chain.activation;
+  fields.dropout = chain.seed ? kAligned : kNoDropout;  // vectors divide rows
+  fields.dims = 1;
+  fields.vec = static_cast<int32_t>(dividing_power(call.cols, kVectorBytes / widest));
+  fields.lanes = tile_lanes(call.cols / fields.vec);
+  for (int k = 0; k < kOperands; ++k) {
+    const Tensor* t = tensors[k];
+    fields.type[k] = t ? dtype_code(t->scalar_type()) : -1;
+    fields.align[k] = t ? alignment_within(t->const_data_ptr(), 0, fields.vec * t->element_size()) : 16;
+  }
+  if (chain.bits) fields.type[kA] = PointwiseFields::kBits;
+  const auto device = call.dy.device();
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device.index(), Kernel::kPointwiseBwd, fields}, on.stream);
+  // As many blocks as run at once, but no more than have rows.
+  const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / fields.lanes;
+  const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
+  const PartialRows partials(call.dy, slabs, call.cols);
+  const void* a = chain.bits ? chain.bits : call.a.const_data_ptr();
+  const PointwiseColumnsArgs args{call.dy.const_data_ptr(), a, call.b.const_data_ptr(),
+                                  da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
+                                  partials.pitch, chain.seed, chain.scale, chain.dropout.last()};
+  launch(kernel, tiles, slabs, on.stream, &args);
+  sum_partials(partials, &db, nullptr, on.stream);
+}
+
+}  // namespace kf

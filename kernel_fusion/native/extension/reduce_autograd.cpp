@@ -1,0 +1,96 @@
+// Reductions at autograd: which calls the kernels take, and the backward node, whose gradients are pointwise chains.
+#include <ATen/ops/div.h>
+#include <torch/library.h>
+
+#include "node.h"
+
+namespace kf {
+namespace {
+
+Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (const auto* backend = direct(keys)) return reduce(*backend, c);
+  static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce");
+  return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
+}
+
+// dy, with the shape of x.
+Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool keepdim) {
+  Tensor result = dy;
+  if (!keepdim) {
+    std::vector<bool> reduced(x.dim(), dim.empty());
+    for (const auto d : dim)
+      if (x.dim()) reduced[d < 0 ? d + x.dim() : d] = true;
+    for (int64_t d = 0; d < x.dim(); ++d)
+      if (reduced[d]) result = result.unsqueeze(d);
+  }
+  return result.expand_symint(x.sym_sizes());
+}
+
+// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype. It is
+// computed in the type of dy, so that of fp64 x must not be narrower.
+Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCall& c) {
+  const Tensor dy = x.scalar_type() == at::kDouble ? given.to(at::kDouble) : given;
+  if (c.kind == "sum_squared")
+    return std::get<0>(
+        pointwise_bwd(expanded(dy, x, c.dim, c.keepdim), {x, x, "mul", "identity", 2.0, 0.0, {}}, {true, false}));
+  const c10::SymInt outputs = dy.sym_numel(), inputs = x.sym_numel();
+  const auto known_outputs = outputs.maybe_as_int(), known_inputs = inputs.maybe_as_int();
+  double factor = 1.0;
+  Tensor scaled = dy;
+  if (known_outputs && known_inputs) {
+    factor = *known_inputs ? static_cast<double>(*known_outputs) / static_cast<double>(*known_inputs) : 1.0;
+  } else {  // a number that is not known while tracing cannot be an argument
+    scaled = at::div(dy, at::Scalar(inputs / outputs));
+  }
+  return std::get<1>(
+      pointwise_bwd(expanded(scaled, x, c.dim, c.keepdim), {x, x, "gate", "sign", factor, 0.0, {}}, {false, true}));
+}
+
+struct ReduceBackward : SavingNode<ReduceBackward> {
+  SavedVariable input;
+  const std::vector<int64_t> dim;
+  const bool keepdim, mean;
+
+  explicit ReduceBackward(const ReduceVerbCall& c)
+      : SavingNode(torch::autograd::collect_next_edges(c.input)),
+        input(c.input, /*is_output=*/false),
+        dim(c.dim.vec()),
+        keepdim(c.keepdim),
+        mean(c.kind == "mean_abs") {}
+
+  std::string name() const override { return "ReduceBackward"; }
+
+  template <class F> void each_saved(F&& f) { f(input); }
+
+  variable_list gradients(variable_list&& grads) {
+    if (!grads[0].defined()) return variable_list(1);
+    const Tensor x = input.unpack(), &dy = grads[0];
+    const ReduceVerbCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
+    return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(input, /*is_output=*/false);
+    args.collect(dim);
+    for (const bool flag : {keepdim, mean}) args.collect(flag);
+  }
+};
+
+Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
+                       OptionalDtype dtype) {
+  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
+  if (needs_definition(input) || !accepts(call)) return reference(call);
+  Tensor y = below_autograd(keys, call);
+  if (torch::autograd::compute_requires_grad(input)) torch::autograd::set_history(y, new_node<ReduceBackward>(call));
+  return y;
+}
+
+}  // namespace
+
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/schemas.py).
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("reduce", reduce_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("reduce", reduce_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("reduce", reduce_autograd); }
+
+}  // namespace kf

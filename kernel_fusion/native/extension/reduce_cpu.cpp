@@ -1,0 +1,75 @@
+// Reductions on the CPU: how the work is cut into tasks, as that of pointwise chains is (pointwise_cpu.cpp).
+#include <algorithm>
+#include <memory>
+
+#include "backends.h"
+#include "cpu/cpu_dtype.h"
+#include "cpu/kernels.h"
+#include "cpu/sum_rows.h"
+#include "cpu/tasks.h"
+
+namespace kf {
+
+namespace {
+
+// inner is 1: rows, of which long ones are cut into blocks.
+void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
+  constexpr int64_t kBatch = 256, kBlock = 32768;
+  const int64_t blocks = ceil_div(args.reduced, kBlock);
+  if (blocks == 1) {
+    share(outer, args.reduced, [&](int64_t begin, int64_t end) {
+      double sums[kBatch];
+      for (int64_t row = begin; row < end; row += kBatch) {
+        const int64_t n = std::min(kBatch, end - row);
+        cpu::kernels().reduce_rows(args, 1, args.reduced, row, row + n, sums);
+        store_sums(sums, n, divisor, out, row);
+      }
+    });
+    return;
+  }
+  const std::unique_ptr<double[]> partials(new double[outer * blocks]);
+  share(outer * blocks, kBlock, [&](int64_t begin, int64_t end) {
+    cpu::kernels().reduce_rows(args, blocks, kBlock, begin, end, partials.get() + begin);
+  });
+  for (int64_t row = 0; row < outer; ++row) {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block) sum += partials[row * blocks + block];
+    store_sums(&sum, 1, divisor, out, row);
+  }
+}
+
+// inner is more than 1: tiles of columns, and blocks of the reduced index where the tiles are too few to share out.
+void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
+  constexpr int64_t kEnoughTasks = 64, kLeastRows = 128;
+  const int64_t tiles = ceil_div(args.inner, cpu::kMaxColumns);
+  const int64_t wanted = ceil_div(kEnoughTasks, outer * tiles);
+  const int64_t block_rows = std::max(std::min(args.reduced, kLeastRows), ceil_div(args.reduced, wanted));
+  const int64_t blocks = ceil_div(args.reduced, block_rows);
+  const std::unique_ptr<double[]> partials(blocks > 1 ? new double[outer * blocks * args.inner] : nullptr);
+  share(outer * blocks * tiles, block_rows * std::min(args.inner, cpu::kMaxColumns), [&](int64_t begin, int64_t end) {
+    double local[cpu::kMaxColumns];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t o = task / tiles / blocks, block = task / tiles % blocks, left = task % tiles * cpu::kMaxColumns;
+      const int64_t right = std::min(args.inner, left + cpu::kMaxColumns), first = block * block_rows;
+      double* sums = blocks > 1 ? partials.get() + (o * blocks + block) * args.inner + left : local;
+      cpu::kernels().reduce_columns(args, o, first, std::min(args.reduced, first + block_rows), left, right, sums);
+      if (blocks == 1) store_sums(sums, right - left, divisor, out, o * args.inner + left);
+    }
+  });
+  if (blocks == 1) return;
+  sum_rows(outer, blocks, args.inner, divisor, [&](int64_t o) {
+    return RowsToSum{partials.get() + o * blocks * args.inner, at::kDouble, out, o * args.inner};
+  });
+}
+
+}  // namespace
+
+void reduce_cpu(const ReduceCall& call, Tensor& out) {
+  const cpu::Reduction args{call.map, static_cast<const char*>(call.in), cpu_dtype(call.in_type), call.reduced, call.inner,
+                            call.outer_stride, call.reduced_stride, call.inner_stride,
+                            call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
+  count(Counter::kCpuForward);
+  (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.divisor, out);
+}
+
+}  // namespace kf

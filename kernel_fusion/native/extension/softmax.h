@@ -1,0 +1,43 @@
+// Softmax over the last dimension.
+#pragma once
+
+#include "operators.h"
+
+namespace kf {
+
+// y = softmax(scale * x + mask), contiguous. `mask` has the shape of x (its strides may be 0), is boolean or floating point,
+// or undefined. Causal: column j of row i, counted within the last two dimensions, is kept where j <= i. With a mask or causal,
+// a row whose logits are all -inf gives zeros. What a boolean mask or causal leave out is 0, also in a row with NaN.
+struct SoftmaxCall {
+  const Tensor& x;
+  const Tensor& mask;
+  double scale;
+  bool causal;
+};
+using SoftmaxKernel = void(const SoftmaxCall& call, Tensor& y);
+
+// dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which positions are that a boolean
+// mask or causal leave out, also in a row with NaN.
+using SoftmaxBwdKernel = void(const Tensor& dy, const Tensor& y, double scale, bool leaves_out, Tensor& dx);
+
+SoftmaxKernel softmax_cpu, softmax_cuda;
+SoftmaxBwdKernel softmax_bwd_cpu, softmax_bwd_cuda;
+
+// The arguments of the operator, as its schema has them (operators/schemas.py).
+struct SoftmaxVerbCall {
+  const Tensor& input;
+  const OptionalTensor& mask;
+  double scale;
+  bool causal;
+};
+using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
+
+// Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
+bool accepts(const SoftmaxVerbCall& call);
+Tensor reference(const SoftmaxVerbCall& call);
+
+// The operator on a device, and its backward.
+Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call);
+Tensor softmax_bwd(const Backend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out);
+
+}  // namespace kf

@@ -1,0 +1,61 @@
+// Softmax on the CPU: threads share the rows.
+#include "backends.h"
+#include "cpu/cpu_dtype.h"
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/tasks.h"
+
+namespace kf {
+
+namespace {
+
+// The leading dimensions, merged where their strides allow it.
+cpu::RowStrides row_strides(const Tensor& t) {
+  cpu::RowStrides rows{};
+  for (int64_t d = t.dim() - 2; d >= 0; --d) {
+    if (t.size(d) == 1) continue;
+    const int last = rows.dims - 1;
+    if (last >= 0 && t.stride(d) == rows.size[last] * rows.stride[last]) {
+      rows.size[last] *= t.size(d);
+    } else {
+      rows.size[rows.dims] = t.size(d);
+      rows.stride[rows.dims++] = t.stride(d);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
+  const int64_t cols = call.x.size(-1), rows = call.x.numel() / cols;
+  const Tensor x = cols == 1 || call.x.stride(-1) == 1 ? call.x : call.x.contiguous();
+  cpu::Softmax args{bytes(x), bytes(call.mask), static_cast<char*>(y.data_ptr()), row_strides(x)};
+  args.cols = cols;
+  args.causal_rows = call.causal ? x.size(-2) : 0;
+  args.scale = call.scale;
+  args.type = cpu_dtype(x.scalar_type());
+  if (call.mask.defined()) {
+    const bool keep = call.mask.scalar_type() == at::kBool;
+    args.mask_rows = row_strides(call.mask);
+    args.mask_stride = call.mask.stride(-1);
+    args.mask_kind = keep ? cpu::MaskKind::kKeep : cpu::MaskKind::kAdd;
+    if (!keep) args.mask_type = cpu_dtype(call.mask.scalar_type());
+  }
+  count(Counter::kCpuForward);
+  prefer_huge_pages(y);
+  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax(args, begin, end); });
+}
+
+void softmax_bwd_cpu(const Tensor& grad, const Tensor& y, double scale, bool leaves_out, Tensor& dx) {
+  const Tensor dy = (grad.scalar_type() == at::kDouble) == (y.scalar_type() == at::kDouble) ? grad : grad.to(y.scalar_type());
+  const int64_t cols = y.size(-1), rows = y.numel() / cols;
+  const cpu::SoftmaxBackward args{bytes(dy), bytes(y), static_cast<char*>(dx.data_ptr()), cols, scale,
+                                  cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()),
+                                  past_caches(dy.nbytes() + y.nbytes() + dx.nbytes(), free_threads()), leaves_out};
+  count(Counter::kCpuBackward);
+  prefer_huge_pages(dx);
+  share(rows, cols, [&](int64_t begin, int64_t end) { cpu::kernels().softmax_bwd(args, begin, end); });
+}
+
+}  // namespace kf
