@@ -148,7 +148,6 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     return {
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
-        "row_norm_reference": [{"input": x, **affine, "rms": False}],
         **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference", "row_norm_fwd"), staged),
         "row_norm_bwd": [bwd, bwd | bwd_staged],
         **dict.fromkeys(("pointwise", "pointwise_reference", "pointwise_fwd"), pointwise),
@@ -201,7 +200,10 @@ def _row_norm(input: Tensor, num_dims: int, weight: Any, bias: Any, eps: Any, we
               rms: bool) -> Tensor:  # fmt: skip
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return torch.ops.kernel_fusion.row_norm_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms)
+    y, _ = torch.ops.kernel_fusion.staged_row_norm_reference(
+        input, None, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, "identity", "identity", 0.0, None
+    )
+    return y
 
 
 def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:

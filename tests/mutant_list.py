@@ -241,24 +241,24 @@ _OF_CPU = (
 _OF_DISPATCHER = (
     Mutant(
         "autograd: dweight and dbias are swapped", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "list[1] = std::move(std::get<1>(gradients));\n    if (wants[2]) list[2] = std::move(std::get<2>(gradients));",
-        "list[1] = std::get<2>(gradients);\n    if (wants[2]) list[2] = std::get<1>(gradients);",
+        "list[1] = std::move(dweight);\n    if (wants[2]) list[2] = std::move(dbias);",
+        "list[1] = dbias;\n    if (wants[2]) list[2] = dweight;",
         "tests/test_oracle_grid.py::test_dtype_mixes",
     ),
     Mutant(
         "autograd: weight_offset is ignored in backward", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "num_dims, w, dtype_of(b), weight_offset, rms, wants,", "num_dims, w, dtype_of(b), 0.0, rms, wants,",
+        "norm(call),", "norm{call.num_dims, 0.0, call.rms, call.pre_activation, call.activation, call.dropout},",
         "tests/test_oracle_grid.py::test_weight_offset",
     ),
     Mutant(
         "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "if (needs_definition(input, weight, bias) ||",
-        "if (needs_definition(input, weight) ||",
+        "if (needs_definition(input, call.residual, call.weight, call.bias) ||",
+        "if (needs_definition(input, call.residual, call.weight) ||",
         "tests/test_transforms.py::test_forward_mode",
     ),
     Mutant(
         "autograd: double backward lacks what arrives at h", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "const Tensor total = dh.defined() ? result[0].add(dh) : result[0];", "const Tensor total = result[0];",
+        "const Tensor total = dh ? result[0].add(*dh) : result[0];", "const Tensor total = result[0];",
         "tests/test_stages_autograd.py::test_create_graph_gives_the_same_gradients",
     ),
     Mutant(
@@ -350,7 +350,7 @@ _ON_A_GPU = (
     ),
     Mutant(
         "autocast: a norm returns the dtype of its input", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "return !out_dtype && narrow ? at::kFloat : out_dtype;", "return out_dtype;",
+        "return !argument && narrow ? at::kFloat : argument;", "return argument;",
         "tests/test_compile.py::test_autocast_dtypes", cuda=True,
     ),
 )

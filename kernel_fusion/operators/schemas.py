@@ -36,8 +36,8 @@ VERBS = {
 # have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x
 # itself where there are a residual and a pre-activation, and bias where there is an activation.
 PARTS = {
-    "row_norm_fwd": "(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
-    f"ScalarType? out_dtype, bool rms, Tensor? residual=None, {_PART_STAGES}) -> (Tensor y, Tensor stats, Tensor h)",
+    "row_norm_fwd": f"(Tensor input, Tensor? residual, {_AFFINE}, {_PART_STAGES}) "
+    "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {_PART_STAGES}) "
@@ -50,7 +50,6 @@ PARTS = {
 }
 # The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "row_norm_reference": (f"(Tensor input, {_AFFINE}) -> Tensor", eager.row_norm),
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
     "reduce_reference": (VERBS["reduce"], eager.reduce),

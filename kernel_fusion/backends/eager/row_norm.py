@@ -69,7 +69,8 @@ def staged_row_norm(
     without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
     """
     shape = input.shape[input.dim() - num_dims :]
-    if input.dtype not in checks.FLOATING or not checks.parameters_fit(shape, weight, bias):
+    foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
+    if foreign or not checks.parameters_fit(shape, weight, bias):
         # PyTorch's words, or its rules for dtypes that we have no kernels for.
         h = formula(pre_activation)(input)
         h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)

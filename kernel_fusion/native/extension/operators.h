@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "dropout.h"
+#include "stages.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -39,10 +39,6 @@ inline void check_memory(const OptionalTensor& t) {
 }
 inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_memory(tensors), ...); };
 
-template <class Signature> auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 // Whether the CUDA kernels serve a device (cuda/launcher.cpp).
 bool cuda_enabled(int device);
 
@@ -70,6 +66,26 @@ struct Rows {
 
 // The largest power of two, at most 16, that divides the address.
 int alignment_of(const void* p);
+
+// ---- Operators -------------------------------------------------------------------------------------------------------------
+//
+// A function `make` makes a call, one object, of an operator's arguments, whose list and types stand there alone.
+
+// The operator `name`, which returns `Result` and takes the arguments of `make`.
+template <class Result, class Call, class... Args> auto find_op(const char* name, Call (*)(Args...)) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
+}
+
+// Calls it with the arguments that make this call.
+template <class Op, class Call> auto call_operator(const Op& op, const Call& call) {
+  return with_arguments(call, [&](const auto&... args) { return op.call(args...); });
+}
+
+// The implementation of an operator: body(make(its arguments)).
+template <auto make, auto body> struct Implementation;
+template <class Call, class... Args, Call (*make)(Args...), auto body> struct Implementation<make, body> {
+  static auto run(Args... args) { return body(make(args...)); }
+};
 
 // How often each kind of kernel ran in this process: what tests assert, so that none passes through a fallback.
 enum class Counter { kCpuForward, kCpuBackward, kCudaLaunch, kCount };

@@ -9,7 +9,6 @@
 
 #include <limits>
 
-#include "activation_codes.h"
 #include "backends.h"
 
 namespace kf {
@@ -44,8 +43,8 @@ bool has_bits(const PointwiseCall& c) {
 }
 
 Tensor reference(const PointwiseCall& c) {
-  static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise_reference");
-  return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+  static const auto op = find_op<Tensor>("kernel_fusion::pointwise_reference", pointwise_call);
+  return call_operator(op, c);
 }
 
 Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits) {
@@ -186,38 +185,30 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
 
 namespace {
 
-template <const Backend& backend>
-Tensor pointwise_op(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation, double scale,
-                    double dropout_p, const OptionalTensor& seed) {
-  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+template <const Backend& backend> Tensor pointwise_or_definition(const PointwiseCall& call) {
   return accepts(call) ? pointwise(backend, call) : reference(call);
 }
 
-template <const Backend& backend>
-std::tuple<Tensor, Tensor> pointwise_fwd_op(const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                                            std::string_view activation, double scale, double dropout_p,
-                                            const OptionalTensor& seed) {
-  const PointwiseCall call{a, b, combine, activation, scale, dropout_p, seed};
+template <const Backend& backend> std::tuple<Tensor, Tensor> pointwise_fwd(const PointwiseCall& call) {
   TORCH_CHECK(accepts(call) && has_bits(call), "kernel_fusion::pointwise_fwd: arguments that its kernels do not take");
   Tensor bits, y = pointwise(backend, call, &bits);
   return {std::move(y), std::move(bits)};
 }
 
 // A tensor without elements where nothing is wanted: an operator returns defined tensors.
-template <const Backend& backend>
-PointwiseGradients pointwise_bwd_op(const Tensor& dy, const Tensor& a, const OptionalTensor& b, std::string_view combine,
-                                    std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed,
-                                    std::array<bool, 2> wants) {
-  auto [da, db] = pointwise_bwd(backend, dy, {a, b, combine, activation, scale, dropout_p, seed}, wants);
-  for (auto* gradient : {&da, &db})
-    if (!gradient->defined()) *gradient = at::empty({0}, dy.options());
-  return {std::move(da), std::move(db)};
+template <const Backend& backend, class... Args> auto pointwise_bwd_of(PointwiseCall (*)(Args...)) {
+  return +[](const Tensor& dy, Args... args, std::array<bool, 2> wants) -> PointwiseGradients {
+    auto [da, db] = pointwise_bwd(backend, dy, pointwise_call(args...), wants);
+    for (auto* gradient : {&da, &db})
+      if (!gradient->defined()) *gradient = at::empty({0}, dy.options());
+    return {std::move(da), std::move(db)};
+  };
 }
 
 template <const Backend& backend> void implement_pointwise(torch::Library& m) {
-  m.impl("pointwise", pointwise_op<backend>);
-  m.impl("pointwise_fwd", pointwise_fwd_op<backend>);
-  m.impl("pointwise_bwd", pointwise_bwd_op<backend>);
+  m.impl("pointwise", Implementation<pointwise_call, pointwise_or_definition<backend>>::run);
+  m.impl("pointwise_fwd", Implementation<pointwise_call, pointwise_fwd<backend>>::run);
+  m.impl("pointwise_bwd", pointwise_bwd_of<backend>(pointwise_call));
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include <string_view>
 #include <tuple>
 
-#include "chain.h"
 #include "operators.h"
 
 namespace kf {
@@ -45,10 +44,13 @@ struct PointwiseCall {
   double scale, dropout_p;
   const OptionalTensor& seed;
 };
-using PointwiseVerb = Tensor(const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double, double,
-                             const OptionalTensor&);
-using PointwiseTrainingVerb = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
-                                                         double, double, const OptionalTensor&);
+inline PointwiseCall pointwise_call(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation,
+                                    double scale, double dropout_p, const OptionalTensor& seed) {
+  return {a, b, combine, activation, scale, dropout_p, seed};
+}
+template <class F> auto with_arguments(const PointwiseCall& c, F&& f) {
+  return f(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+}
 
 // f(every tensor of the call, and of what else backward has).
 template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&& f, const Others&... others) {

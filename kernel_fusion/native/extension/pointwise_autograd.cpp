@@ -11,17 +11,23 @@
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
-#include "activation_codes.h"
 #include "node.h"
 
 namespace kf {
 
+namespace {
+
+template <class... Args> auto find_pointwise_bwd(PointwiseCall (*)(Args...)) {
+  using Signature = PointwiseGradients(const Tensor&, Args..., std::array<bool, 2>);
+  return c10::Dispatcher::singleton().findSchemaOrThrow("kernel_fusion::pointwise_bwd", "").typed<Signature>();
+}
+
+}  // namespace
+
 PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& c, std::array<bool, 2> wants) {
   if (const auto* backend = direct(with_tensors(c, keys_of, dy))) return pointwise_bwd(*backend, dy, c, wants);
-  static const auto op =
-      find_op<PointwiseGradients(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view, double,
-                                 double, const OptionalTensor&, std::array<bool, 2>)>("kernel_fusion::pointwise_bwd");
-  return op.call(dy, c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed, wants);
+  static const auto op = find_pointwise_bwd(pointwise_call);
+  return with_arguments(c, [&](const auto&... args) { return op.call(dy, args..., wants); });
 }
 
 namespace {
@@ -31,13 +37,13 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return pointwise(*backend, c, bits);
   if (bits) {
-    static const auto fwd = find_op<PointwiseTrainingVerb>("kernel_fusion::pointwise_fwd");
+    static const auto fwd = find_op<std::tuple<Tensor, Tensor>>("kernel_fusion::pointwise_fwd", pointwise_call);
     Tensor y;
-    std::tie(y, *bits) = fwd.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+    std::tie(y, *bits) = call_operator(fwd, c);
     return y;
   }
-  static const auto op = find_op<PointwiseVerb>("kernel_fusion::pointwise");
-  return op.call(c.a, c.b, c.combine, c.activation, c.scale, c.dropout_p, c.seed);
+  static const auto op = find_op<Tensor>("kernel_fusion::pointwise", pointwise_call);
+  return call_operator(op, c);
 }
 
 // dy, laid out as y was, of which only strides other than a contiguous tensor's were saved.

@@ -20,8 +20,8 @@ bool accepts(const ReduceVerbCall& c) {
 }
 
 Tensor reference(const ReduceVerbCall& c) {
-  static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce_reference");
-  return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
+  static const auto op = find_op<Tensor>("kernel_fusion::reduce_reference", reduce_call);
+  return call_operator(op, c);
 }
 
 namespace {
@@ -184,15 +184,13 @@ Tensor sum_to(const Backend& backend, const Tensor& input, at::IntArrayRef shape
 
 namespace {
 
-template <const Backend& backend>
-Tensor reduce_op(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
-  const ReduceVerbCall call{input, dim, keepdim, kind, dtype};
+template <const Backend& backend> Tensor reduce_or_definition(const ReduceVerbCall& call) {
   return accepts(call) ? reduce(backend, call) : reference(call);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", reduce_op<kCpu>); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", reduce_op<kCuda>); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { m.impl("reduce", Implementation<reduce_call, reduce_or_definition<kCpu>>::run); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { m.impl("reduce", Implementation<reduce_call, reduce_or_definition<kCuda>>::run); }
 
 }  // namespace kf

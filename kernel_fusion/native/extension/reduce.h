@@ -3,7 +3,6 @@
 
 #include <string_view>
 
-#include "chain.h"
 #include "operators.h"
 
 namespace kf {
@@ -32,7 +31,10 @@ struct ReduceVerbCall {
   std::string_view kind;
   OptionalDtype dtype;
 };
-using ReduceVerb = Tensor(const Tensor&, at::IntArrayRef, bool, std::string_view, OptionalDtype);
+inline ReduceVerbCall reduce_call(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
+  return {input, dim, keepdim, kind, dtype};
+}
+template <class F> auto with_arguments(const ReduceVerbCall& c, F&& f) { return f(c.input, c.dim, c.keepdim, c.kind, c.dtype); }
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
 bool accepts(const ReduceVerbCall& call);

@@ -10,8 +10,8 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const ReduceVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return reduce(*backend, c);
-  static const auto op = find_op<ReduceVerb>("kernel_fusion::reduce");
-  return op.call(c.input, c.dim, c.keepdim, c.kind, c.dtype);
+  static const auto op = find_op<Tensor>("kernel_fusion::reduce", reduce_call);
+  return call_operator(op, c);
 }
 
 // dy, with the shape of x.

@@ -3,7 +3,6 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
-#include "activation_codes.h"
 #include "backends.h"
 
 namespace kf {
@@ -13,12 +12,8 @@ namespace {
 // fp64 goes with fp64, the three others with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-c10::SymIntArrayRef normalized_shape(const Tensor& input, int64_t num_dims) {
-  return input.sym_sizes().slice(input.dim() - num_dims);
-}
-
-c10::SymIntArrayRef leading_shape(const Tensor& input, int64_t num_dims) {
-  return input.sym_sizes().slice(0, input.dim() - num_dims);
+template <class Call> c10::SymIntArrayRef normalized_shape(const Call& c) {
+  return c.input.sym_sizes().slice(c.input.dim() - c.num_dims);
 }
 
 // As integers where there are no symbols, which is several times faster.
@@ -41,40 +36,53 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
   return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
 }
 
-bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-             double weight_offset, const OptionalDtype& out_dtype) {
-  return supported(input.scalar_type()) && input.layout() == at::kStrided && num_dims >= 1 && num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(weight, input, normalized_shape(input, num_dims)) &&
-         fits(bias, input, normalized_shape(input, num_dims)) && (weight_offset == 0.0 || present(weight)) &&
-         (!out_dtype || mixes(input.scalar_type(), *out_dtype));
+namespace {
+
+int32_t known_activation(std::string_view name) {
+  const int32_t code = activation_code(name);
+  TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no activation is called '", name, "'");
+  return code;
 }
 
-Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                 double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, double, OptionalDtype, bool)>(
-          "kernel_fusion::row_norm_reference");
-  return op.call(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms);
-}
+}  // namespace
 
-Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
-                   double dropout_p, const OptionalTensor& seed) {
-  const int32_t pre = activation_code(pre_activation), post = activation_code(activation);
-  TORCH_CHECK_VALUE(pre >= 0 && post >= 0, "kernel_fusion: no activation is called '", pre < 0 ? pre_activation : activation, "'");
+ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
+                        std::string_view pre_activation, std::string_view activation, double dropout_p,
+                        const OptionalTensor& seed) {
+  const int32_t pre = known_activation(pre_activation), post = known_activation(activation);
   const Dropout dropout = dropout_of(dropout_p, seed);
-  return {residual, pre, post, dropout, dropout ? seed : std::nullopt};
+  return {{num_dims, weight_offset, rms, pre, post, dropout}, input, weight, bias, eps, out_dtype, residual,
+          dropout ? seed : kAbsent};
 }
 
-bool accepts(const Tensor& input, const Stages& stages) {
-  return fits(stages.residual, input, input.sym_sizes()) && (!stages.dropout || is_seed(stages.seed, input));
+BackwardCall backward_call(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
+                           const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
+                           std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
+                           const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
+                           std::string_view activation, double dropout_p, const OptionalTensor& seed) {
+  const int32_t pre = known_activation(pre_activation), post = known_activation(activation);
+  const Dropout dropout = dropout_of(dropout_p, seed);
+  return {{num_dims, weight_offset, rms, pre, post, dropout}, dy, input, stats, weight, bias_dtype, wants,
+          x_dtype.value_or(input.scalar_type()), dh, x, bias, has_residual, dropout ? seed : kAbsent};
 }
 
-StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                              double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages) {
-  static const auto op = find_op<StagedVerb>("kernel_fusion::staged_row_norm_reference");
-  return op.call(input, stages.residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms,
-                 kActivationNames[stages.pre_activation], kActivationNames[stages.activation], stages.dropout.p(),
-                 stages.seed);
+bool accepts(const ForwardCall& c) {
+  const Tensor& input = c.input;
+  return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
+         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(c.weight, input, normalized_shape(c)) &&
+         fits(c.bias, input, normalized_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
+         (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.residual, input, input.sym_sizes()) &&
+         (!c.dropout || is_seed(c.seed, input));
+}
+
+StagedResult reference(const ForwardCall& call) {
+  static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm_reference", staged_call);
+  return call_operator(op, call);
+}
+
+void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
+  if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
 }
 
 namespace {
@@ -86,32 +94,25 @@ Tensor empty(const Backend& backend, c10::SymIntArrayRef shape, const Tensor& li
 }
 
 // (mean, rstd) of each row, or (rstd) for RMSNorm.
-Tensor empty_stats(const Backend& backend, const Tensor& input, int64_t num_dims, bool rms) {
-  c10::SmallVector<c10::SymInt, 6> shape{c10::SymInt(rms ? 1 : 2)};
-  shape.append(input.sym_sizes().begin(), input.sym_sizes().end() - num_dims);
-  return empty(backend, shape, input, acc_dtype(input));
+Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
+  c10::SmallVector<c10::SymInt, 6> shape{c10::SymInt(c.rms ? 1 : 2)};
+  shape.append(c.input.sym_sizes().begin(), c.input.sym_sizes().end() - c.num_dims);
+  return empty(backend, shape, c.input, acc_dtype(c.input));
 }
 
-bool consistent(const BackwardCall& call, const BackwardStages& stages) {
-  const Tensor& input = call.input;
+// Whether the forward that it belongs to would be accepted, and all that is given goes with it.
+bool consistent(const BackwardCall& c) {
+  const Tensor& input = c.input;
+  const auto type = input.scalar_type(), dy_type = c.dy.scalar_type();
   const auto shape = input.sym_sizes();
-  const bool x_fits = !present(stages.x) || stages.x->scalar_type() == call.x_dtype;
-  const bool dh_fits = !present(stages.dh) || (stages.has_residual && stages.dh->scalar_type() == input.scalar_type());
-  const bool has_x = present(stages.x) || !stages.has_residual || stages.pre_activation == 0;
-  const bool dx_fits = stages.has_residual ? mixes(input.scalar_type(), call.x_dtype) : call.x_dtype == input.scalar_type();
-  return has_x && dx_fits && x_fits && dh_fits && fits(stages.x, input, shape) && fits(stages.dh, input, shape) &&
-         fits(stages.bias, input, normalized_shape(input, call.num_dims)) &&
-         (!stages.dropout || is_seed(stages.seed, input));
-}
-
-bool consistent(const BackwardCall& call) {
-  const Tensor &dy = call.dy, &input = call.input, &stats = call.stats;
-  return accepts(input, call.num_dims, call.weight, std::nullopt, call.weight_offset, dy.scalar_type()) &&
-         same(dy.sym_sizes(), input.sym_sizes()) && dy.device() == input.device() && stats.device() == input.device() &&
-         stats.scalar_type() == acc_dtype(input) && stats.dim() == 1 + input.dim() - call.num_dims &&
-         stats.sym_size(0) == (call.rms ? 1 : 2) && same(stats.sym_sizes().slice(1), leading_shape(input, call.num_dims)) &&
-         (!call.bias_dtype || mixes(input.scalar_type(), *call.bias_dtype)) &&
-         (call.stages ? consistent(call, *call.stages) : call.x_dtype == input.scalar_type());
+  const bool has_x = present(c.x) || !c.has_residual || c.pre_activation == 0;
+  return accepts({c, input, c.weight, c.bias, 0.0, dy_type, kAbsent, c.seed}) && same(c.dy.sym_sizes(), shape) &&
+         c.dy.device() == input.device() && c.stats.device() == input.device() && c.stats.scalar_type() == acc_dtype(input) &&
+         c.stats.dim() == 1 + input.dim() - c.num_dims && c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
+         same(c.stats.sym_sizes().slice(1), shape.slice(0, input.dim() - c.num_dims)) &&
+         (!c.bias_dtype || mixes(type, *c.bias_dtype)) && has_x && fits(c.x, input, shape) && fits(c.dh, input, shape) &&
+         (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) && (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
+         (!present(c.dh) || (c.has_residual && c.dh->scalar_type() == type));
 }
 
 }  // namespace
@@ -124,15 +125,15 @@ static void check_device(const Backend& backend, const Tensor& input) {
 
 // Whether y has the memory format of the input: as in PyTorch, of RMSNorm alone. (LayerNorm gives a contiguous result.)
 static bool keeps_format(const ForwardCall& call) {
-  return call.rms && !call.stages && call.input.dim() > 3 && call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
+  return call.rms && !call.has_stages() && call.input.dim() > 3 && call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
 }
 
 ForwardResult forward(const Backend& backend, const ForwardCall& call) {
   check_device(backend, call.input);
   const auto shape = call.input.sym_sizes();
-  Tensor y = empty(backend, shape, call.input, call.out_dtype), stats, h;
-  if (call.wants_stats) stats = empty_stats(backend, call.input, call.num_dims, call.rms);
-  if (call.stages && present(call.stages->residual)) h = empty(backend, shape, call.input, call.stages->residual->scalar_type());
+  Tensor y = empty(backend, shape, call.input, call.y_dtype()), stats, h;
+  if (call.wants_stats) stats = empty_stats(backend, call);
+  if (present(call.residual)) h = empty(backend, shape, call.input, call.residual->scalar_type());
   if (backend.forward && y.numel()) {
     with_tensors(call, check_all_memory);
     backend.forward(call, y, stats, h);
@@ -144,12 +145,11 @@ ForwardResult forward(const Backend& backend, const ForwardCall& call) {
 
 BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
-  const bool has_residual = call.stages && call.stages->has_residual;
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (has_residual || !wants_dresidual),
+  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_residual || !wants_dresidual),
               "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
-  const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call.input, call.num_dims);
+  const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call);
   Tensor dx, dweight, dbias, dresidual;
   if (wants_dx) dx = empty(backend, shape, call.input, call.x_dtype);
   if (wants_dweight) dweight = empty(backend, parameter_shape, call.input, call.weight->scalar_type());
@@ -167,84 +167,44 @@ BackwardResult backward(const Backend& backend, const BackwardCall& call) {
 
 namespace {
 
-template <const Backend& backend, bool rms>
-Tensor inference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                 Eps<rms> optional_eps, double weight_offset, OptionalDtype out_dtype) {
-  const double eps = resolve_eps(input, optional_eps);
-  if (!accepts(input, num_dims, weight, bias, weight_offset, out_dtype))
-    return reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms);
-  const auto dtype = out_dtype.value_or(input.scalar_type());
-  return std::get<0>(forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, false}));
+template <const Backend& backend, class Result> Result inference(const ForwardCall& call) {
+  if (!accepts(call)) {
+    auto [y, h] = reference(call);
+    return verb_result<Result>(std::move(y), std::move(h), call.input);
+  }
+  auto [y, stats, h] = forward(backend, call);
+  return verb_result<Result>(std::move(y), std::move(h), call.input);
 }
 
-// An operator returns defined tensors: without elements where there is no result.
-void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
-  if (!t.defined()) t = at::empty({0}, input.options().dtype(dtype.value_or(acc_dtype(input))));
-}
-
-template <const Backend& backend>
-StagedResult staged_inference(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
-                              const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
-                              OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
-                              double dropout_p, const OptionalTensor& seed) {
-  const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
-  if (!accepts(input, num_dims, weight, bias, weight_offset, out_dtype) || !accepts(input, stages))
-    return staged_reference(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages);
-  const auto dtype = out_dtype.value_or(input.scalar_type());
-  auto [y, stats, h] = forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, false, &stages});
-  define(h, input, input.scalar_type());
-  return {std::move(y), std::move(h)};
-}
-
-template <const Backend& backend>
-ForwardResult row_norm_fwd(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                           double eps, double weight_offset, OptionalDtype out_dtype, bool rms, const OptionalTensor& residual,
-                           std::string_view pre_activation, std::string_view activation, double dropout_p,
-                           const OptionalTensor& seed) {
-  const Stages stages = make_stages(residual, pre_activation, activation, dropout_p, seed);
-  TORCH_CHECK(accepts(input, num_dims, weight, bias, weight_offset, out_dtype) && accepts(input, stages),
-              "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
-  const auto dtype = out_dtype.value_or(input.scalar_type());
-  const bool bare = !present(residual) && !stages.pre_activation && !stages.activation && !stages.dropout;
-  auto result =
-      forward(backend, {input, num_dims, weight, bias, eps, weight_offset, dtype, rms, true, bare ? nullptr : &stages});
-  define(std::get<2>(result), input, input.scalar_type());
+template <const Backend& backend> ForwardResult row_norm_fwd(ForwardCall call) {
+  TORCH_CHECK(accepts(call), "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
+  call.wants_stats = true;
+  auto result = forward(backend, call);
+  define(std::get<2>(result), call.input, call.input.scalar_type());
   return result;
 }
 
-template <const Backend& backend>
-BackwardResult row_norm_bwd(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
-                            const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                            Wanted wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
-                            const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
-                            std::string_view activation, double dropout_p, const OptionalTensor& seed) {
-  const Stages s = make_stages(std::nullopt, pre_activation, activation, dropout_p, seed);
-  const BackwardStages stages{dh, x, bias, has_residual, s.pre_activation, s.activation, s.dropout, s.seed};
-  // A tensor of a stage that is not there is checked with the others.
-  const bool bare = !has_residual && !s.pre_activation && !s.activation && !s.dropout && !present(dh) && !present(x) &&
-                    !present(bias);
-  const auto dx_dtype = x_dtype.value_or(input.scalar_type());
-  auto result = backward(backend, {dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, wants, dx_dtype,
-                                   bare ? nullptr : &stages});
-  define(std::get<0>(result), input, dx_dtype);
-  define(std::get<1>(result), input, dtype_of(weight));
-  define(std::get<2>(result), input, bias_dtype);
-  define(std::get<3>(result), input, input.scalar_type());
+template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall& call) {
+  auto result = backward(backend, call);
+  define(std::get<0>(result), call.input, call.x_dtype);
+  define(std::get<1>(result), call.input, dtype_of(call.weight));
+  define(std::get<2>(result), call.input, call.bias_dtype);
+  define(std::get<3>(result), call.input, call.input.scalar_type());
   return result;
 }
 
-template <const Backend& backend> void implement(torch::Library& m) {
-  m.impl("layer_norm", inference<backend, false>);
-  m.impl("rms_norm", inference<backend, true>);
-  m.impl("staged_row_norm", staged_inference<backend>);
-  m.impl("row_norm_fwd", row_norm_fwd<backend>);
-  m.impl("row_norm_bwd", row_norm_bwd<backend>);
+template <const Backend& backend> void implement_row_norm(torch::Library& m) {
+  m.impl("layer_norm", Implementation<plain_call<double>, inference<backend, Tensor>>::run);
+  m.impl("rms_norm", Implementation<plain_call<std::optional<double>>, inference<backend, Tensor>>::run);
+  m.impl("staged_row_norm", Implementation<staged_call, inference<backend, StagedResult>>::run);
+  m.impl("row_norm_fwd", Implementation<staged_call, row_norm_fwd<backend>>::run);
+  m.impl("row_norm_bwd", Implementation<backward_call, row_norm_bwd<backend>>::run);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement<kCpu>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement<kCuda>(m); }
-TORCH_LIBRARY_IMPL(kernel_fusion, Meta, m) { implement<kMeta>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_row_norm<kCpu>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_row_norm<kCuda>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, Meta, m) { implement_row_norm<kMeta>(m); }
 
 }  // namespace kf

@@ -1,109 +1,128 @@
-// The row norms: their calls, as autograd and the operators of every device pass them on.
+// The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the norm
+// with nothing around it. The operators' lists of arguments stand in this header and row_norm.cpp, and nowhere else: the types of
+// the operators are those of `plain_call`, `staged_call` and `backward_call`.
 #pragma once
 
 #include <array>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 
 #include "operators.h"
 
 namespace kf {
 
-// A verb, which is layer_norm or rms_norm; they differ in the type of eps.
-template <bool rms> using Eps = std::conditional_t<rms, std::optional<double>, double>;
-template <bool rms>
-using Verb = Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, Eps<rms>, double, OptionalDtype);
-
-// The verb of a norm with stages: the output and h.
-using StagedResult = std::tuple<Tensor, Tensor>;
-using StagedVerb = StagedResult(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
-                                const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
-                                OptionalDtype out_dtype, bool rms, std::string_view pre_activation,
-                                std::string_view activation, double dropout_p, const OptionalTensor& seed);
-
-// rms_norm's eps=None: the machine epsilon of the compute type.
-double resolve_eps(const Tensor& input, std::optional<double> eps);
-
-// Whether the kernels can serve a call. What they can't serve goes to the eager definition, which holds the error texts.
-bool accepts(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-             double weight_offset, const OptionalDtype& out_dtype);
-
-// The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
-Tensor reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                 double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms);
-
-// The stages around the norm: u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * w + b). h is rounded
-// to the residual's dtype before it is normalised; without a residual it is not rounded.
-struct Stages {
-  OptionalTensor residual;  // of the input's shape
+// What a norm computes, tensors apart:
+//     h = residual + dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
+// h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded.
+struct Norm {
+  int64_t num_dims;
+  double weight_offset;
+  bool rms;
   int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
   Dropout dropout;
-  OptionalTensor seed;
 };
 
-// Those that the arguments of an operator name.
-Stages make_stages(const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
-                   double dropout_p, const OptionalTensor& seed);
+inline const OptionalTensor kAbsent;
 
-bool accepts(const Tensor& input, const Stages& stages);
-
-// The definition of a norm with stages; `residual` of the result is h, or has no elements.
-StagedResult staged_reference(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
-                              double eps, double weight_offset, const OptionalDtype& out_dtype, bool rms, const Stages& stages);
-
-// What backward has of them. What it normalises again is `BackwardCall::input`: h where there is a residual, else x.
-struct BackwardStages {
-  OptionalTensor dh;  // the gradient that arrives at h, or none
-  OptionalTensor x;   // where there are both a residual and a pre-activation: x itself
-  OptionalTensor bias;  // where there is an activation, whose argument is computed again
-  bool has_residual = false;
-  int32_t pre_activation = 0, activation = 0;
-  Dropout dropout;
-  OptionalTensor seed;
-};
-
-// One direction on one device.
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;           // y, stats, h
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dweight, dbias, dresidual
-using Wanted = std::array<bool, 4>;                                 // of these
-
-struct ForwardCall {
+struct ForwardCall : Norm {
   const Tensor& input;
-  int64_t num_dims;
   const OptionalTensor& weight;
   const OptionalTensor& bias;
-  double eps, weight_offset;
-  at::ScalarType out_dtype;
-  bool rms, wants_stats;
-  const Stages* stages = nullptr;  // null: none
+  double eps;
+  OptionalDtype out_dtype;                   // none: that of the input
+  const OptionalTensor& residual = kAbsent;  // of the input's shape
+  const OptionalTensor& seed = kAbsent;      // of dropout
+  bool wants_stats = false;
+
+  at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
+  bool has_stages() const { return present(residual) || pre_activation || activation || dropout; }
 };
 
-// f(every tensor of the call).
-template <class F> auto with_tensors(const ForwardCall& c, F&& f) {
-  static const Stages none;
-  const Stages& s = c.stages ? *c.stages : none;
-  return f(c.input, c.weight, c.bias, s.residual, s.seed);
-}
-
-struct BackwardCall {
+// What backward normalises again is `input`: h where there is a residual, else x.
+struct BackwardCall : Norm {
   const Tensor& dy;
   const Tensor& input;
   const Tensor& stats;
-  int64_t num_dims;
   const OptionalTensor& weight;
   OptionalDtype bias_dtype;
-  double weight_offset;
-  bool rms;
-  Wanted wants;
-  at::ScalarType x_dtype;  // of dx
-  const BackwardStages* stages = nullptr;  // null: none
+  std::array<bool, 4> wants;   // dx, dweight, dbias, dresidual
+  at::ScalarType x_dtype;      // of dx
+  const OptionalTensor& dh;    // the gradient that arrives at h, or none
+  const OptionalTensor& x;     // where there are both a residual and a pre-activation: x itself
+  const OptionalTensor& bias;  // where there is an activation, whose argument is computed again
+  bool has_residual;
+  const OptionalTensor& seed;  // of dropout
 };
 
+// f(every tensor of the call).
+template <class F> auto with_tensors(const ForwardCall& c, F&& f) { return f(c.input, c.weight, c.bias, c.residual, c.seed); }
 template <class F> auto with_tensors(const BackwardCall& c, F&& f) {
-  static const BackwardStages none;
-  const BackwardStages& s = c.stages ? *c.stages : none;
-  return f(c.dy, c.input, c.stats, c.weight, s.dh, s.x, s.bias, s.seed);
+  return f(c.dy, c.input, c.stats, c.weight, c.dh, c.x, c.bias, c.seed);
 }
+
+// ---- Operators: from their arguments, and back -----------------------------------------------------------------------------
+
+// rms_norm's eps=None: the machine epsilon of the compute type.
+inline double resolve_eps(const Tensor&, double eps) { return eps; }
+double resolve_eps(const Tensor& input, std::optional<double> eps);
+
+// The call of layer_norm, whose eps is a double, or of rms_norm, whose eps is optional.
+template <class Eps>
+ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias, Eps eps,
+                       double weight_offset, OptionalDtype out_dtype) {
+  return {{num_dims, weight_offset, !std::is_same_v<Eps, double>}, input, weight, bias, resolve_eps(input, eps), out_dtype};
+}
+
+// That of staged_row_norm, its definition and row_norm_fwd. Raises where no activation has this name, or p is no probability.
+ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
+                        std::string_view pre_activation, std::string_view activation, double dropout_p,
+                        const OptionalTensor& seed);
+
+// That of row_norm_bwd, likewise.
+BackwardCall backward_call(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
+                           const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
+                           std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
+                           const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
+                           std::string_view activation, double dropout_p, const OptionalTensor& seed);
+
+// f(the arguments that make this call).
+template <class F> auto with_arguments(const ForwardCall& c, F&& f) {
+  return f(c.input, c.residual, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
+           kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed);
+}
+template <class F> auto with_arguments(const BackwardCall& c, F&& f) {
+  return f(c.dy, c.input, c.stats, c.num_dims, c.weight, c.bias_dtype, c.weight_offset, c.rms, c.wants, c.x_dtype, c.dh, c.x,
+           c.bias, c.has_residual, kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed);
+}
+
+// ---- Results ---------------------------------------------------------------------------------------------------------------
+
+using StagedResult = std::tuple<Tensor, Tensor>;                    // y, h
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;           // y, stats, h
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dweight, dbias, dresidual
+
+// An operator returns defined tensors: without elements where there is no result.
+void define(Tensor& t, const Tensor& input, OptionalDtype dtype);
+
+// What a verb returns: y, or y and h.
+template <class Result> Result verb_result(Tensor y, Tensor h, const Tensor& input) {
+  if constexpr (std::is_same_v<Result, Tensor>) {
+    return y;
+  } else {
+    define(h, input, input.scalar_type());
+    return {std::move(y), std::move(h)};
+  }
+}
+
+// Whether the kernels can serve a call. What they can't serve goes to the eager definition, which holds the error texts.
+bool accepts(const ForwardCall& call);
+
+// The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
+StagedResult reference(const ForwardCall& call);
+
+// ---- Devices ---------------------------------------------------------------------------------------------------------------
 
 // Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
 // h is undefined without a residual. dresidual is the gradient of h, dh included, in the residual's dtype; dx is made of the

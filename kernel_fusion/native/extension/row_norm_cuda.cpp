@@ -21,10 +21,6 @@ struct Stats {
         rstd(static_cast<char*>(stats.data_ptr()) + (rms ? 0 : rows * stats.element_size())) {}
 };
 
-// Those of a call that has none.
-const Stages kNoStages;
-const BackwardStages kNoBackwardStages;
-
 std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
   return present(t) ? std::optional<Rows>(std::in_place, *t, num_dims) : std::nullopt;
 }
@@ -40,30 +36,29 @@ void check_length(int64_t cols) {
   if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
 }
 
-RowNormFields forward_fields(const ForwardCall& call, const Stages& stages, const Rows& x, const std::optional<Rows>& residual,
-                             const Tensor& y, int weight_alignment) {
+RowNormFields forward_fields(const ForwardCall& call, const Rows& x, const std::optional<Rows>& residual, const Tensor& y,
+                             int weight_alignment) {
   using F = RowNormFields;
   const int flags = flag_if(call.wants_stats, F::kStats) | flag_if(call.weight_offset != 0.0, F::kOffset) |
-                    flag_if(x.strided, F::kStridedX) | flag_if(bool(stages.dropout), F::kDropout) |
+                    flag_if(x.strided, F::kStridedX) | flag_if(bool(call.dropout), F::kDropout) |
                     flag_if(residual && residual->strided, F::kStridedResidual);
   const int row_bytes = static_cast<int>((x.cols * y.element_size()) & 15);
-  return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.out_dtype),
+  return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.y_dtype()),
           dtype_code(dtype_of(call.weight)), dtype_code(dtype_of(call.bias)), flags, x.alignment,
           alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes), weight_alignment, 16,
-          dtype_code(dtype_of(stages.residual)), stages.pre_activation, stages.activation,
+          dtype_code(dtype_of(call.residual)), call.pre_activation, call.activation,
           residual ? residual->alignment : 16};
 }
 
 }  // namespace
 
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
-  const Stages& stages = call.stages ? *call.stages : kNoStages;
   const Rows x(call.input, call.num_dims);
   check_length(x.cols);
-  const auto residual = rows_of(stages.residual, call.num_dims);
+  const auto residual = rows_of(call.residual, call.num_dims);
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
-  const auto fields = forward_fields(call, stages, x, residual, y, std::min(alignment_or_full(w), alignment_or_full(b)));
+  const auto fields = forward_fields(call, x, residual, y, std::min(alignment_or_full(w), alignment_or_full(b)));
   const OnDevice on(call.input.device());
   const auto& kernel = find_kernel({call.input.device().index(), Kernel::kRowNormFwd, fields}, on.stream);
   RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
@@ -77,10 +72,10 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
     args.residual_rows = residual->layout;
     args.h = h.data_ptr();
   }
-  if (stages.dropout) {
-    args.seed = stages.seed->const_data_ptr();
-    args.dropout_last = stages.dropout.last();
-    args.dropout_scale = stages.dropout.scale();
+  if (call.dropout) {
+    args.seed = call.seed->const_data_ptr();
+    args.dropout_last = call.dropout.last();
+    args.dropout_scale = call.dropout.scale();
   }
   launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
@@ -89,18 +84,16 @@ namespace {
 
 // The tensors of a backward as its kernels read them.
 struct BackwardInputs {
-  const BackwardStages& stages;
   Rows x, dy;
   std::optional<Rows> pre_x;
   Tensor weight, bias, stats, dh;
 
   explicit BackwardInputs(const BackwardCall& call)
-      : stages(call.stages ? *call.stages : kNoBackwardStages), x(call.input, call.num_dims), dy(call.dy, call.num_dims),
-        weight(contiguous(call.weight)), stats(call.stats.contiguous()) {
+      : x(call.input, call.num_dims), dy(call.dy, call.num_dims), weight(contiguous(call.weight)), stats(call.stats.contiguous()) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    if (stages.activation) bias = contiguous(stages.bias);
-    if (wants_dx || wants_dresidual) dh = contiguous(stages.dh);
-    if (wants_dx && stages.has_residual && stages.pre_activation) pre_x.emplace(*stages.x, call.num_dims);
+    if (call.activation) bias = contiguous(call.bias);
+    if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
+    if (wants_dx && call.has_residual && call.pre_activation) pre_x.emplace(*call.x, call.num_dims);
   }
 
   RowNormFields fields(const BackwardCall& call) const {
@@ -109,14 +102,14 @@ struct BackwardInputs {
     const int flags = flag_if(wants_dx, F::kDX) | flag_if(wants_dweight, F::kDWeight) | flag_if(wants_dbias, F::kDBias) |
                       flag_if(wants_dresidual, F::kDResidual) | flag_if(call.weight_offset != 0.0, F::kOffset) |
                       flag_if(x.strided, F::kStridedX) | flag_if(dy.strided, F::kStridedY) |
-                      flag_if(bool(stages.dropout), F::kDropout) | flag_if(dh.defined(), F::kDH) |
+                      flag_if(bool(call.dropout), F::kDropout) | flag_if(dh.defined(), F::kDH) |
                       flag_if(pre_x && pre_x->strided, F::kStridedPreX);
     const void *w = data_or_null(weight), *b = data_or_null(bias), *g = data_or_null(dh);
     const int dh_alignment = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16;
     return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.x_dtype), dtype_code(call.dy.scalar_type()),
             dtype_code(dtype_of(call.weight)), b ? dtype_code(bias.scalar_type()) : -1, flags, x.alignment, dy.alignment,
             std::min(alignment_or_full(w), alignment_or_full(b)), own_alignment(x.cols, call.x_dtype),
-            stages.has_residual ? dtype_code(call.input.scalar_type()) : -1, stages.pre_activation, stages.activation,
+            call.has_residual ? dtype_code(call.input.scalar_type()) : -1, call.pre_activation, call.activation,
             dh_alignment, pre_x ? pre_x->alignment : 16};
   }
 
@@ -128,10 +121,10 @@ struct BackwardInputs {
       args.pre_x = pre_x->data();
       args.pre_x_rows = pre_x->layout;
     }
-    if (stages.dropout) {
-      args.seed = stages.seed->const_data_ptr();
-      args.dropout_last = stages.dropout.last();
-      args.dropout_scale = stages.dropout.scale();
+    if (call.dropout) {
+      args.seed = call.seed->const_data_ptr();
+      args.dropout_last = call.dropout.last();
+      args.dropout_scale = call.dropout.scale();
     }
     return args;
   }

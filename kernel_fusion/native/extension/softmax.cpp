@@ -15,8 +15,8 @@ bool accepts(const SoftmaxVerbCall& c) {
 }
 
 Tensor reference(const SoftmaxVerbCall& c) {
-  static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax_reference");
-  return op.call(c.input, c.mask, c.scale, c.causal);
+  static const auto op = find_op<Tensor>("kernel_fusion::softmax_reference", softmax_call);
+  return call_operator(op, c);
 }
 
 Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
@@ -29,33 +29,28 @@ Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call) {
   return y;
 }
 
-Tensor softmax_bwd(const Backend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
+Tensor softmax_bwd(const Backend& backend, const SoftmaxBwdCall& c) {
+  const Tensor &dy = c.dy, &y = c.y;
   TORCH_CHECK(readable(dy) && readable(y) && y.dim() >= 1 && dy.sizes().equals(y.sizes()) && dy.device() == y.device(),
               "kernel_fusion::softmax_bwd: arguments that its kernels do not take");
   Tensor dx = at::empty_like(y, at::MemoryFormat::Contiguous);
   if (y.numel()) {
     check_all_memory(dy, y);
-    backend.softmax_bwd(dy.contiguous(), y.contiguous(), scale, leaves_out, dx);
+    backend.softmax_bwd({dy.contiguous(), y.contiguous(), c.scale, c.leaves_out}, dx);
   }
   return dx;
 }
 
 namespace {
 
-template <const Backend& backend>
-Tensor softmax_op(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
-  const SoftmaxVerbCall call{input, mask, scale, causal};
+template <const Backend& backend> Tensor softmax_or_definition(const SoftmaxVerbCall& call) {
   return accepts(call) ? softmax(backend, call) : reference(call);
 }
-
-template <const Backend& backend>
-Tensor softmax_bwd_op(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
-  return softmax_bwd(backend, dy, y, scale, leaves_out);
-}
+template <const Backend& backend> Tensor softmax_bwd_on(const SoftmaxBwdCall& call) { return softmax_bwd(backend, call); }
 
 template <const Backend& backend> void implement_softmax(torch::Library& m) {
-  m.impl("softmax", softmax_op<backend>);
-  m.impl("softmax_bwd", softmax_bwd_op<backend>);
+  m.impl("softmax", Implementation<softmax_call, softmax_or_definition<backend>>::run);
+  m.impl("softmax_bwd", Implementation<softmax_bwd_call, softmax_bwd_on<backend>>::run);
 }
 
 }  // namespace

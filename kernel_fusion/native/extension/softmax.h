@@ -18,19 +18,33 @@ using SoftmaxKernel = void(const SoftmaxCall& call, Tensor& y);
 
 // dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which positions are that a boolean
 // mask or causal leave out, also in a row with NaN.
-using SoftmaxBwdKernel = void(const Tensor& dy, const Tensor& y, double scale, bool leaves_out, Tensor& dx);
+struct SoftmaxBwdCall {
+  const Tensor& dy;
+  const Tensor& y;
+  double scale;
+  bool leaves_out;
+};
+using SoftmaxBwdKernel = void(const SoftmaxBwdCall& call, Tensor& dx);
 
 SoftmaxKernel softmax_cpu, softmax_cuda;
 SoftmaxBwdKernel softmax_bwd_cpu, softmax_bwd_cuda;
 
-// The arguments of the operator, as its schema has them (operators/schemas.py).
+// The arguments of the operators, as their schemas have them (operators/schemas.py).
 struct SoftmaxVerbCall {
   const Tensor& input;
   const OptionalTensor& mask;
   double scale;
   bool causal;
 };
-using SoftmaxVerb = Tensor(const Tensor&, const OptionalTensor&, double, bool);
+inline SoftmaxVerbCall softmax_call(const Tensor& input, const OptionalTensor& mask, double scale, bool causal) {
+  return {input, mask, scale, causal};
+}
+template <class F> auto with_arguments(const SoftmaxVerbCall& c, F&& f) { return f(c.input, c.mask, c.scale, c.causal); }
+
+inline SoftmaxBwdCall softmax_bwd_call(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
+  return {dy, y, scale, leaves_out};
+}
+template <class F> auto with_arguments(const SoftmaxBwdCall& c, F&& f) { return f(c.dy, c.y, c.scale, c.leaves_out); }
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
 bool accepts(const SoftmaxVerbCall& call);
@@ -38,6 +52,6 @@ Tensor reference(const SoftmaxVerbCall& call);
 
 // The operator on a device, and its backward.
 Tensor softmax(const Backend& backend, const SoftmaxVerbCall& call);
-Tensor softmax_bwd(const Backend& backend, const Tensor& dy, const Tensor& y, double scale, bool leaves_out);
+Tensor softmax_bwd(const Backend& backend, const SoftmaxBwdCall& call);
 
 }  // namespace kf

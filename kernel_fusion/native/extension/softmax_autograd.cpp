@@ -11,23 +11,24 @@ namespace {
 Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (const auto* backend = direct(keys)) return softmax(*backend, c);
-  static const auto op = find_op<SoftmaxVerb>("kernel_fusion::softmax");
-  return op.call(c.input, c.mask, c.scale, c.causal);
+  static const auto op = find_op<Tensor>("kernel_fusion::softmax", softmax_call);
+  return call_operator(op, c);
 }
 
 // scale * (dy - sum(dy * y)) * y; with ATen where it is itself differentiated. y determines it, so x need not be kept.
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, double scale, bool leaves_out) {
+Tensor softmax_backward(const SoftmaxBwdCall& c) {
+  const Tensor &dy = c.dy, &y = c.y;
   const auto* backend = direct(keys_of(dy, y));
   if (!at::GradMode::is_enabled()) {
-    if (backend) return softmax_bwd(*backend, dy, y, scale, leaves_out);
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, double, bool)>("kernel_fusion::softmax_bwd");
-    return op.call(dy, y, scale, leaves_out);
+    if (backend) return softmax_bwd(*backend, c);
+    static const auto op = find_op<Tensor>("kernel_fusion::softmax_bwd", softmax_bwd_call);
+    return call_operator(op, c);
   }
   if (backend) check_all_memory(dy, y);  // ATen's operations do not
   const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
   const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
-  const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(scale).to(y.scalar_type());
-  return leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
+  const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(c.scale).to(y.scalar_type());
+  return c.leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
 }
 
 struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
@@ -58,11 +59,11 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
     const Tensor& dy = grads[0];
     const Tensor result = y.unpack(getptr()), additive = mask.unpack();
     if (!additive.defined() || !task_should_compute_output(1)) {
-      list[0] = softmax_backward(dy, result, scale, leaves_out);
+      list[0] = softmax_backward({dy, result, scale, leaves_out});
       return list;
     }
     // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
-    const Tensor dlogits = softmax_backward(dy, result.to(acc_dtype(result)), 1.0, leaves_out);
+    const Tensor dlogits = softmax_backward({dy, result.to(acc_dtype(result)), 1.0, leaves_out});
     if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
     list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
     return list;

@@ -59,18 +59,19 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
 
-void softmax_bwd_cuda(const Tensor& dy, const Tensor& y, double scale, bool leaves_out, Tensor& dx) {
+void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
+  const Tensor &dy = call.dy, &y = call.y;
   const Rows dy_rows(dy, 1), y_rows(y, 1);
   check_softmax_cols(y_rows.cols);
   const int64_t vec = dividing_power(y_rows.cols, kVectorBytes / size_of(y.scalar_type()));
   const SoftmaxBwdFields fields{dtype_code(dy.scalar_type()), dtype_code(y.scalar_type()), dtype_code(dx.scalar_type()),
-                                leaves_out, static_cast<int32_t>(vec), softmax_capacity(y_rows.cols / vec), dy_rows.strided,
+                                call.leaves_out, static_cast<int32_t>(vec), softmax_capacity(y_rows.cols / vec), dy_rows.strided,
                                 y_rows.strided, row_alignment(dy_rows, vec), row_alignment(y_rows, vec)};
   const auto device = y.device();
   const OnDevice on(device);
   const auto& kernel = find_kernel({device.index(), Kernel::kSoftmaxBwd, fields}, on.stream);
   const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(), dx.data_ptr(), y_rows.rows, y_rows.cols, dy_rows.layout,
-                            y_rows.layout, scale};
+                            y_rows.layout, call.scale};
   launch(kernel, kernel.grid(y_rows.rows), 1, on.stream, &args);
 }
 

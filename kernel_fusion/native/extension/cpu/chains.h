@@ -12,7 +12,7 @@
 #include <cstring>
 #include <limits>
 
-#include "chain.h"
+#include "stages.h"
 #include "cpu/math.h"
 #include "cpu/pairs.h"
 

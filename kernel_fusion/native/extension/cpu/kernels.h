@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "chain.h"
+#include "stages.h"
 #include "cpu/dtype.h"
 #include "shared/row_norm_args.h"
 

@@ -1,0 +1,83 @@
+// What stages compute, as operators and the kernels of every device say it: activations, dropout, chains of operands, maps. Without a
+// library: the CPU kernels include this.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "shared/activations.h"
+#include "shared/inline.h"
+
+namespace kf {
+
+// ---- Activations have names in the operators and codes, their positions in KF_ACTIVATIONS, in the kernels -------------------
+
+#define KF_NAME(name) #name,
+inline constexpr std::string_view kActivationNames[] = {KF_ACTIVATIONS(KF_NAME)};
+#undef KF_NAME
+
+// -1 where there is no such activation.
+inline int32_t activation_code(std::string_view name) {
+  int32_t code = 0;
+  for (const auto known : kActivationNames) {
+    if (known == name) return code;
+    ++code;
+  }
+  return -1;
+}
+
+inline bool has_two_slopes(std::string_view name) {
+#define KF_TWO_SLOPES(name) act::kTwoSlopes<act::name>,
+  constexpr bool known[] = {KF_ACTIVATIONS(KF_TWO_SLOPES)};
+#undef KF_TWO_SLOPES
+  const int32_t code = activation_code(name);
+  return code >= 0 && known[code];
+}
+
+// ---- Dropout: the numbers of core/dropout.py -------------------------------------------------------------------------------
+
+struct Dropout {
+  static constexpr uint64_t kAll = uint64_t{1} << 32;
+
+  uint64_t threshold = 0;  // of kAll values of an element's bits (shared/philox.h) so many drop it; 0: there is no dropout
+
+  // To the nearest, halves to the even one, as Python rounds.
+  static KF_INLINE Dropout of(double p) { return {static_cast<uint64_t>(std::nearbyint(p * kAll))}; }
+
+  KF_INLINE explicit operator bool() const { return threshold != 0; }
+  KF_INLINE bool drops_all() const { return threshold == kAll; }
+  KF_INLINE uint32_t last() const { return static_cast<uint32_t>(threshold - 1); }  // bits up to this drop an element
+  KF_INLINE double p() const { return static_cast<double>(threshold) / kAll; }
+  KF_INLINE double scale() const { return drops_all() ? 0.0 : 1 / (1 - p()); }  // of what is kept
+};
+
+// ---- Chains and reductions -------------------------------------------------------------------------------------------------
+
+enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
+inline constexpr std::string_view kCombineNames[] = {"first", "add", "mul", "gate"};
+
+inline std::optional<Combine> combine_of(std::string_view name) {
+  int32_t code = 0;
+  for (const auto known : kCombineNames) {
+    if (known == name) return static_cast<Combine>(code);
+    ++code;
+  }
+  return std::nullopt;
+}
+
+struct Chain {
+  Combine combine;
+  int32_t activation;   // its position in KF_ACTIVATIONS
+  double scale;         // that of dropout included
+  Dropout dropout;
+  const int64_t* seed;  // where the tensors are; null without dropout
+  // A bit for each element of y, in the order in which it lies in memory: whether the slope of the activation is that at 1.
+  // Forward writes them, backward (of kFirst) reads them in place of a; null: neither. Of the CUDA kernels alone.
+  uint8_t* bits = nullptr;
+};
+
+enum class Map : int32_t { kSquare, kAbs, kNone };
+
+}  // namespace kf
