@@ -21,7 +21,7 @@ float ulp(double v) {
 
 constexpr uint32_t kLowerHalf = 0xffff;
 
-// As cpu/pairs.h takes it for granted where it rounds to bf16.
+// As cpu/interleaved.h takes it for granted where it rounds to bf16.
 bool is_nan_of_bf16(float v) {
   uint32_t bits;
   std::memcpy(&bits, &v, sizeof bits);

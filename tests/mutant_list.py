@@ -207,17 +207,17 @@ _OF_CPU = (
         "tests/test_oracle_grid.py::test_row_lengths",
     ),
     Mutant(
-        "cpu: the last element of a tail is not stored", f"{_EXTENSION}/cpu/chains.h",
+        "cpu: the last element of a tail is not stored", f"{_EXTENSION}/cpu/activation_loops.h",
         "memcpy(results[stored++], target.data, rest *", "memcpy(results[stored++], target.data, (rest - 1) *",
         "tests/test_oracle_pointwise.py::test_sizes",
     ),
     Mutant(
-        "cpu: gradients of a product are swapped", f"{_EXTENSION}/cpu/chains.h",
+        "cpu: gradients of a product are swapped", f"{_EXTENSION}/cpu/activation_loops.h",
         "da = dz * b;\n      db = a * dz;", "da = a * dz;\n      db = dz * b;",
         "tests/test_oracle_pointwise.py::test_dtype_mixes",
     ),
     Mutant(
-        "cpu: relu of 16-bit elements loses NaN", f"{_EXTENSION}/cpu/chains.h",
+        "cpu: relu of 16-bit elements loses NaN", f"{_EXTENSION}/cpu/activation_loops.h",
         "(v > zero) | ((v > negative_infinity) & (v < zero))", "v > zero",
         "tests/test_oracle_pointwise.py::test_relu_takes_nan_of_either_sign",
     ),

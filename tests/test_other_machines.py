@@ -126,7 +126,7 @@ def test_every_source_is_in_a_unit(cores: int) -> None:
     extension = PACKAGE / "native" / "extension"
     norms = ("row_norm.cpp", "row_norm_staged.cpp")
     kernels = [path.name for path in (extension / "cpu" / "kernels").glob("*.cpp")]
-    wanted = Counter((path.name,) for folder in (extension, extension / "cuda") for path in folder.glob("*.cpp"))
+    wanted = Counter((path.name,) for folder in (".", "cpu", "cuda") for path in (extension / folder).glob("*.cpp"))
     wanted.update((name,) for name in kernels if name not in norms)
     wanted.update((name, f"-DKF_{direction}") for name in norms for direction in ("FORWARD", "BACKWARD"))
     assert compiled == wanted

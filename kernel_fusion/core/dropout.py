@@ -1,6 +1,6 @@
 """The numbers of dropout, the same for every backend; its random bits are defined in backends/eager/dropout.py.
 
-native/extension/dropout.h is the same, for C++.
+native/extension/stages.h is the same, for C++.
 """
 
 from __future__ import annotations

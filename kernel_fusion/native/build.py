@@ -70,7 +70,7 @@ def cpu_variants() -> list[str]:
 
 
 def _own_variants() -> list[str]:
-    """The one for this process, by PyTorch's word, which extension/cpu_variant.cpp follows too."""
+    """The one for this process, by PyTorch's word, which extension/cpu/variant.cpp follows too."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 
@@ -253,11 +253,11 @@ def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[s
     Files that include the same headers, or make the same functions of their templates, share that time. With many cores
     the longest unit decides, and they are compiled apart.
     """
-    autograd = [[_SOURCES / "row_norm_autograd.cpp"]]
-    autograd.append(sorted({*_SOURCES.glob("*_autograd.cpp")} - {*autograd[0]}))
-    all_host = {*_SOURCES.glob("*.cpp"), *(_SOURCES / "cuda").glob("*.cpp")} - {*autograd[0], *autograd[1]}
-    norm_operators = {path for path in all_host if path.name.startswith(("row_norm", "operators"))}
-    operators = [sorted(norm_operators), sorted(all_host - norm_operators)]
+    host_files = {path for folder in (".", "cpu", "cuda") for path in (_SOURCES / folder).glob("*.cpp")}
+    of_norms = {path for path in host_files if path.name.startswith(("row_norm", "operators"))}
+    of_autograd = {*_SOURCES.glob("*_autograd.cpp")}
+    autograd = [sorted(of_autograd & of_norms), sorted(of_autograd - of_norms)]
+    operators = [sorted(of_norms - of_autograd), sorted(host_files - of_norms - of_autograd)]
     norms = [[_CPU_KERNELS / "row_norm.cpp"], [_CPU_KERNELS / "row_norm_staged.cpp"]]
     others = [sorted({*_CPU_KERNELS.glob("*.cpp")} - {*norms[0], *norms[1]})]
     host = _include_flags()

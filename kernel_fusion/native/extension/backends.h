@@ -10,7 +10,8 @@
 
 namespace kf {
 
-// Without kernels a device stands for tracing: shapes and dtypes alone, and those of the norms only (operators/schemas.py has others).
+// Without kernels a device stands for tracing: shapes and dtypes alone, and those of the norms only (operators/schemas.py has
+// others).
 struct Backend {
   c10::DispatchKey key;
   c10::DeviceType device;

@@ -1,6 +1,6 @@
-// What the autograd of the verbs is written with. Nodes are written as PyTorch generates its own, and kernels are called without
-// the dispatcher where nothing else listens: with torch::autograd::Function and the dispatcher a training forward of 1x64 took
-// 10.0 µs instead of 7.1 (layer_norm, AMD EPYC).
+// What the autograd of the verbs is written with. Nodes are written as PyTorch generates its own, and kernels are called
+// without the dispatcher where nothing else listens: with torch::autograd::Function and the dispatcher a training forward of
+// 1x64 took 10.0 µs instead of 7.1 (layer_norm, AMD EPYC).
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,8 +20,8 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null where
-// something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
+// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null
+// where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
 inline const Backend* direct(c10::DispatchKeySet keys) {
   constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
                           c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
@@ -35,8 +35,8 @@ inline const Backend* direct(c10::DispatchKeySet keys) {
 inline c10::DispatchKeySet key_set_of(const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); }
 inline c10::DispatchKeySet key_set_of(const OptionalTensor& t) { return t ? key_set_of(*t) : c10::DispatchKeySet(); }
 
-// The keys that a call with these tensors would have, in a backward: of all that it reads, since the dispatcher knows what to do
-// with those whose memory is not what they stand for, such as views that negate.
+// The keys that a call with these tensors would have, in a backward: of all that it reads, since the dispatcher knows what to
+// do with those whose memory is not what they stand for, such as views that negate.
 inline constexpr auto keys_of = [](const auto&... tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   return (local.included_ | ... | key_set_of(tensors)) - local.excluded_;

@@ -1,5 +1,5 @@
-// What the operators of all families share: checks of tensors, the geometry of rows (which tensors can be read where they lie, and
-// which must be copied first), counters of kernels.
+// What the operators of all families share: checks of tensors, the geometry of rows (which tensors can be read where they lie,
+// and which must be copied first), counters of kernels.
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -30,6 +30,12 @@ bool readable(const Tensor& t) {
 
 bool is_seed(const OptionalTensor& t, const Tensor& input) {
   return present(t) && t->scalar_type() == at::kLong && t->dim() == 1 && t->sym_size(0) == 1 && t->device() == input.device();
+}
+
+int32_t code_of(std::string_view activation) {
+  const int32_t code = activation_code(activation);
+  TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no activation is called '", activation, "'");
+  return code;
 }
 
 Dropout dropout_of(double p, const OptionalTensor& seed) {

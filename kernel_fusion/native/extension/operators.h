@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <optional>
+#include <string_view>
 
 #include "stages.h"
 #include "shared/row_norm_args.h"
@@ -47,6 +48,9 @@ bool readable(const Tensor& t);
 
 // Whether `t` is the seed of a dropout of `input`: one int64.
 bool is_seed(const OptionalTensor& t, const Tensor& input);
+
+// The code of an activation; raises where none is called so.
+int32_t code_of(std::string_view activation);
 
 // The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
 Dropout dropout_of(double p, const OptionalTensor& seed);

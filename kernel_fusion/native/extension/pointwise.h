@@ -1,5 +1,5 @@
-// Pointwise chains: y = dropout(scale * f(a, b)). The operators check, promote, broadcast, allocate and choose; the kernels fill what
-// was allocated, at least one element, and convert between dtypes themselves: no tensor is cast as a whole.
+// Pointwise chains: y = dropout(scale * f(a, b)). The operators check, promote, broadcast, allocate and choose; the kernels
+// fill what was allocated, at least one element, and convert between dtypes themselves: no tensor is cast as a whole.
 #pragma once
 
 #include <ATen/TensorIterator.h>
@@ -17,8 +17,8 @@ namespace kf {
 using PointwiseKernel = void(const Chain& chain, at::TensorIteratorBase& iter);
 
 // Gradients of the shape of y. Operands of `iter`: first the wanted ones of da and db, then dy, a and, unless `combine` is
-// kFirst, b. The position of an element is its offset in dy, which is laid out as y was. Where the chain has bits, dy stands for
-// a too, which is not read, and the gradient is laid out as y was.
+// kFirst, b. The position of an element is its offset in dy, which is laid out as y was. Where the chain has bits, dy stands
+// for a too, which is not read, and the gradient is laid out as y was.
 using PointwiseBwdKernel = void(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants);
 
 // The same where b is a row that was broadcast to all rows of a: dy and a are contiguous matrices of `rows` times `cols`, b
@@ -44,8 +44,8 @@ struct PointwiseCall {
   double scale, dropout_p;
   const OptionalTensor& seed;
 };
-inline PointwiseCall pointwise_call(const Tensor& a, const OptionalTensor& b, std::string_view combine, std::string_view activation,
-                                    double scale, double dropout_p, const OptionalTensor& seed) {
+inline PointwiseCall pointwise_call(const Tensor& a, const OptionalTensor& b, std::string_view combine,
+                                    std::string_view activation, double scale, double dropout_p, const OptionalTensor& seed) {
   return {a, b, combine, activation, scale, dropout_p, seed};
 }
 template <class F> auto with_arguments(const PointwiseCall& c, F&& f) {
@@ -57,8 +57,8 @@ template <class F, class... Others> auto with_tensors(const PointwiseCall& c, F&
   return f(c.a, c.b, c.seed, others...);
 }
 
-// Whether the kernels can serve a call. What they can't serve goes to the definition in backends/eager, which serves it or says what
-// is wrong.
+// Whether the kernels can serve a call. What they can't serve goes to the definition in backends/eager, which serves it or says
+// what is wrong.
 bool accepts(const PointwiseCall& call);
 Tensor reference(const PointwiseCall& call);
 
@@ -68,10 +68,12 @@ bool has_bits(const PointwiseCall& call);
 // The operator on a device. Fills `bits`, if given, of an activation whose slope has two values.
 Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits = nullptr);
 
-// Its backward. What is not wanted is undefined. a of a chain of one may be bits, of type kByte: then dimensions of dy are in memory
-// in the order of those of y. The second one finds the device, and goes through the dispatcher where others want to see the call.
+// Its backward. What is not wanted is undefined. a of a chain of one may be bits, of type kByte: then dimensions of dy are in
+// memory in the order of those of y. The second one finds the device, and goes through the dispatcher where others want to see
+// the call.
 using PointwiseGradients = std::tuple<Tensor, Tensor>;
-PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call, std::array<bool, 2> wants);
+PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const PointwiseCall& call,
+                                 std::array<bool, 2> wants);
 PointwiseGradients pointwise_bwd(const Tensor& dy, const PointwiseCall& call, std::array<bool, 2> wants);
 
 }  // namespace kf

@@ -1,7 +1,7 @@
 // Pointwise chains at autograd: which calls the kernels take, and the backward node.
 //
-// As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents, and the
-// backward that is itself differentiated.
+// As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents,
+// and the backward that is itself differentiated.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/arange.h>
@@ -53,8 +53,8 @@ Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
 }
 
-// The same where dimensions need only be in the order of those of y, which at::empty_like(dy) shows: dy may be part of a tensor,
-// or expanded. Not while tracing, where strides are symbols.
+// The same where dimensions need only be in the order of those of y, which at::empty_like(dy) shows: dy may be part of a
+// tensor, or expanded. Not while tracing, where strides are symbols.
 Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (dy.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || (strides.empty() && dy.is_contiguous()))
     return laid_out(dy, strides);
@@ -69,9 +69,9 @@ bool shares_gradient(const PointwiseCall& c) {
 }
 
 // The activation that has at y the slope which `activation` has where its value is y; none where y does not tell. Only of those
-// whose result PyTorch keeps too: what is kept must not be changed in place, and users change the results of others. A result that
-// is rounded to 16 bits does not tell exactly; PyTorch takes it nevertheless, and so do we on the CPU, where to compute it again
-// takes four times as long as to read it.
+// whose result PyTorch keeps too: what is kept must not be changed in place, and users change the results of others. A result
+// that is rounded to 16 bits does not tell exactly; PyTorch takes it nevertheless, and so do we on the CPU, where to compute it
+// again takes four times as long as to read it.
 std::string_view of_result(std::string_view activation, const Tensor& operand) {
   if (activation == "relu") return activation;
   const auto type = operand.scalar_type();
@@ -93,8 +93,8 @@ bool in_one_order(const PointwiseCall& c) {
   return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
 }
 
-// What backward reads beside dy: the operands; or, of the operands no more than b as the row that its gradient is summed to, y, or
-// a bit for each element.
+// What backward reads beside dy: the operands; or, of the operands no more than b as the row that its gradient is summed to, y,
+// or a bit for each element.
 enum class Kept : int64_t { kOperands, kResult, kBits };
 
 Kept kept_of(const PointwiseCall& c) {

@@ -1,13 +1,12 @@
-// Pointwise chains on the CPU: how the work is cut into tasks. The cuts are functions of the shape, and partial sums are joined in
-// their order, in double: results do not depend on the number of threads.
+// Pointwise chains on the CPU: how the work is cut into tasks. The cuts are functions of the shape, and partial sums are joined
+// in their order, in double: results do not depend on the number of threads.
 #include <algorithm>
 #include <memory>
 
 #include "backends.h"
-#include "cpu/cpu_dtype.h"
+#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
-#include "cpu/sum_rows.h"
 #include "cpu/tasks.h"
 
 namespace kf {

@@ -31,7 +31,8 @@ struct ReduceVerbCall {
   std::string_view kind;
   OptionalDtype dtype;
 };
-inline ReduceVerbCall reduce_call(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind, OptionalDtype dtype) {
+inline ReduceVerbCall reduce_call(const Tensor& input, at::IntArrayRef dim, bool keepdim, std::string_view kind,
+                                  OptionalDtype dtype) {
   return {input, dim, keepdim, kind, dtype};
 }
 template <class F> auto with_arguments(const ReduceVerbCall& c, F&& f) { return f(c.input, c.dim, c.keepdim, c.kind, c.dtype); }

@@ -3,9 +3,8 @@
 #include <memory>
 
 #include "backends.h"
-#include "cpu/cpu_dtype.h"
+#include "cpu/dtype.h"
 #include "cpu/kernels.h"
-#include "cpu/sum_rows.h"
 #include "cpu/tasks.h"
 
 namespace kf {

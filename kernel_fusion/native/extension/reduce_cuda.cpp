@@ -66,20 +66,20 @@ void reduce_rows(const Reduction& r, Tensor& out) {
   if (chunks > 1) reduce_rows(r.rest(sums, rows, chunks, 1), out);
 }
 
-// Blocks of columns per multiprocessor, as backends/cuda/reduce.py plans them. A constant, not what a kernel's registers allow: so
-// the order of a column's sum depends on its shape and the device alone.
+// Blocks of columns per multiprocessor, as backends/cuda/reduce.py plans them. A constant, not what a kernel's registers allow:
+// so the order of a column's sum depends on its shape and the device alone.
 constexpr int64_t kColumnBlocks = 4;
 
 // Rows are shared out among `chunks` blocks, as many as run at once, unless `whole`: then a block takes all of them.
 void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
-  // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32, the
-  // same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few columns.
-  // Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a column to a thread,
-  // so that many multiprocessors share the wait, and the next kernel's blocks find room beside it.
-  // Where tiles occupy five in nine multiprocessors, and none of them twice, a large block takes all rows of a tile, which leaves
-  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of 67
-  // tiles 8000x4288 fp32 33.8 and 34.5. Not of narrow vectors, which would have fewer bytes in flight. Elsewhere a thread has at
-  // least eight rows, so that 2048 of them have few shares: 2048x2048 bf16 6.0 us with 32 and 5.6 with 16.
+  // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32,
+  // the same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few
+  // columns. Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a
+  // column to a thread, so that many multiprocessors share the wait, and the next kernel's blocks find room beside it. Where
+  // tiles occupy five in nine multiprocessors, and none of them twice, a large block takes all rows of a tile, which leaves
+  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of
+  // 67 tiles 8000x4288 fp32 33.8 and 34.5. Not of narrow vectors, which would have fewer bytes in flight. Elsewhere a thread
+  // has at least eight rows, so that 2048 of them have few shares: 2048x2048 bf16 6.0 us with 32 and 5.6 with 16.
   constexpr int64_t kThreads = 256, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;

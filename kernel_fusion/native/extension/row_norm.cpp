@@ -36,37 +36,6 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
   return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
 }
 
-namespace {
-
-int32_t known_activation(std::string_view name) {
-  const int32_t code = activation_code(name);
-  TORCH_CHECK_VALUE(code >= 0, "kernel_fusion: no activation is called '", name, "'");
-  return code;
-}
-
-}  // namespace
-
-ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
-                        std::string_view pre_activation, std::string_view activation, double dropout_p,
-                        const OptionalTensor& seed) {
-  const int32_t pre = known_activation(pre_activation), post = known_activation(activation);
-  const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, pre, post, dropout}, input, weight, bias, eps, out_dtype, residual,
-          dropout ? seed : kAbsent};
-}
-
-BackwardCall backward_call(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
-                           const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                           std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
-                           const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
-                           std::string_view activation, double dropout_p, const OptionalTensor& seed) {
-  const int32_t pre = known_activation(pre_activation), post = known_activation(activation);
-  const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, pre, post, dropout}, dy, input, stats, weight, bias_dtype, wants,
-          x_dtype.value_or(input.scalar_type()), dh, x, bias, has_residual, dropout ? seed : kAbsent};
-}
-
 bool accepts(const ForwardCall& c) {
   const Tensor& input = c.input;
   return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
@@ -125,7 +94,8 @@ static void check_device(const Backend& backend, const Tensor& input) {
 
 // Whether y has the memory format of the input: as in PyTorch, of RMSNorm alone. (LayerNorm gives a contiguous result.)
 static bool keeps_format(const ForwardCall& call) {
-  return call.rms && !call.has_stages() && call.input.dim() > 3 && call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
+  return call.rms && !call.has_stages() && call.input.dim() > 3 &&
+         call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;
 }
 
 ForwardResult forward(const Backend& backend, const ForwardCall& call) {
@@ -147,7 +117,8 @@ BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_residual || !wants_dresidual),
+  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) &&
+                  (call.has_residual || !wants_dresidual),
               "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
   const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call);
   Tensor dx, dweight, dbias, dresidual;
@@ -177,7 +148,8 @@ template <const Backend& backend, class Result> Result inference(const ForwardCa
 }
 
 template <const Backend& backend> ForwardResult row_norm_fwd(ForwardCall call) {
-  TORCH_CHECK(accepts(call), "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
+  TORCH_CHECK(accepts(call),
+              "kernel_fusion::row_norm_fwd: arguments that its kernels do not take; call kernel_fusion.layer_norm instead");
   call.wants_stats = true;
   auto result = forward(backend, call);
   define(std::get<2>(result), call.input, call.input.scalar_type());

@@ -1,6 +1,6 @@
-// The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the norm
-// with nothing around it. The operators' lists of arguments stand in this header and row_norm.cpp, and nowhere else: the types of
-// the operators are those of `plain_call`, `staged_call` and `backward_call`.
+// The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the
+// norm with nothing around it. The lists of the operators' arguments stand here and nowhere else: the
+// types of the operators are those of `plain_call`, `staged_call` and `backward_call`.
 #pragma once
 
 #include <array>
@@ -74,18 +74,27 @@ ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTens
   return {{num_dims, weight_offset, !std::is_same_v<Eps, double>}, input, weight, bias, resolve_eps(input, eps), out_dtype};
 }
 
-// That of staged_row_norm, its definition and row_norm_fwd. Raises where no activation has this name, or p is no probability.
-ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
-                        std::string_view pre_activation, std::string_view activation, double dropout_p,
-                        const OptionalTensor& seed);
+// That of staged_row_norm, its definition and row_norm_fwd.
+inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
+                               OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
+                               double dropout_p, const OptionalTensor& seed) {
+  const Dropout dropout = dropout_of(dropout_p, seed);
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout}, input, weight, bias, eps,
+          out_dtype, residual, dropout ? seed : kAbsent};
+}
 
-// That of row_norm_bwd, likewise.
-BackwardCall backward_call(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
-                           const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                           std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh, const OptionalTensor& x,
-                           const OptionalTensor& bias, bool has_residual, std::string_view pre_activation,
-                           std::string_view activation, double dropout_p, const OptionalTensor& seed);
+// That of row_norm_bwd.
+inline BackwardCall backward_call(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
+                                  const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
+                                  std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
+                                  const OptionalTensor& x, const OptionalTensor& bias, bool has_residual,
+                                  std::string_view pre_activation, std::string_view activation, double dropout_p,
+                                  const OptionalTensor& seed) {
+  const Dropout dropout = dropout_of(dropout_p, seed);
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout}, dy, input, stats, weight,
+          bias_dtype, wants, x_dtype.value_or(input.scalar_type()), dh, x, bias, has_residual, dropout ? seed : kAbsent};
+}
 
 // f(the arguments that make this call).
 template <class F> auto with_arguments(const ForwardCall& c, F&& f) {

@@ -33,8 +33,8 @@ BackwardResult call_backward(const BackwardCall& c) {
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
 struct RowNormBackward : SavingNode<RowNormBackward> {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
-  // activation's argument and double backward; it is a parameter, so keeping it costs no memory. x where there are both a residual
-  // and a pre-activation.
+  // activation's argument and double backward; it is a parameter, so keeping it costs no memory. x where there are both a
+  // residual and a pre-activation.
   SavedVariable input, weight, bias, stats, x, seed;
   const Norm norm;
   const double eps;
@@ -100,7 +100,8 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
                                const OptionalTensor& b, const std::array<bool, 4>& wants) const {
     // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
     const auto alias = [](const OptionalTensor& t) { return t ? OptionalTensor(at::alias(*t)) : std::nullopt; };
-    const std::array<OptionalTensor, 3> tensors{at::alias(has_residual ? saved.to(acc_dtype(saved)) : saved), alias(w), alias(b)};
+    const Tensor normalized = has_residual ? saved.to(acc_dtype(saved)) : saved;
+    const std::array<OptionalTensor, 3> tensors{at::alias(normalized), alias(w), alias(b)};
     const std::array<bool, 3> needed{wants[0] || wants[3], wants[1], wants[2]};
     variable_list inputs, result(num_outputs());
     for (size_t i = 0; i < 3; ++i)

@@ -6,10 +6,9 @@
 #include <vector>
 
 #include "backends.h"
-#include "cpu/cpu_dtype.h"
+#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
-#include "cpu/sum_rows.h"
 #include "cpu/tasks.h"
 
 namespace kf {
@@ -26,9 +25,10 @@ struct Given {
   cpu::Parameter parameter{};  // absent
 };
 
-// A parameter as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes its own: made once
-// for all, it had to come from the caches of the core that made it, and 16 threads took 50 us for 64 x 16384 bf16 instead of 36 (Xeon).
-// Its memory does not come from PyTorch's allocator of tensors, which anyone may replace by one that has a lock.
+// A parameter as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes its own:
+// made once for all, it had to come from the caches of the core that made it, and 16 threads took 50 us for 64 x 16384 bf16
+// instead of 36 (Xeon). Its memory does not come from PyTorch's allocator of tensors, which anyone may replace by one that has
+// a lock.
 class Prepared {
  public:
   Prepared(const Given& given, at::ScalarType acc, bool later = false) : parameter(given.parameter) {
@@ -93,15 +93,17 @@ struct StagedBackward {
 };
 
 // Whether all that stands around the norm in backward is what arrives at h and is added to dx: the kernel of the bare norm does
-// that, from the elements as they lie. 2048 x 2048 bf16 takes 1.8 ms; through buffers it took 4.1 (EPYC with AVX-512, 1 thread).
+// that, from the elements as they lie. 2048 x 2048 bf16 takes 1.8 ms; through buffers it took 4.1 (EPYC with AVX-512, 1
+// thread).
 bool is_bare(const BackwardCall& c) {
   return !c.pre_activation && !c.activation && !c.dropout && !c.wants[3] && c.x_dtype == c.input.scalar_type();
 }
 
-// Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They share
-// the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65 for bf16
-// instead of 98 (Xeon). They go row after row, so that a thread finds what it read and wrote in the calls around this one: stretch after
-// stretch, fp32 took 92 us instead of 67 among calls whose threads take memory in its order, in two runs on different days.
+// Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
+// share the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65
+// for bf16 instead of 98 (Xeon). They go row after row, so that a thread finds what it read and wrote in the calls around this
+// one: stretch after stretch, fp32 took 92 us instead of 67 among calls whose threads take memory in its order, in two runs on
+// different days.
 bool shares_stretches(const Rows& x) {
   const int64_t rounds = ceil_div(x.rows, free_threads());
   return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
@@ -125,10 +127,10 @@ void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
 
 constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
 
-// Whether rows are few and long, so that there are more stretches of columns than blocks of rows: threads share the columns in backward
-// then, and every column of dweight and dbias has one sum. A function of the shape too.
-// Of more than a few rows while the L3 cache still has them when dx is computed. Two cores without a cache in common take 64 x 16384
-// fp16 in 0.12 ms instead of 0.17, as partial sums of blocks of rows pass from one to the other (EPYC with AVX-512).
+// Whether rows are few and long, so that there are more stretches of columns than blocks of rows: threads share the columns in
+// backward then, and every column of dweight and dbias has one sum. A function of the shape too. Of more than a few rows while
+// the L3 cache still has them when dx is computed. Two cores without a cache in common take 64 x 16384 fp16 in 0.12 ms instead
+// of 0.17, as partial sums of blocks of rows pass from one to the other (EPYC with AVX-512).
 bool goes_by_columns(const Rows& x, size_t bytes) {
   constexpr size_t kNear = size_t{4} << 20;
   return cpu::are_long(x.cols) && x.rows <= (bytes <= kNear ? cpu::kFewRows : kVeryFewRows);
@@ -144,6 +146,56 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
     sums[i % rows].gx += sums[i].gx;
   }
   share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_dx(args, begin, end, sums.data()); });
+}
+
+// Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads. At most 64 of
+// them, so that their partial rows stay a small part of the traffic; they are added in double, and so are groups of rows in a
+// block of more than 64: in shorter ones, whose rows are mostly in the caches, the totals would take longer than they are
+// worth. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region of threads, since
+// partial rows pass from core to core: two cores without a cache in common take 1000 x 1024 fp16 in 0.13 ms with 32 blocks,
+// 0.155 with 63 (EPYC with AVX-512).
+int64_t rows_of_block(const Rows& x, const Tensor& dweight, const Tensor& dbias) {
+  const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
+  const int64_t short_block = is_rounded(dweight) && is_rounded(dbias) ? 32 : 8;
+  const int64_t worth_a_region = ceil_div(x.rows, std::max<int64_t>(1, x.rows * x.cols / kRegion));
+  return std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(x.rows, 64)});
+}
+
+// dx, and dweight and dbias from the partial sums of the blocks.
+void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
+                        const Given& weight, Tensor& dweight, Tensor& dbias) {
+  const auto acc = acc_dtype(call.input);
+  const Given bias(staged && call.activation ? call.bias : kAbsent, 0.0, false);
+  const int64_t block_rows = rows_of_block(x, dweight, dbias);
+  const int64_t blocks = ceil_div(x.rows, block_rows), block_elements = block_rows * x.cols;
+  const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(acc)), gradients = call.wants[1] + call.wants[2];
+  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(gradients * blocks * row_bytes);
+  const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
+    return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
+  };
+  share_by(blocks, block_elements, step_of(block_elements), [&] {
+    const int64_t totals = block_rows > 64 && gradients ? 2 * x.cols : 0;
+    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc),
+            room = std::unique_ptr<double[]>(new double[totals])](int64_t begin, int64_t end) {
+      cpu::Backward mine = args;
+      mine.totals = totals ? room.get() : nullptr;
+      mine.weight = w.parameter.data;
+      cpu::BackwardStages stages{};
+      if (staged) stages = *staged;
+      stages.bias = b.parameter.data;
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+        mine.dweight = call.wants[1] ? partial(0, block) : nullptr;
+        mine.dbias = call.wants[2] ? partial(gradients - 1, block) : nullptr;
+        if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
+        else cpu::kernels().backward(mine, first, last);
+      }
+    };
+  });
+  if (gradients == 0) return;
+  sum_rows(gradients, blocks, x.cols, 1.0, [&](int64_t gradient) {
+    return RowsToSum{partial(gradient, 0), acc, call.wants[1] && gradient == 0 ? dweight : dbias};
+  });
 }
 
 }  // namespace
@@ -186,7 +238,6 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
 
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
-  const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const bool bare = is_bare(call), by_columns = bare && goes_by_columns(x, call.input.nbytes());
   const OptionalRows dh(call.dh, call.num_dims);
@@ -203,7 +254,6 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
                      dh.layout(), call.rms, x_type, dy_type, streams, is_far};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
-  const Given bias(call.activation ? call.bias : kAbsent, 0.0, false);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
   prefer_huge_pages(dresidual);
@@ -213,46 +263,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : cpu::Dtype::kFloat; };
     return backward_by_columns({args, x.rows, weight.parameter, type(dweight), type(dbias)});
   }
-
-  // Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads.
-  // At most 64 of them, so that their partial rows stay a small part of the traffic; they are added in double, and so are groups of
-  // rows in a block of more than 64: in shorter ones, whose rows are mostly in the caches, the totals would take longer than they are
-  // worth. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region
-  // of threads, since partial rows pass from core to core: two cores without a cache in common take 1000 x 1024 fp16 in 0.13 ms with 32
-  // blocks, 0.155 with 63 (EPYC with AVX-512).
-  const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
-  const int64_t short_block = is_rounded(dweight) && is_rounded(dbias) ? 32 : 8;
-  const int64_t worth_a_region = ceil_div(x.rows, std::max<int64_t>(1, x.rows * x.cols / kRegion));
-  const int64_t block_rows = std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(x.rows, 64)});
-  const int64_t blocks = ceil_div(x.rows, block_rows), block_elements = block_rows * x.cols;
-  const int64_t row_bytes = x.cols * stats.element_size(), gradients = call.wants[1] + call.wants[2];
-  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(gradients * blocks * row_bytes);
-  const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
-    return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
-  };
-  share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > 64 && gradients ? 2 * x.cols : 0;
-    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), room = std::unique_ptr<double[]>(new double[totals])](
-               int64_t begin, int64_t end) {
-      cpu::Backward mine = args;
-      mine.totals = totals ? room.get() : nullptr;
-      mine.weight = w.parameter.data;
-      cpu::BackwardStages stages{};
-      if (staged) stages = staged->args;
-      stages.bias = b.parameter.data;
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
-        mine.dweight = call.wants[1] ? partial(0, block) : nullptr;
-        mine.dbias = call.wants[2] ? partial(gradients - 1, block) : nullptr;
-        if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
-        else cpu::kernels().backward(mine, first, last);
-      }
-    };
-  });
-  if (gradients == 0) return;
-  sum_rows(gradients, blocks, x.cols, 1.0, [&](int64_t gradient) {
-    return RowsToSum{partial(gradient, 0), acc, call.wants[1] && gradient == 0 ? dweight : dbias};
-  });
+  backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, weight, dweight, dbias);
 }
 
 }  // namespace kf

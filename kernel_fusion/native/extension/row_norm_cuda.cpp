@@ -89,7 +89,8 @@ struct BackwardInputs {
   Tensor weight, bias, stats, dh;
 
   explicit BackwardInputs(const BackwardCall& call)
-      : x(call.input, call.num_dims), dy(call.dy, call.num_dims), weight(contiguous(call.weight)), stats(call.stats.contiguous()) {
+      : x(call.input, call.num_dims), dy(call.dy, call.num_dims), weight(contiguous(call.weight)),
+        stats(call.stats.contiguous()) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
     if (call.activation) bias = contiguous(call.bias);
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);

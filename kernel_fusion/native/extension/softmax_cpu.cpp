@@ -1,6 +1,6 @@
 // Softmax on the CPU: threads share the rows.
 #include "backends.h"
-#include "cpu/cpu_dtype.h"
+#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/tasks.h"

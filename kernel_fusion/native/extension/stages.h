@@ -1,5 +1,5 @@
-// What stages compute, as operators and the kernels of every device say it: activations, dropout, chains of operands, maps. Without a
-// library: the CPU kernels include this.
+// What stages compute, as operators and the kernels of every device say it: activations, dropout, chains of operands, maps.
+// Without a library: the CPU kernels include this.
 #pragma once
 
 #include <cmath>

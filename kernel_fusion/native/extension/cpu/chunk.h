@@ -9,8 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu/dtype.h"
-#include "cpu/pairs.h"
+#include "cpu/typed_row.h"
 #include "shared/philox.h"
 
 namespace kf::cpu {

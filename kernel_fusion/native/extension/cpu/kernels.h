@@ -23,7 +23,7 @@ namespace kf::cpu {
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
 // Whether elements that belong to the columns of such rows, all but x, dy and their like, lie in the order of `Interleaved`
-// (cpu/pairs.h). With stages they never do.
+// (cpu/interleaved.h). With stages they never do.
 constexpr bool interleaves(Dtype x, Dtype other) { return x == Dtype::kBFloat16 && other == Dtype::kBFloat16; }
 
 // weight or bias, side by side, to which the offset is to be added, and which are to be `interleaved`.

@@ -3,7 +3,7 @@
 //
 // Those of float are inlined here, because a call for every vector costs more than the arithmetic. They err by at most 1.5 ulp,
 // erf by three of 1, and by five beside its power (tests/test_cpu_math.py); results below the smallest normal number may be
-// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/pairs.h's rounding to bf16: at::vec's
+// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/interleaved.h's rounding to bf16: at::vec's
 // minimum and maximum have one that does not. Those of double are at::vec's (Sleef, 1 ulp).
 #pragma once
 

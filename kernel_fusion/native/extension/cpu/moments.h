@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "cpu/kernels.h"
-#include "cpu/pairs.h"
+#include "cpu/sums.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
-#include "cpu/pairs.h"
+#include "cpu/typed_row.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {

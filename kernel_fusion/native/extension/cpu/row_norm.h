@@ -9,7 +9,6 @@
 
 #include "cpu/kernels.h"
 #include "cpu/moments.h"
-#include "cpu/pairs.h"
 #include "cpu/results.h"
 
 namespace kf::cpu {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "cpu/cpu_dtype.h"
+#include "cpu/dtype.h"
 
 namespace kf {
 

@@ -1,9 +1,9 @@
-// CPU pointwise chains, forward and backward: which stretches of the operands the loops of cpu/chains.h run over. Compiled once per
+// CPU pointwise chains, forward and backward: which stretches of the operands the loops of cpu/activation_loops.h run over. Compiled once per
 // instruction set.
 //
 // A region of two dimensions is cut into tiles: whole rows where all operands can be read and written in place, else parts of one
 // row, or several short rows, of at most kChunk elements.
-#include "cpu/chains.h"
+#include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
 

@@ -7,6 +7,7 @@
 
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/sums.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {

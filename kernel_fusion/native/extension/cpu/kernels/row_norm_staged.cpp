@@ -1,11 +1,11 @@
 // CPU row norm with stages around it, forward and backward. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// A row is first brought, chunk by chunk (cpu/chains.h), to the accumulator type in a buffer, unless it lies in memory like that,
+// A row is first brought, chunk by chunk (cpu/activation_loops.h), to the accumulator type in a buffer, unless it lies in memory like that,
 // and the code of the bare norm finds it there.
 // Each direction is a unit of its own (KF_FORWARD, KF_BACKWARD; native/build.py), lest one take too long.
 #include <memory>
 
-#include "cpu/chains.h"
+#include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/row_norm.h"
 

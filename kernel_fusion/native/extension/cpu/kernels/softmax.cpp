@@ -8,9 +8,10 @@
 #include <limits>
 #include <memory>
 
-#include "cpu/chains.h"
+#include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
+#include "cpu/sums.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {

@@ -12,8 +12,8 @@
 
 namespace kf::cpu {
 
-// One table per variant, defined by kernels/table.cpp under different settings. At address 0 where the library was built
-// without it, for another processor.
+// One table per variant, defined by kernels/dispatch_table.cpp under different settings. At address 0 where the library was
+// built without it, for another processor.
 #if defined(__x86_64__)
 namespace AVX512 { extern const Kernels kernels __attribute__((weak)); }
 namespace AVX2 { extern const Kernels kernels __attribute__((weak)); }

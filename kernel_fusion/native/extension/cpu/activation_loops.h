@@ -1,11 +1,11 @@
-// Pointwise chains in registers: from the operands as they lie in memory to the results, in one loop. Included by files that are
-// compiled once per instruction set.
+// Pointwise chains in registers: from the operands as they lie in memory to the results, in one loop. Included by files that
+// are compiled once per instruction set.
 //
 // There is a loop for each activation, direction and compute type. What else distinguishes chains (dtypes, how the operands are
-// combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are predicted,
-// and a small part of the work of an exponential. There are further loops for *plain* chains, of one dtype throughout, without
-// dropout, scale or addend: of every activation for bf16, whose elements then need not change their lanes (cpu/pairs.h), and of
-// those that take few instructions themselves for fp16 and fp32.
+// combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are
+// predicted, and a small part of the work of an exponential. There are further loops for *plain* chains, of one dtype
+// throughout, without dropout, scale or addend: of every activation for bf16, whose elements then need not change their lanes
+// (cpu/interleaved.h), and of those that take few instructions themselves for fp16 and fp32.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@
 
 #include "stages.h"
 #include "cpu/math.h"
-#include "cpu/pairs.h"
+#include "cpu/typed_row.h"
 
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
@@ -195,8 +195,8 @@ template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, ChainLoop<A>& c) {
   return found ? found : loops.any;
 }
 
-// Runs a loop over n elements. Those beyond the last whole pair are copied into whole pairs: every element passes through the same
-// instructions, and has the same bits wherever it lies.
+// Runs a loop over n elements. Those beyond the last whole pair are copied into whole pairs: every element passes through the
+// same instructions, and has the same bits wherever it lies.
 template <class A> [[gnu::noinline]] void run(const LoopsOf<A>& loops, ChainLoop<A> c, int64_t n) {
   constexpr int64_t kStep = Pair<A>::kStep;
   const auto loop = loop_for(loops, c);

@@ -1,0 +1,112 @@
+// Elements side by side in memory, of a type known at run time; for the kernels, once per instruction set.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/dtype.h"
+#include "cpu/simd.h"
+#include "cpu/stream_store.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+inline int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
+}
+
+template <class T> inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>          ? Dtype::kDouble
+                                                    : std::is_same_v<T, float>         ? Dtype::kFloat
+                                                    : std::is_same_v<T, c10::Half>     ? Dtype::kHalf
+                                                                                       : Dtype::kBFloat16;
+struct AnyType {};
+
+// Double for A = double, one of the others for A = float.
+template <class A> struct Source {
+  Dtype type = kDtypeOf<A>;
+  const void* data = nullptr;  // null: absent
+
+  static bool reads(Dtype type) { return (type == Dtype::kDouble) == std::is_same_v<A, double>; }
+
+  // T: the type, where the loop knows it. Else it is decided for each pair; the branch, which falls the same way all through a
+  // loop, is predicted.
+  template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i) const {
+    if constexpr (!std::is_same_v<T, AnyType>) {
+      return load_pair(static_cast<const T*>(data) + i);
+    } else if constexpr (std::is_same_v<A, float>) {
+      if (type == Dtype::kBFloat16) return load<c10::BFloat16>(i);
+      if (type == Dtype::kHalf) return load<c10::Half>(i);
+      return load<float>(i);
+    } else {
+      return load<A>(i);
+    }
+  }
+
+  template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Whole) const { return load<T>(i); }
+  // The part, and zeros.
+  template <class T = AnyType> [[gnu::noinline]] Pair<A> load(int64_t i, Part part) const {
+    A copy[Pair<A>::kStep] = {};
+    std::memcpy(copy, static_cast<const char*>(data) + i * size_of(type), part.count * size_of(type));
+    return Source{type, copy}.template load<T>(0);
+  }
+};
+
+template <class A> struct Target {
+  Dtype type = kDtypeOf<A>;
+  void* data = nullptr;   // null: absent
+  bool streams = false;   // past the caches: for results that they could not keep
+
+  static constexpr uintptr_t kAlignment = sizeof(Vectorized<A>);
+
+  // What cannot be streamed is stored.
+  static Target streamed(Dtype type, void* data, bool streams) {
+    return {type, data, streams && reinterpret_cast<uintptr_t>(data) % kAlignment == 0};
+  }
+
+  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v) const {
+    if constexpr (std::is_same_v<T, A>) {
+      A* p = static_cast<A*>(data) + i;
+      put(v.a, p);
+      put(v.b, p + Vectorized<A>::size());
+    } else if constexpr (std::is_same_v<T, Interleaved>) {
+      put(interleaved_bits(v.a, v.b), static_cast<int32_t*>(data) + i / 2);
+#if defined(KF_HALVES)
+    } else if constexpr (std::is_same_v<T, c10::Half>) {  // half by half, as in load_pair
+      put(halves(v.a), static_cast<T*>(data) + i);
+      put(halves(v.b), static_cast<T*>(data) + i + Vectorized<A>::size());
+#endif
+    } else if constexpr (!std::is_same_v<T, AnyType>) {
+      put(at::vec::convert_from_float<T>(v.a, v.b), static_cast<T*>(data) + i);
+    } else if constexpr (std::is_same_v<A, float>) {
+      if (type == Dtype::kBFloat16) return store<c10::BFloat16>(i, v);
+      if (type == Dtype::kHalf) return store<c10::Half>(i, v);
+      store<float>(i, v);
+    } else {
+      store<A>(i, v);
+    }
+  }
+
+  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Whole) const { store<T>(i, v); }
+  template <class T = AnyType> [[gnu::noinline]] void store(int64_t i, const Pair<A>& v, Part part) const {
+    A copy[Pair<A>::kStep];
+    Target{type, copy}.template store<T>(0, v);
+    std::memcpy(static_cast<char*>(data) + i * size_of(type), copy, part.count * size_of(type));
+  }
+
+  // A whole vector, as it is.
+  template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {
+    if (streams) stream(v, p);
+    else v.store(p);
+  }
+#if defined(KF_HALVES)
+  KF_INLINE void put(const Halves& v, c10::Half* p) const {
+    if (streams) stream(v, p);
+    else std::memcpy(p, &v, sizeof(v));
+  }
+#endif
+};
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu
