@@ -4,7 +4,6 @@
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -19,28 +18,6 @@ namespace kf {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null
-// where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
-inline const Backend* direct(c10::DispatchKeySet keys) {
-  constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-                          c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  switch ((keys - passed).highestPriorityTypeId()) {
-    case c10::DispatchKey::CPU: return &kCpu;
-    case c10::DispatchKey::CUDA: return &kCuda;
-    default: return nullptr;
-  }
-}
-
-inline c10::DispatchKeySet key_set_of(const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); }
-inline c10::DispatchKeySet key_set_of(const OptionalTensor& t) { return t ? key_set_of(*t) : c10::DispatchKeySet(); }
-
-// The keys that a call with these tensors would have, in a backward: of all that it reads, since the dispatcher knows what to
-// do with those whose memory is not what they stand for, such as views that negate.
-inline constexpr auto keys_of = [](const auto&... tensors) {
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  return (local.included_ | ... | key_set_of(tensors)) - local.excluded_;
-};
 
 // Whether the call is inside a transform of torch.func, or has tangents: then the definition serves it, through which they see.
 template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
