@@ -95,7 +95,7 @@ def tree_bits() -> dict[str, Any]:
 
             def change(spec: RowNormSpec, plan: Plan, cluster: int = cluster) -> Plan:
                 threads = plan.warps // cluster * 32
-                direct = dataclasses.replace(plan, stages=0, persistent=False, shared_bytes=0)
+                direct = dataclasses.replace(plan, slots=0, persistent=False, shared_bytes=0)
                 return dataclasses.replace(direct, cluster=cluster, threads=threads)
 
             with override_plan(change):

@@ -27,7 +27,7 @@ def plans(direction: str) -> Iterator[str]:
         rows.append([str(cols), *(a if a == b else f"{a} / {b}" for a, b in both)])
     yield from table(["N", *columns, "shared memory KB"], rows)
     yield (
-        "2×512 threads are a cluster of two blocks. Plans with slots are staged, the others direct. "
+        "2×512 threads are a cluster of two blocks. Plans with slots are streamed, the others direct. "
         "Compiled by NVRTC 13.0."
     )
     yield ""
@@ -48,6 +48,6 @@ def _planned(cols: int, dtype: str, direction: str) -> list[str]:
         str(ceil_div(cols, plan.warps * plan.lanes * plan.vec) * plan.vec),
         str(plan.vec),
         used[1],
-        str(plan.stages or "–"),
+        str(plan.slots or "–"),
         "–" if shared < 16 else "<1" if shared < 1024 else str(round(shared / 1024)),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.executors import Pace, Plan
+from kernel_fusion.backends.cuda.plan import Pace, Plan
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
@@ -47,7 +47,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     if spec.direction == "backward_weight":
         assert plan.per_block == plan.threads * plan.vec
         return
-    assert plan.persistent == (spec.direction == "backward" or plan.stages > 0)
+    assert plan.persistent == (spec.direction == "backward" or plan.slots > 0)
     for power in (plan.lanes, plan.cluster):
         assert power & (power - 1) == 0
     most_blocks = 16 if device.arch == 90 else 8
@@ -56,11 +56,11 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     if plan.early or plan.anew:
         assert plan.resident
         assert plan.warps > 1
-        assert (plan.stages, plan.ahead) == (0, False)
+        assert (plan.slots, plan.ahead) == (0, False)
     physical, rest = divmod(plan.warps, plan.cluster)
     assert rest == 0
-    if plan.stages:
-        _assert_staged(spec, plan, device)
+    if plan.slots:
+        _assert_streamed(spec, plan, device)
         assert (plan.per_block * physical + plan.helpers) * 32 == plan.threads
     elif plan.tiled:
         assert (plan.warps, device.has_clusters, spec.residual, spec.acc) == (1, True, None, "f32")
@@ -77,7 +77,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     assert plan.shared_bytes + static <= device.shared_bytes
 
 
-def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
+def _assert_streamed(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert device.has_clusters
     assert spec.acc == "f32"
     assert plan.lanes == 32
@@ -86,11 +86,11 @@ def _assert_staged(spec: RowNormSpec, plan: Plan, device: Device) -> None:
         natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
         assert plan.vec == (natural if spec.has_stages else min(natural, 16 // ITEMSIZE[spec.y]))
     narrow = ITEMSIZE[spec.x] == 2 and plan.vec < 8 and plan.cluster > 1
-    assert 2 <= plan.stages <= (6 if forward and narrow and not spec.rms else 4)
+    assert 2 <= plan.slots <= (6 if forward and narrow and not spec.rms else 4)
     assert plan.helpers in ((0, 1, 2) if forward else (0,))
     assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
     assert plan.storage in ("none", "registers")
-    assert not plan.few or (spec.direction == "backward" and plan.stages > 2)
+    assert not plan.few or (spec.direction == "backward" and plan.slots > 2)
     assert last_block_begins(spec, plan) < spec.cols, "a block without columns would copy what lies behind the row"
 
 
@@ -101,12 +101,12 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         tensors = [(spec.x, access.x)] + [(spec.y, access.y)] * (ITEMSIZE[spec.y] != ITEMSIZE[spec.x])
         elements = plan.per_block * spec.cols
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
-    # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if staged.
+    # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if streamed.
     sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
     members = (plan.threads - 32 * plan.helpers) // plan.per_block
-    table_cols = per_thread * members if plan.stages else spec.cols
-    table = plan.per_block * table_cols * acc * (2 if plan.stages else 1) if sums else 0
-    if plan.stages:
+    table_cols = per_thread * members if plan.slots else spec.cols
+    table = plan.per_block * table_cols * acc * (2 if plan.slots else 1) if sums else 0
+    if plan.slots:
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
@@ -114,11 +114,11 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         parameters = sum(
             (per_thread - unkept) * members * ITEMSIZE[t] for t, where, unkept in kept if where == "shared" and t
         )
-        ring = plan.stages * plan.per_block * slot
-        barriers = (2 * plan.stages + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
+        ring = plan.slots * plan.per_block * slot
+        barriers = (2 * plan.slots + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
         each = barriers + 4 * plan.warps * 2 * acc + 16  # at most, for what keeps blocks together
         if spec.direction == "backward":
-            each += plan.stages * 2 * acc  # statistics
+            each += plan.slots * 2 * acc  # statistics
         return max(ring, table) + parameters, plan.per_block * each
     assert plan.weight in ("wide", "memory")
     if plan.storage == "shared":
@@ -139,17 +139,17 @@ def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
 
 
 def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
-    """Other plans that run the tree of `plan`: direct ones, and where that one is staged, other staged ones."""
-    return [*_direct(spec, plan, device), *_staged(spec, plan)]
+    """Other plans that run the tree of `plan`: direct ones, and where that one is streamed, other streamed ones."""
+    return [*_direct(spec, plan, device), *_streamed_executors(spec, plan)]
 
 
 def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
-    """Rows that are not staged: by fewer or more rows to a block, or other clusters."""
+    """Rows that are not streamed: by fewer or more rows to a block, or other clusters."""
     backward = spec.direction == "backward"
     plain = replace(
         plan,
         persistent=backward,
-        stages=0,
+        slots=0,
         helpers=0,
         few=False,
         pace=None,
@@ -184,20 +184,20 @@ def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
                 yield other
 
 
-def _staged(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
+def _streamed_executors(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     """Fewer slots, helpers or rows at a time, blocks together or apart, larger clusters: all fit where `plan` does."""
-    if plan.stages:
+    if plan.slots:
         yield replace(plan, pace=None)
         yield replace(plan, pace=Pace(plan.pace.tolerance if plan.pace else 8, least=1))
         if plan.few:
             yield replace(plan, few=False)
     for helpers in range(plan.helpers):
         yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
-    for stages in range(2, plan.stages):
-        yield replace(plan, stages=stages, few=plan.few and stages > 2)
-    if plan.stages and plan.per_block > 1:
+    for slots in range(2, plan.slots):
+        yield replace(plan, slots=slots, few=plan.few and slots > 2)
+    if plan.slots and plan.per_block > 1:
         yield replace(plan, per_block=1, threads=plan.threads // plan.per_block)
-    if plan.stages and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
+    if plan.slots and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
         of_rows = 32 * plan.warps // (2 * plan.cluster)
         larger = replace(plan, cluster=2 * plan.cluster, threads=of_rows + 32 * plan.helpers)
         if last_block_begins(spec, larger) < spec.cols:

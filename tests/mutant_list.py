@@ -124,7 +124,7 @@ _CACHES = (
 
 _PLANS = (
     Mutant(
-        "planner: a slot has no room for what aligns a row", f"{_CUDA}/executors.py",
+        "planner: a slot has no room for what aligns a row", f"{_CUDA}/plan.py",
         "(16 if align < 16 else 0)", "0",
         "tests/test_cuda_kernels_offline.py::test_plans_are_sound",
     ),
@@ -287,13 +287,13 @@ _OF_CUDA = (
     Mutant(
         "cuda: memory is read before the wait", f"{_KERNELS}/row_norm_bwd.cuh",
         "  const P at;\n  wait_for_previous_kernel();\n", "  const P at;\n",
-        "tests/test_cuda_chain_offline.py::test_no_access_before_the_wait",
+        "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
     Mutant(
         "cuda: a row is read before the wait", f"{_KERNELS}/softmax.cuh",
         "__shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];\n  wait_for_previous_kernel();",
         "__shared__ A slots[2][kLanes > 32 ? kLanes / 32 : 1];",
-        "tests/test_cuda_chain_offline.py::test_no_access_before_the_wait",
+        "tests/test_cuda_dependent_launch_offline.py::test_no_access_before_the_wait",
     ),
 )
 

@@ -165,7 +165,7 @@ def test_two_streams(verb: str) -> None:
         assert_equal(result, reference)
 
 
-# Grid rationale. Rows read directly, staged by blocks, and staged by clusters, which also wait for each other.
+# Grid rationale. Rows read directly, streamed by blocks, and streamed by clusters, which also wait for each other.
 @pytest.mark.parametrize(("rows", "cols"), [(20000, 1024), (6000, 4096), (5000, 10240), (3000, 32768)])
 def test_grids_that_keep_together(verb: str, rows: int, cols: int) -> None:
     """Blocks of long grids wait for each other, but not for those that cannot run; no bit depends on it."""
@@ -192,7 +192,7 @@ def test_grids_that_keep_together(verb: str, rows: int, cols: int) -> None:
 def test_dependent_calls_without_synchronisation(verb: str, cols: int) -> None:
     """Calls that wait for each other on the device alone, on two streams, have the bits of calls that the host awaits.
 
-    A kernel may be launched while the one before it runs, and then waits inside (kernels/chain.cuh).
+    A kernel may be launched while the one before it runs, and then waits inside (kernels/dependent_launch.cuh).
     """
     sets = [inputs(2**22 // cols, cols) for _ in range(2)]
     expected = [_chain(verb, tensors, torch.cuda.synchronize) for tensors in sets]

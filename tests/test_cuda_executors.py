@@ -62,7 +62,7 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
 # Grid rationale. Many rows at a time (17, 255, 1023). Rows of one warp (1000) and of several, of vectors and of
 # single elements (4099, 50257), in a block (3072, three rows at a time in backward; 4096), read twice (RMSNorm of
 # 24576), in a cluster (24576, 32768, 65536; 12288 and, two rows at a time, 10240 in backward) and in the largest one
-# (131072). From sm_90 on every backward of 256 columns or more is staged, and the forward of a cluster. dx alone is a
+# (131072). From sm_90 on every backward of 256 columns or more is streamed, and the forward of a cluster. dx alone is a
 # kernel of its own.
 @pytest.mark.parametrize("kernel", ["forward", "backward", "dx"])
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def forced(direction: Direction, plan: Plan) -> Iterator[None]:
     ids=str,
 )
 def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.dtype, kernel: str) -> None:
-    """Direct and staged, blocks and clusters, any number of slots and of rows at a time: the same y and dx."""
+    """Direct and streamed, blocks and clusters, any number of slots and of rows at a time: the same y and dx."""
     direction: Direction = "forward" if kernel == "forward" else "backward"
     inputs, alone = tensors(cols, dtype), kernel == "dx"
     expected = y_and_dx(verb, inputs, alone=alone)
@@ -118,7 +118,7 @@ def test_few_rows_have_the_same_bits(verb: str, cols: int) -> None:
     if not plan.few:
         pytest.skip(f"few rows have no loop of their own on sm_{device.arch}")
     groups = torch.cuda.get_device_properties().multi_processor_count * plan.per_block
-    for rows in (1, groups // 2, groups + 1, plan.stages * groups, plan.stages * groups + 1, 8 * groups + 5):
+    for rows in (1, groups // 2, groups + 1, plan.slots * groups, plan.slots * groups + 1, 8 * groups + 5):
         x, dy = (torch.randn(rows, cols, device="cuda").add_(3).to(BF16) for _ in range(2))
         results = []
         for few in (True, False):

@@ -24,8 +24,8 @@ from support import PACKAGE
 from kernel_fusion.backends.cuda import planner, python_launch, requests
 from kernel_fusion.backends.cuda.compile import compile_source, counters, cubin
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.executors import Pace, Plan
-from kernel_fusion.backends.cuda.plan import plan_row_norm
+from kernel_fusion.backends.cuda.plan import Pace, Plan
+from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.core.cache import CUBINS
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, SumPartialsSpec
 from kernel_fusion.errors import CompileError
@@ -294,7 +294,7 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
     for access in (planner.contiguous_access(spec), anywhere(spec)):
         plan = plan_row_norm(spec, access, device)
         assert_sound(spec, access, plan, device)
-        if spec.direction in ("inference", "forward") and not (plan.stages or plan.tiled):
+        if spec.direction in ("inference", "forward") and not (plan.slots or plan.tiled):
             dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual))
             assert plan.vec * max(ITEMSIZE[dtype] for dtype in dtypes) <= 16
 
@@ -523,8 +523,8 @@ def test_other_rows_keep_as_many_warps_as_their_length_asks_for(cols: int, optio
     ],
     ids=str,
 )  # fmt: skip
-def test_helpers_of_staged_rows(options: dict[str, Any], helpers: int) -> None:
-    """On sm_90 a staged forward has a combiner and a producer where they pay, and elsewhere nobody has."""
+def test_helpers_of_streamed_rows(options: dict[str, Any], helpers: int) -> None:
+    """On sm_90 a streamed forward has a combiner and a producer where they pay, and elsewhere nobody has."""
     spec = RowNormSpec(**{"direction": "forward", "rms": False, "x": "bf16", "y": "bf16", **options})
     assert planned(spec, KNOWN_DEVICES[90]).helpers == helpers
     assert planned(spec, KNOWN_DEVICES[100]).helpers == 0
@@ -561,11 +561,11 @@ def test_no_helpers_beside_wide_parameters_where_rows_begin_anywhere() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_pace_of_staged_rows(options: dict[str, Any], pace: Pace | None) -> None:
+def test_pace_of_streamed_rows(options: dict[str, Any], pace: Pace | None) -> None:
     """On sm_90; elsewhere a forward that streams goes apart, and a backward that keeps together does so as it did."""
     spec = RowNormSpec(**{"direction": "forward", "rms": False, "x": "bf16", "y": "bf16", "weight": "bf16", **options})
     plan = planned(spec, KNOWN_DEVICES[90])
-    assert (plan.stages > 0, plan.pace) == (True, pace)
+    assert (plan.slots > 0, plan.pace) == (True, pace)
     assert planned(spec, KNOWN_DEVICES[100]).pace in ((None, Pace()) if spec.direction == "backward" else (None,))
 
 
@@ -585,7 +585,7 @@ def test_no_vector_of_forward_has_more_than_16_bytes(wider: dict[str, str], cols
     device = KNOWN_DEVICES[90]
     plan = planned(replace(spec, **wider), device)
     same = planned(replace(spec, residual=spec.residual and "bf16"), device)
-    assert plan.vec == (8 if plan.stages and "y" not in wider else 4)
+    assert plan.vec == (8 if plan.slots and "y" not in wider else 4)
     assert (plan.lanes, plan.warps) == (same.lanes, same.warps)
 
 
@@ -603,7 +603,7 @@ def test_rows_of_large_slots(cols: int, rows: int) -> None:
     """On sm_90 backward beside a residual of fp32 takes as many rows at a time as have four slots each."""
     spec = RowNormSpec("backward", True, cols, "bf16", "bf16", "bf16", None, residual="f32", dh=True, dresidual=True)
     plan = planned(spec, KNOWN_DEVICES[90])
-    assert (plan.per_block, plan.stages) == (rows, 4)
+    assert (plan.per_block, plan.slots) == (rows, 4)
 
 
 @pytest.mark.parametrize("cols", [1152, 1280])
@@ -644,7 +644,7 @@ def test_backward_of_three_vectors(dtype: str, three: tuple[int, ...], other: tu
     for cols in (*three, *other):
         spec = RowNormSpec("backward", False, cols, dtype, dtype, dtype, dtype)
         plan = planned(spec, KNOWN_DEVICES[90])
-        assert ((plan.per_block, plan.stages) == (12, 3)) == (cols in three), cols
+        assert ((plan.per_block, plan.slots) == (12, 3)) == (cols in three), cols
         if cols in three:
             assert (plan.weight, plan.pace is not None, plan.threads) == ("wide", True, 384)
             assert planned(replace(spec, activation="gelu"), KNOWN_DEVICES[90]).per_block != 12
@@ -654,7 +654,7 @@ def test_backward_of_three_vectors(dtype: str, three: tuple[int, ...], other: tu
 def test_rows_of_clusters_stream(dtype: str, cols: int) -> None:
     """Lengths that more elements to a thread would divide are streamed like their neighbours."""
     plan = planned(RowNormSpec("forward", False, cols, dtype, dtype, dtype, dtype), KNOWN_DEVICES[90])
-    assert plan.stages > 1
+    assert plan.slots > 1
     assert _elements(plan, cols) <= 32
 
 
@@ -693,11 +693,11 @@ def test_executors_are_sound(spec: RowNormSpec, device: Device) -> None:
 # Grid rationale. Through shared memory go rows that need a cluster in forward, and all of 256 columns or more in
 # backward, several at a time. Four slots let a test try two, three and four.
 @pytest.mark.parametrize(("direction", "cols"), [("forward", 65536), ("backward", 1024), ("backward", 4096)])
-def test_executors_of_staged_rows(direction: str, cols: int) -> None:
-    """On sm_90 a staged plan has direct executors, and staged ones with every number of slots, and all compile."""
+def test_executors_of_streamed_rows(direction: str, cols: int) -> None:
+    """On sm_90 a streamed plan has direct executors, and streamed ones with every number of slots, and all compile."""
     spec, device = RowNormSpec(direction, False, cols, "bf16", "bf16", "bf16", "bf16"), KNOWN_DEVICES[90]
     plan, access = planned(spec, device), planner.contiguous_access(spec)
     plans = executors(spec, plan, device)
-    assert {other.stages for other in [plan, *plans]} == {0, 2, 3, 4}
+    assert {other.slots for other in [plan, *plans]} == {0, 2, 3, 4}
     for other in plans:
         assert compile_source(planner.source_of(spec, access, other).text(), 90)[0].startswith(b"\x7fELF")

@@ -21,7 +21,7 @@ class Device:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can be launched while the one before it still runs (kernels/chain.cuh)."""
+        """Whether a kernel can be launched while the one before it still runs (kernels/dependent_launch.cuh)."""
         return self.arch >= 90
 
     @property

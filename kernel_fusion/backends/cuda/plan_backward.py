@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.executors import Pace, Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.plan import Pace, Plan, direct_plan, streamed_plan
 from kernel_fusion.backends.cuda.tree import (
     MAX_BLOCK_WARPS,
     MAX_CLUSTER,
@@ -31,10 +31,10 @@ _SHORT_ROW_BYTES = 512  # up to which a thread takes one vector in backward, and
 # Rows of fp32: 131072 columns take 1.08 of the floor on an H200, 1.41 in clusters of 8. Beside dy of fp32 those have no
 # shared memory to stream such rows of 16 bits, and read directly these spill (16 is not measured there).
 _MAX_CLUSTER_SM90 = 16
-_MIN_STAGED_COLS = 256  # shorter rows make copies too small to be worth their issue
+_MIN_STREAMED_COLS = 256  # shorter rows make copies too small to be worth their issue
 # With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row in the
-# direct backward, beside the sums or without any; and elements in the staged one. More spill.
-_MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STAGED_ELEMENTS = 224, 160, 24
+# direct backward, beside the sums or without any; and elements in the streamed one. More spill.
+_MAX_HELD_WITH_SUMS, _MAX_HELD, _MAX_STREAMED_ELEMENTS = 224, 160, 24
 _MAX_WIDE = 28  # elements of a weight in registers: 32 of RMSNorm, which has but one sum beside them, spill
 # Activations whose slopes leave no registers for the bias beside the weight.
 _COSTLY = ("gelu", "mish")
@@ -60,7 +60,7 @@ def _has_loop_for_few(spec: RowNormSpec, plan: Plan, device: Device) -> bool:
     2048x1600 10.2 and 9.6, 4096x1024 10.8 and 10.3, 512x6144 11.0 and 10.0; RMSNorm of 2048x2048 10.0 and 9.6. In
     clusters 256x12288 11.3 and 11.1, but 4096x32768 196 and 199. Single elements would take too long to compile.
     """
-    return plan.stages > 2 and plan.cluster == 1 and plan.vec > 1 and device.arch == 90 and not spec.has_stages
+    return plan.slots > 2 and plan.cluster == 1 and plan.vec > 1 and device.arch == 90 and not spec.has_stages
 
 
 def _bytes_per_thread(spec: RowNormSpec) -> int:
@@ -156,7 +156,7 @@ def _narrow_tree(spec: RowNormSpec, device: Device) -> Tree | None:
 
 
 def _fills_block(spec: RowNormSpec, warps: int, elements: int) -> bool:
-    """Whether groups of so many warps fill a block, where rows are staged, with registers for a thread's elements.
+    """Whether groups of so many warps fill a block, where rows are streamed, with registers for a thread's elements.
 
     24 of them are too many: on an H200, bf16, 8192x12288 as a block 1.15 of the floor, as a cluster of two with 16 per
     thread 1.10; 16384x6144 1.15 and, in twelve warps, 1.08. But a single warp has no sums to exchange: 131072x768 1.16,
@@ -179,10 +179,10 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     Measured on an H200, bf16, time over the floor, directly and so: 32768x4096 1.42 and 1.18, 16384x8192 1.57 and 1.06,
     4096x32768 2.13 and 1.35.
     """
-    if not (device.has_clusters and spec.acc == "f32" and spec.cols >= _MIN_STAGED_COLS):
+    if not (device.has_clusters and spec.acc == "f32" and spec.cols >= _MIN_STREAMED_COLS):
         return None
     short = spec.cols * ITEMSIZE[spec.x] <= _SHORT_ROW_BYTES
-    if tree.lanes < 32 or short or tree.vectors * tree.vec > _max_staged_elements(spec, device):
+    if tree.lanes < 32 or short or tree.vectors * tree.vec > _max_streamed_elements(spec, device):
         return None
     # Vectors put together from pieces take more registers, and so do stages: on sm_90 all but an activation after the
     # norm of whole vectors. 8192x8192 bf16 with relu takes 1.28 of the floor with weight and bias in registers, 1.47
@@ -192,27 +192,27 @@ def _plan_staged_backward(spec: RowNormSpec, tree: Tree, access: Access, device:
     roomy = access.x >= tree.vec * itemsize and access.y >= min(16, tree.vec * max(itemsize, ITEMSIZE[spec.y]))
     roomy = roomy and (not spec.has_stages or activated)
     groups = _groups(spec, tree, roomy, device)
-    plan = _staged_groups(spec, tree, access, device, groups, roomy)
-    if tree.cluster > 1 and groups > 1 and (plan is None or plan.stages < 3):
+    plan = _streamed_groups(spec, tree, access, device, groups, roomy)
+    if tree.cluster > 1 and groups > 1 and (plan is None or plan.slots < 3):
         # Not for the third slot, without which rows go one after the other.
-        plan = _staged_groups(spec, tree, access, device, 1, roomy)
+        plan = _streamed_groups(spec, tree, access, device, 1, roomy)
     if plan is None and spec.has_stages:
         # They may need larger slots: as many rows at a time as have four each, then a share of the row for each of more
         # blocks. A residual in fp32 beside bf16, on an H200, one row and so: RMSNorm 65536x768 1.65 and 1.06,
         # 32768x1408 1.17 and 1.04; by three slots each 1.07 and 1.07.
-        fewer = (_staged_groups(spec, tree, access, device, n, roomy) for n in range(groups - 1, 1, -1))
-        plan = next((p for p in fewer if p is not None and p.stages == 4), None)
-        plan = plan or _staged_groups(spec, tree, access, device, 1, roomy)
+        fewer = (_streamed_groups(spec, tree, access, device, n, roomy) for n in range(groups - 1, 1, -1))
+        plan = next((p for p in fewer if p is not None and p.slots == 4), None)
+        plan = plan or _streamed_groups(spec, tree, access, device, 1, roomy)
         while plan is None and (larger := _larger_cluster(spec, tree)):
             tree = larger
-            plan = _staged_groups(spec, tree, access, device, 1, roomy)
+            plan = _streamed_groups(spec, tree, access, device, 1, roomy)
     return plan
 
 
-def _max_staged_elements(spec: RowNormSpec, device: Device) -> int:
+def _max_streamed_elements(spec: RowNormSpec, device: Device) -> int:
     if spec.activation == "mish":  # whose slope takes the registers of the others
         return 16
-    return _MAX_STAGED_ELEMENTS if spec.has_stages else device.max_elements
+    return _MAX_STREAMED_ELEMENTS if spec.has_stages else device.max_elements
 
 
 def _larger_cluster(spec: RowNormSpec, tree: Tree) -> Tree | None:
@@ -224,32 +224,32 @@ def _larger_cluster(spec: RowNormSpec, tree: Tree) -> Tree | None:
     return replace(tree, cluster=cluster) if (cluster - 1) * columns < spec.cols else None
 
 
-def _staged_groups(
+def _streamed_groups(
     spec: RowNormSpec, tree: Tree, access: Access, device: Device, groups: int, roomy: bool
 ) -> Plan | None:
     threads, elements = tree.warps // tree.cluster * 32, tree.vectors * tree.vec
     pace = _pace(spec, tree, groups, device)
-    max_stages = 3 if _has_three_vectors(spec, tree, roomy, device) else 4
-    staged = partial(staged_plan, spec, access, device, tree, groups, max_stages, pace)
+    max_slots = 3 if _has_three_vectors(spec, tree, roomy, device) else 4
+    streamed = partial(streamed_plan, spec, access, device, tree, groups, max_slots, pace)
     if spec.weight is None:
-        return staged()
+        return streamed()
     if elements <= 8 or (roomy and _keeps_weight(spec, tree, groups * threads, device)):
         keeps_bias = roomy and spec.bias is not None and spec.activation not in (IDENTITY, *_COSTLY)
-        return staged(weight="wide", bias="wide" if keeps_bias else "memory")
+        return streamed(weight="wide", bias="wide" if keeps_bias else "memory")
     if tree.vec == 1 and tree.cluster == 1:
-        return staged()  # a short weight, which L1 holds beside the rows
+        return streamed()  # a short weight, which L1 holds beside the rows
     # All of it, or so much, half at least, that a third slot has room: 1024x131072 bf16 on an H200 1.33 of the floor
     # with a weight from memory, 1.20 with three quarters of it from shared memory.
     for unkept in range(tree.vectors // 2 + 1):
         kept_bytes = (elements - unkept * tree.vec) * threads * ITEMSIZE[spec.weight]
-        shared = staged(weight="shared", shared_bytes=kept_bytes, unkept=unkept)
-        if (shared is not None and shared.stages > 2) or spec.weight == "f32":
+        shared = streamed(weight="shared", shared_bytes=kept_bytes, unkept=unkept)
+        if (shared is not None and shared.slots > 2) or spec.weight == "f32":
             return shared  # fp32 read from memory for every row takes registers that are not there
-    return staged()
+    return streamed()
 
 
 def _keeps_weight(spec: RowNormSpec, tree: Tree, threads: int, device: Device) -> bool:
-    """Whether a thread of a staged backward has registers for the weight of its columns, beside their sums.
+    """Whether a thread of a streamed backward has registers for the weight of its columns, beside their sums.
 
     Read for every row it costs most where each element is a load: 62561x1023 bf16 on an H200 1.54 of the floor, kept
     1.18.

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.executors import SMALL_ROW_THREADS, Pace, Plan, direct_plan, staged_plan
+from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Pace, Plan, direct_plan, streamed_plan
 from kernel_fusion.backends.cuda.tree import (
     MAX_BLOCK_WARPS,
     MAX_CLUSTER,
@@ -29,7 +29,7 @@ _FOUR_BLOCKS_SHAPE = (8, 48)  # warps, and elements of 16 bits to a thread, of w
 _EARLY_REGISTERS = 80  # in which weight and bias of 16 elements of fp32 have room beside 32 of a row (`_direct`)
 _SMALL_BLOCK_WARPS = 8  # up to which rows of fp32 need no bound on registers (`_is_bound`)
 _MAX_EIGHT_SINGLE_WARPS = 14  # of which a multiprocessor has two blocks of up to 72 registers (`_together`)
-_MAX_STAGED_ELEMENTS = 32  # of a thread, in 128 registers
+_MAX_STREAMED_ELEMENTS = 32  # of a thread, in 128 registers
 # Rows of 16 bits in narrow vectors (`_streamed_narrow`): warps of a block and the most elements of a thread that leave
 # registers for weight and bias; from how many columns on, single elements of LayerNorm and others; and up to how many
 # vectors of two or four elements.
@@ -50,7 +50,7 @@ def plan_forward(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     # Counting deviations from the mean of half a row saves an addition for each element of the other half, which shows
     # where rows stream: LayerNorm 2048x65536 bf16 on an H200 1.10 of the floor with all of it, 1.08 with half;
     # 1273x50257 1.56 and, with a quarter, 1.45. Rows in registers gain nothing, and some lose.
-    center = plan.batches[0] or (ceil_div(vectors, 4 if plan.vec == 1 else 2) if plan.stages else vectors)
+    center = plan.batches[0] or (ceil_div(vectors, 4 if plan.vec == 1 else 2) if plan.slots else vectors)
     return replace(plan, center=min(vectors, center), shifted=_shifts_stores(spec, plan, vectors, device))
 
 
@@ -73,16 +73,16 @@ def _plan(spec: RowNormSpec, access: Access, device: Device) -> Plan:
         threads = direct_plan(twice).threads
         min_blocks = max(1, 1024 // threads) if access.x >= twice.vec * ITEMSIZE[spec.x] else 1
         return direct_plan(twice, resident=False, batches=_batches(twice), min_blocks=min_blocks)
-    most = 24 if spec.changes_x and spec.residual else _MAX_STAGED_ELEMENTS
+    most = 24 if spec.changes_x and spec.residual else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.vectors * tree.vec <= most and spec.acc == "f32":
         # y alone, as x comes from shared memory and the parameters from registers. Of fp32, LayerNorm of 2048x65536
         # takes 306 us with vectors whose y has 32 bytes, 212 with 16. With stages, or on other devices, not measured.
-        staged_tree = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
-        helpers = _helpers(spec, access, staged_tree, device)
-        pace = _pace(spec, staged_tree, helpers, device)
-        staged = staged_plan(spec, access, device, staged_tree, groups=1, max_stages=4, pace=pace, helpers=helpers)
-        if staged is not None:
-            return staged
+        streamed_tree = tree if spec.has_stages else narrowed(spec, tree, (spec.y,))
+        helpers = _helpers(spec, access, streamed_tree, device)
+        pace = _pace(spec, streamed_tree, helpers, device)
+        streamed = streamed_plan(spec, access, device, streamed_tree, groups=1, max_slots=4, pace=pace, helpers=helpers)
+        if streamed is not None:
+            return streamed
     return _direct(spec, access, device, in_16_bytes(tree))
 
 
@@ -104,9 +104,9 @@ def _tree(spec: RowNormSpec, device: Device) -> Tree:
     )
     if tuned and spec.rms and _takes_half(spec, tree):
         tree = spread_row(spec, device, bytes_per_thread // 2, most_bytes // 2)
-    elif tree.cluster > 1 and tree.vectors * tree.vec > _MAX_STAGED_ELEMENTS and spec.acc == "f32":
+    elif tree.cluster > 1 and tree.vectors * tree.vec > _MAX_STREAMED_ELEMENTS and spec.acc == "f32":
         # So that its blocks can stream rows: LayerNorm of 1000x64000 bf16 on an H200 with 40 elements to a thread, in
-        # registers, 1.56 of the floor, staged 1.14; 1280x50002 with 34 1.94, and 1.23.
+        # registers, 1.56 of the floor, streamed 1.14; 1280x50002 with 34 1.94, and 1.23.
         tree = spread_row(spec, device, bytes_per_thread, most_bytes=bytes_per_thread)
     return tree
 
@@ -278,12 +278,12 @@ def _shifts_stores(spec: RowNormSpec, plan: Plan, vectors: int, device: Device) 
     if not single or device.arch != 90 or spec.acc != "f32" or spec.has_stages:
         return False
     if spec.rms:
-        return plan.helpers > 0 or plan.stages == 0 or not narrow or vectors >= 20
-    return plan.stages > 0 and (not narrow or (plan.helpers > 0 and vectors > 26))
+        return plan.helpers > 0 or plan.slots == 0 or not narrow or vectors >= 20
+    return plan.slots > 0 and (not narrow or (plan.helpers > 0 and vectors > 26))
 
 
 def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan | None:
-    """A staged plan for long rows of 16 bits in vectors of fewer than 16 bytes; None where that does not apply.
+    """A streamed plan for long rows of 16 bits in vectors of fewer than 16 bytes; None where that does not apply.
 
     Such rows take 13 instructions for an element of LayerNorm and 145 for each warp of a row, and a multiprocessor's
     four schedulers share its warps one by one: the time of a block follows ceil(warps / 4) * (13 * elements + 145) of a
@@ -291,7 +291,7 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
     and 16 such warps: 1273x50257 bf16 1.18, 1.16, 1.32 and 1.24; 20001 columns 1.13, 1.21 and, by 16, 1.26; 10007
     columns 1.14, 1.20, 1.37 and, in registers, 1.33. RMSNorm of 50257 columns 1.13, 1.14 and, by 16, 1.15. In vectors
     of two or four: 10002 columns 1.13 and, in registers, 1.39, 16382 1.18 and 1.66; but 7002 1.14 and 1.09, 50004 1.20
-    and, as other rows are staged, 1.14; RMSNorm of 10002 1.11 and 1.02.
+    and, as other rows are streamed, 1.14; RMSNorm of 10002 1.11 and 1.02.
     """
     if device.arch != 90 or ITEMSIZE[spec.x] != 2 or spec.y != spec.x or spec.has_stages:
         return None
@@ -306,14 +306,14 @@ def _streamed_narrow(spec: RowNormSpec, access: Access, device: Device) -> Plan 
         vectors = ceil_div(spec.cols // vec, 32 * warps * cluster)
         if vectors * vec <= elements:
             tree = Tree(vec, 32, warps * cluster, cluster, vectors)
-            max_stages = 4 if spec.rms or cluster == 1 else 6  # of 20001 columns LayerNorm 1.13, with four 1.14
+            max_slots = 4 if spec.rms or cluster == 1 else 6  # of 20001 columns LayerNorm 1.13, with four 1.14
             pace = _pace(spec, tree, 2, device)
-            return staged_plan(spec, access, device, tree, groups=1, max_stages=max_stages, pace=pace, helpers=2)
+            return streamed_plan(spec, access, device, tree, groups=1, max_slots=max_slots, pace=pace, helpers=2)
     return None
 
 
 def _helpers(spec: RowNormSpec, access: Access, tree: Tree, device: Device) -> int:
-    """How many warps of a staged forward have no columns: the combiner, then the producer (kernels/row_stream.cuh).
+    """How many warps of a streamed forward have no columns: the combiner, then the producer (kernels/row_stream.cuh).
 
     A combiner saves every other warp 75 instructions of a row; beside 16 warps it leaves a thread 96 registers instead
     of 128, so none where that spills. LayerNorm on an H200 over the floor, without and with one: 2048x65536 bf16 1.06
@@ -344,11 +344,11 @@ def _helpers(spec: RowNormSpec, access: Access, tree: Tree, device: Device) -> i
     if spec.rms:
         return 2 if costly and spec.changes_x else 1
     few_warps = not largest and not spec.has_stages
-    return 2 if costly or few_warps or per_thread < _MAX_STAGED_ELEMENTS or _is_wide(spec) else 1
+    return 2 if costly or few_warps or per_thread < _MAX_STREAMED_ELEMENTS or _is_wide(spec) else 1
 
 
 def _pace(spec: RowNormSpec, tree: Tree, helpers: int, device: Device) -> Pace | None:
-    """How the blocks of a staged forward keep together (kernels/pace.cuh), where memory is what they wait for.
+    """How the blocks of a streamed forward keep together (kernels/pace.cuh), where memory is what they wait for.
 
     On an H200, over the floor, together and apart. With helpers: LayerNorm of 1024x131072 bf16 1.05 and 1.08,
     5461x24576 behind relu 1.05 and 1.14, 6553x20480 behind gelu 1.30 and 1.42. Without them vectors of up to 4 bytes
@@ -383,12 +383,12 @@ def _twice(spec: RowNormSpec, device: Device, tree: Tree) -> Tree | None:
     """The tree of a row that a single block reads twice, where that beats `tree`; else None.
 
     It pays while the L1 cache has room for the rows of a multiprocessor, two of 48 KB or one of 96, beside the
-    parameters. On an H200, over the floor, read twice and as staged clusters: RMSNorm of 5461x24576 bf16 1.03 and 1.07,
+    parameters. On an H200, over the floor, read twice and as clusters: RMSNorm of 5461x24576 bf16 1.03 and 1.07,
     with weights in fp32 1.04 and 1.03, fp32 2730x24576 1.03 and 1.06; but 4096x32768 bf16 1.04 both ways, with weights
     in fp32 1.19 and 1.05, 2340x28672 fp32 1.04 and 1.01. LayerNorm has a bias too: bf16 7710x17408 1.08 and 1.12,
     6553x20480 1.08 and 1.05, 4681x28672 1.12 and 1.05, with weights in fp32 1.30 and 1.09, 1.18 and 1.04, 1.29 and
     1.04; few rows lose, 264x24576 bf16 9.5 and 11.0 us, or gain, 64x24576 5.1 and 4.6. Single elements do not pay:
-    6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a staged cluster 1.46.
+    6400x10007 bf16 1.54, in registers 1.33; 1273x50257 1.76, as a streamed cluster 1.46.
     """
     itemsize = ITEMSIZE[spec.x]
     if device.arch != 90 or itemsize == 8 or spec.has_stages or not spec.rms:

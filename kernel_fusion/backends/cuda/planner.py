@@ -20,8 +20,9 @@ from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda import pointwise, reduce, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.launch import Launch
-from kernel_fusion.backends.cuda.plan import Plan, plan_row_norm
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.requests import Request, decode
+from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY

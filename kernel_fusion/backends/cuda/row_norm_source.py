@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_fusion.backends.cuda.executors import Plan
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.spec import Access, RowNormSpec
@@ -32,9 +32,9 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
         "kAlignWeight": access.weight,
     }
     constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
-    if plan.stages:
+    if plan.slots:
         header += "_staged"
-        constants["kStages"] = plan.stages
+        constants["kSlots"] = plan.slots
         constants["kPaceTolerance"] = plan.pace.tolerance if plan.pace else 0
         constants["kPaceLeast"] = plan.pace.least if plan.pace else 0
     elif plan.tiled:

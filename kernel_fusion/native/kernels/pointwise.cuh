@@ -3,7 +3,7 @@
 // iteration, which is that of y in memory.
 #pragma once
 
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "operands.cuh"
 #include "pointwise_chain.cuh"
 

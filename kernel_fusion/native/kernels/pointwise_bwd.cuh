@@ -3,7 +3,7 @@
 // In place of a and b a bit may have been saved that tells the slope (Chain::bits): then `a` is bits and there is no b.
 #pragma once
 
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "operands.cuh"
 #include "pointwise_chain.cuh"
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "batched.cuh"
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "column_sums.cuh"
 #include "pointwise_chain.cuh"
 #include "shared/pointwise_args.h"

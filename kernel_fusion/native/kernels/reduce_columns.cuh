@@ -3,7 +3,7 @@
 #pragma once
 
 #include "batched.cuh"
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "column_sums.cuh"
 #include "reduce_map.cuh"
 #include "shared/reduce_args.h"

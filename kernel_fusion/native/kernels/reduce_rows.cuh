@@ -10,7 +10,7 @@
 #pragma once
 
 #include "batched.cuh"
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "reduce_map.cuh"
 #include "shared/reduce_args.h"
 #include "tree.cuh"

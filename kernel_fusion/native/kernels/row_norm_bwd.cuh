@@ -8,14 +8,14 @@
 // above is the gradient at h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation.
 //
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
-// columns and adds their dweight and dbias up itself, in registers or in shared memory (slots private to the thread,
+// columns and adds their dweight and dbias up itself, in registers or in shared memory (private to the thread,
 // up to 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
 // order. Memory: one read of x and of dy, one write of dx; of stages one read of dh, one write of dresidual, and with both
 // residual and pre-activation one read of x itself. With kPrefetch the next row is loaded before the sums of this one
 // are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
 #pragma once
 
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "gradients.cuh"
 
 namespace kf {
@@ -98,18 +98,18 @@ template <class S, int kVectors> using ColumnBias = ColumnParameter<S, typename 
 // dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
 template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
-  static constexpr int kPerSlot = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
-  static constexpr int kSlots = S::kVec / kPerSlot;
-  struct alignas(kPerSlot * sizeof(A)) Slot { A v[kPerSlot]; };
+  static constexpr int kPerQuad = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
+  static constexpr int kQuads = S::kVec / kPerQuad;
+  struct alignas(kPerQuad * sizeof(A)) Quad { A v[kPerQuad]; };
 
   A sums[2][S::kStorage == 1 ? kVectors : 1][S::kVec];
-  Slot* slots;  // [2][kVectors][kSlots][blockDim.x]
+  Quad* quads;  // [2][kVectors][kQuads][blockDim.x]
 
-  __device__ Slot& slot(int which, int i, int j) {
-    return slots[((which * kVectors + i) * kSlots + j) * blockDim.x + threadIdx.x];
+  __device__ Quad& quad(int which, int i, int j) {
+    return quads[((which * kVectors + i) * kQuads + j) * blockDim.x + threadIdx.x];
   }
 
-  __device__ explicit Accumulators(void* shared) : slots(static_cast<Slot*>(shared)) {
+  __device__ explicit Accumulators(void* shared) : quads(static_cast<Quad*>(shared)) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       if constexpr (S::kStorage == 1) {
@@ -120,7 +120,7 @@ template <class S, int kVectors> struct Accumulators {
       } else if constexpr (S::kStorage == 2) {
         for (int i = 0; i < kVectors; ++i)
 #pragma unroll
-          for (int j = 0; j < kSlots; ++j) slot(which, i, j) = Slot{};
+          for (int j = 0; j < kQuads; ++j) quad(which, i, j) = Quad{};
       }
     }
   }
@@ -132,18 +132,18 @@ template <class S, int kVectors> struct Accumulators {
       for (int e = 0; e < S::kVec; ++e) sums[which][i][e] = fused(v[e], factor, sums[which][i][e]);
     } else if constexpr (S::kStorage == 2) {
 #pragma unroll
-      for (int j = 0; j < kSlots; ++j) {
-        Slot s = slot(which, i, j);
+      for (int j = 0; j < kQuads; ++j) {
+        Quad s = quad(which, i, j);
 #pragma unroll
-        for (int e = 0; e < kPerSlot; ++e) s.v[e] = fused(v[j * kPerSlot + e], factor, s.v[e]);
-        slot(which, i, j) = s;
+        for (int e = 0; e < kPerQuad; ++e) s.v[e] = fused(v[j * kPerQuad + e], factor, s.v[e]);
+        quad(which, i, j) = s;
       }
     }
   }
 
   __device__ A get(int which, int i, int e) {
     if constexpr (S::kStorage == 1) return sums[which][i][e];
-    else return slot(which, i, e / kPerSlot).v[e % kPerSlot];
+    else return quad(which, i, e / kPerQuad).v[e % kPerQuad];
   }
 };
 
@@ -160,7 +160,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   wait_for_previous_kernel();
   extern __shared__ __align__(16) char shared[];
   Accumulators<S, kVectors> sums(shared);
-  alignas(16) __shared__ A slots[2][S::kWarps][2];  // pairs are read two at a time
+  alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
   if constexpr (S::kCluster > 1) {  // every block of the cluster runs before anyone writes to its shared memory
     cluster_arrive();
     cluster_wait();
@@ -254,10 +254,10 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
       A total_g = row_sums.g, total_gx = row_sums.gx;
       if constexpr (S::kWarps > 1) {
-        Exchange<S> exchange{slots[buffer]};
+        Exchange<S> exchange{pairs[buffer]};
         exchange.put(at.warp, at.lane, total_g, total_gx);
         exchange.barrier();
-        exchange.sum_pairs(at.lane, slots[buffer], total_g, total_gx);
+        exchange.sum_pairs(at.lane, pairs[buffer], total_g, total_gx);
       }
       const Derivative<S> derivative(normalize, total_g, total_gx);
       const Outgoing<S> outgoing(args, before.dropout, row);

@@ -7,7 +7,7 @@
 // rows for which there are no registers.
 #pragma once
 
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "moments.cuh"
 #include "shifted_store.cuh"
 #include "stages.cuh"

@@ -1,6 +1,6 @@
-// Rows streamed through shared memory by a persistent block (or cluster, for long rows): how the staged kernels read.
+// Rows streamed through shared memory by a persistent block (or cluster, for long rows): how the streamed kernels read.
 //
-// A group of threads takes a row at a time and has a ring of kStages slots, into which the rows to come are copied whatever
+// A group of threads takes a row at a time and has a ring of kSlots slots, into which the rows to come are copied whatever
 // the threads do. With three slots or more it works on two rows at once: while the sums of a row travel between its warps, and
 // between the blocks of a cluster, the first pass over the next row is under way.
 //
@@ -50,8 +50,8 @@ template <int kAlign, int kCols> struct Piece<absent, kAlign, kCols> {
 template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
   using P = Place<S>;
-  static constexpr int kStages = S::kStages;
-  static constexpr int kLag = kStages > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
+  static constexpr int kSlots = S::kSlots;
+  static constexpr int kLag = kSlots > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
   static constexpr int kCols = P::kLocalWarps * P::kVectors * P::kChunk;  // of a group at most
   // A warp that is ahead may announce its next two rows before another, or the combiner, has read the sums of this one.
@@ -61,7 +61,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
 
   struct Pair { A first, second; };  // the sums of a warp, or what has been made of all of them
   struct Shared {
-    Mbarrier full[kStages], empty[kStages], exchanged[kBuffers], combined[kBuffers];
+    Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
     Pair results[kBuffers];                      // of the combiner
   };
@@ -77,7 +77,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   __device__ void init() const {
     if (member == 0) {
       if (group == 0) pacing.progress = 0;
-      for (int s = 0; s < kStages; ++s) {
+      for (int s = 0; s < kSlots; ++s) {
         mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32);
       }
@@ -129,7 +129,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     if constexpr (!kProducer) {
       // As a condition of the loop this made backward of 16384 columns take 2.4 times as long on an H200.
       if (member != 0) return;
-      for (int s = 0; s < kStages && first + s * step < rows; ++s) fill(first + s * step, s);
+      for (int s = 0; s < kSlots && first + s * step < rows; ++s) fill(first + s * step, s);
     }
   }
 
@@ -144,7 +144,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     if (Pace<S>::kOn && fills) pace.init(group, rows / step);
     for (i64 row = first;; row += step, ++n) {
       const int free = kLag ? before_last : last;
-      const i64 refill = row + (kStages - 1 - kLag) * step;
+      const i64 refill = row + (kSlots - 1 - kLag) * step;
       if (fills && n > kLag && refill < rows) {
         mbarrier_wait(&shared.empty[free], free >= slot ? parity ^ 1 : parity);
         if constexpr (Pace<S>::kOn) pace.step(group);
@@ -170,7 +170,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       own = next;
       before_last = last;
       last = slot;
-      if (++slot == kStages) {
+      if (++slot == kSlots) {
         slot = 0;
         parity ^= 1;
       }
@@ -181,7 +181,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // instructions that a ring and a second row take. Not beside a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
-    static_assert(kStages <= kBuffers);
+    static_assert(kSlots <= kBuffers);
     i64 row = first;
 #pragma unroll 1
     for (int slot = 0; row < rows; ++slot, row += step) {
@@ -199,12 +199,12 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     int slot = 0;
     unsigned parity = 1, n = 0;
     for (i64 row = first; row < rows; row += step, ++n) {
-      if (n >= kStages) {
+      if (n >= kSlots) {
         mbarrier_wait(&shared.empty[slot], parity);
         if constexpr (Pace<S>::kOn) pace.step(group);
       }
       fill(row, slot);
-      if (++slot == kStages) {
+      if (++slot == kSlots) {
         slot = 0;
         parity ^= 1;
       }

@@ -8,7 +8,7 @@
 // a boolean mask or causal leave out is zero, also in a row with NaN, since backward knows it by that.
 #pragma once
 
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "shared/softmax_args.h"
 #include "softmax_rows.cuh"
 

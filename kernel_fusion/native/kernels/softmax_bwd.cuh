@@ -4,7 +4,7 @@
 #pragma once
 
 #include "batched.cuh"
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "shared/softmax_args.h"
 #include "softmax_rows.cuh"
 

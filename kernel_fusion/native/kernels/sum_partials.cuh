@@ -6,7 +6,7 @@
 #pragma once
 
 #include "batched.cuh"
-#include "chain.cuh"
+#include "dependent_launch.cuh"
 #include "shared/row_norm_args.h"
 #include "vectors.cuh"
 

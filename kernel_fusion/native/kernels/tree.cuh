@@ -150,7 +150,7 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
 template <class S> struct Exchange {
   using A = typename S::Acc;
   static constexpr int kPadded = power_of_two(S::kWarps);             // the tree has zeros where there is no warp
-  static constexpr int kSlots = kPadded > 32 ? kPadded / 32 : 1;  // warps to a lane, if all lanes share them
+  static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // warps to a lane, if all lanes share them
 
   A (*slot)[2];  // shared, [kWarps][2]
 
@@ -177,7 +177,7 @@ template <class S> struct Exchange {
   }
 
   // Sum of f(warp) over all warps, pairwise, in every lane; each lane takes kEach of them.
-  template <int kEach = kSlots, class F> __device__ static A sum(int lane, F&& f) {
+  template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
 #pragma unroll

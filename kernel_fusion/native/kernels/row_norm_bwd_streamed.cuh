@@ -12,7 +12,7 @@
 
 namespace kf {
 
-template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& args) {
+template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& args) {
   using A = float;
   using P = Place<S>;
   using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
@@ -23,9 +23,9 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   using PreX = Piece<typename S::PreX, S::kAlignPreX, Stream::kCols>;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
   constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + PreX::kBytes;
-  extern __shared__ __align__(128) char slots[];  // [kGroups][kStages][kSlotBytes], then weight and bias
+  extern __shared__ __align__(128) char slots[];  // [kGroups][kSlots][kSlotBytes], then weight and bias
   __shared__ typename Stream::Shared shared[kGroups];
-  __shared__ Normalize<S> stats[kGroups][S::kStages];
+  __shared__ Normalize<S> stats[kGroups][S::kSlots];
   __shared__ typename Stream::Pacing pacing;
 
   const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
@@ -33,7 +33,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  char* const ring = settled_shared(slots + group * S::kStages * kSlotBytes);
+  char* const ring = settled_shared(slots + group * S::kSlots * kSlotBytes);
   Normalize<S>* const stats_slot = settled_shared(stats[group]);
   const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
   const auto dy_slot = [&](int s) { return x_slot(s) + X::kBytes; };
@@ -71,7 +71,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
   wait_for_previous_kernel(x_of(first).source);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
-  char* const kept = slots + kGroups * S::kStages * kSlotBytes;
+  char* const kept = slots + kGroups * S::kSlots * kSlotBytes;
   constexpr int kKept = kVectors - S::kUnkept;
   constexpr int kWeightBytes = S::kKeeping == kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
@@ -152,7 +152,7 @@ template <class S> __device__ void row_norm_bwd_staged(const RowNormBwdArgs& arg
     }
   };
   // Which rows have the loop for few, and what it saves: plan_backward.py.
-  const bool are_few = S::kFew && args.rows <= S::kStages * step;
+  const bool are_few = S::kFew && args.rows <= S::kSlots * step;
   if constexpr (S::kFew)
     if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);
   if (!are_few) stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);

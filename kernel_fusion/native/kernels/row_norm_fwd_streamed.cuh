@@ -12,7 +12,7 @@
 
 namespace kf {
 
-template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& args) {
+template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& args) {
   using A = float;
   using P = Place<S>;
   using Stream = RowStream<S, 1, S::kHelpers>;
@@ -21,7 +21,7 @@ template <class S> __device__ void row_norm_fwd_staged(const RowNormFwdArgs& arg
   using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols>;
   constexpr int kVec = S::kVec, kVectors = P::kVectors;
   constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
-  extern __shared__ __align__(128) char slots[];  // [kStages][kSlotBytes]
+  extern __shared__ __align__(128) char slots[];  // [kSlots][kSlotBytes]
   __shared__ typename Stream::Shared shared;
   __shared__ typename Stream::Pacing pacing;
 

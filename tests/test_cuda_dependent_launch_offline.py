@@ -1,4 +1,4 @@
-"""No CUDA kernel touches global memory before it has waited for the kernel before it (kernels/chain.cuh).
+"""No CUDA kernel touches global memory before it has waited for the kernel before it (kernels/dependent_launch.cuh).
 
 On a GPU a wait that is missing shows now and then, and in no single test for sure; in the code it can be read.
 """
@@ -40,14 +40,14 @@ _GRADIENTS = PointwiseSpec(**_CHAIN, dy="bf16", da="bf16", db="bf16")
 _KERNELS: dict[str, tuple[Any, Any]] = {
     "row_norm_fwd": _norm("forward", 768),
     "row_norm_fwd, stages": _norm("forward", 768, **_STAGES),
-    "row_norm_fwd_staged": _norm("forward", 65536),
-    "row_norm_fwd_staged, stages": _norm("forward", 65536, residual="bf16", activation="silu"),
+    "row_norm_fwd_streamed": _norm("forward", 65536),
+    "row_norm_fwd_streamed, stages": _norm("forward", 65536, residual="bf16", activation="silu"),
     "row_norm_fwd_tile": _norm("forward", 255),
     "row_norm_fwd_long": _norm("forward", 24576, rms=True),
     "row_norm_bwd": _norm("backward", 64),
     "row_norm_bwd, stages": _norm("backward", 64, dh=True, dresidual=True, **_STAGES),
-    "row_norm_bwd_staged": _norm("backward", 4096),
-    "row_norm_bwd_staged, stages": _norm("backward", 4096, dh=True, dresidual=True, **_STAGES),
+    "row_norm_bwd_streamed": _norm("backward", 4096),
+    "row_norm_bwd_streamed, stages": _norm("backward", 4096, dh=True, dresidual=True, **_STAGES),
     "row_norm_bwd_weight": _norm("backward_weight", 131072),
     "sum_partials": (SumPartialsSpec(768, "f32", "bf16", "bf16"), Access()),
     "pointwise": (PointwiseSpec(**_CHAIN, y="bf16"), PointwiseAccess(1, 8)),
