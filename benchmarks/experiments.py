@@ -94,9 +94,9 @@ def tree_bits() -> dict[str, Any]:
         for cluster in (1, 2, 4):
 
             def change(spec: RowNormSpec, plan: Plan, cluster: int = cluster) -> Plan:
-                threads = plan.warps // cluster * 32
-                direct = dataclasses.replace(plan, slots=0, persistent=False, shared_bytes=0)
-                return dataclasses.replace(direct, cluster=cluster, threads=threads)
+                return dataclasses.replace(
+                    plan, kernel="row_norm_fwd", slots=0, helpers=0, shared_bytes=0, cluster=cluster
+                )
 
             with override_plan(change):
                 y1 = torch.ops.kernel_fusion.row_norm_fwd(x, None, 1, None, None, 1e-5, 0.0, None, False)

@@ -53,25 +53,20 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     most_blocks = 16 if device.arch == 90 else 8
     assert 1 <= plan.cluster <= (most_blocks if device.has_clusters else 1)
     assert plan.warps == 1 or plan.lanes == 32
-    if plan.early or plan.anew:
-        assert plan.resident
+    if plan.variant in ("early", "anew"):
+        assert plan.kernel == "row_norm_fwd"
         assert plan.warps > 1
-        assert (plan.slots, plan.ahead) == (0, False)
     physical, rest = divmod(plan.warps, plan.cluster)
     assert rest == 0
     if plan.slots:
         _assert_streamed(spec, plan, device)
-        assert (plan.per_block * physical + plan.helpers) * 32 == plan.threads
     elif plan.tiled:
         assert (plan.warps, device.has_clusters, spec.residual, spec.acc) == (1, True, None, "f32")
-        assert plan.least_per_block == plan.threads // plan.lanes
         rounds, rest = divmod(plan.per_block, plan.least_per_block)
         assert rest == 0
         assert rounds & (rounds - 1) == 0  # as the kernel counts them
-    elif plan.warps == 1:
-        assert plan.per_block * plan.lanes == plan.threads
-    else:
-        assert (plan.per_block, physical * 32) == (1, plan.threads)
+    elif plan.warps > 1:
+        assert (plan.per_block, physical <= 32) == (1, True)
     dynamic, static = _shared_bytes(spec, access, plan)
     assert dynamic <= plan.shared_bytes
     assert plan.shared_bytes + static <= device.shared_bytes
@@ -89,8 +84,8 @@ def _assert_streamed(spec: RowNormSpec, plan: Plan, device: Device) -> None:
     assert 2 <= plan.slots <= (6 if forward and narrow and not spec.rms else 4)
     assert plan.helpers in ((0, 1, 2) if forward else (0,))
     assert plan.helpers == 0 or (plan.per_block == 1 and plan.warps > 1)
-    assert plan.storage in ("none", "registers")
-    assert not plan.few or (spec.direction == "backward" and plan.slots > 2)
+    assert plan.sums in ("none", "registers")
+    assert plan.variant != "few" or (spec.direction == "backward" and plan.slots > 2)
     assert last_block_begins(spec, plan) < spec.cols, "a block without columns would copy what lies behind the row"
 
 
@@ -102,7 +97,7 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         elements = plan.per_block * spec.cols
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
     # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if streamed.
-    sums = plan.storage == "registers" and any(spec.grads[1:]) and plan.per_block > 1
+    sums = plan.sums == "registers" and any(spec.grads[1:]) and plan.per_block > 1
     members = (plan.threads - 32 * plan.helpers) // plan.per_block
     table_cols = per_thread * members if plan.slots else spec.cols
     table = plan.per_block * table_cols * acc * (2 if plan.slots else 1) if sums else 0
@@ -110,18 +105,16 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
         slot = sum(-(-(per_thread * members * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors)
-        kept = [(spec.weight, plan.weight, plan.unkept * plan.vec), (spec.bias, plan.bias, 0)]
-        parameters = sum(
-            (per_thread - unkept) * members * ITEMSIZE[t] for t, where, unkept in kept if where == "shared" and t
-        )
+        kept = (per_thread - plan.unkept * plan.vec) * members * ITEMSIZE[spec.weight] if spec.weight else 0
+        parameters = kept if plan.keeps == "shared" else 0
         ring = plan.slots * plan.per_block * slot
         barriers = (2 * plan.slots + 8) * 8 + 4 * 2 * acc  # and what a combiner makes
         each = barriers + 4 * plan.warps * 2 * acc + 16  # at most, for what keeps blocks together
         if spec.direction == "backward":
             each += plan.slots * 2 * acc  # statistics
         return max(ring, table) + parameters, plan.per_block * each
-    assert plan.weight in ("wide", "memory")
-    if plan.storage == "shared":
+    assert plan.keeps in ("weight", "nothing")
+    if plan.sums == "shared":
         assert plan.warps > 1  # the rows of a block are added up where the sums would be
         table = plan.threads * per_thread * 2 * acc
     return table, 2 * 2 * plan.warps * acc
@@ -146,40 +139,33 @@ def executors(spec: RowNormSpec, plan: Plan, device: Device) -> list[Plan]:
 def _direct(spec: RowNormSpec, plan: Plan, device: Device) -> Iterator[Plan]:
     """Rows that are not streamed: by fewer or more rows to a block, or other clusters."""
     backward = spec.direction == "backward"
+    resident = "row_norm_bwd" if backward else "row_norm_fwd"
     plain = replace(
         plan,
-        persistent=backward,
+        kernel=resident if plan.resident else plan.kernel,
+        variant="" if plan.resident else plan.variant,
+        cluster=1,
+        per_block=1,
+        min_blocks=1,
+        shared_bytes=0,
+        keeps="nothing",
+        unkept=0,
+        sums="registers" if backward else "none",
         slots=0,
         helpers=0,
-        few=False,
         pace=None,
         shifted=False,
-        tiled=False,
-        shared_bytes=0,
-        per_block=1,
-        least_per_block=0,
-        cluster=1,
-        ahead=False,
-        early=False,
-        anew=False,
-        weight="memory",
-        unkept=0,
-        bias="memory",
-        storage="registers" if backward else "none",
-        prefetch=False,
-        min_blocks=1,
-        splits_weight=False,
     )
     if plan.warps == 1:
         for threads in (32, 64, 256):
             per_block = threads // plan.lanes
             table = per_block * spec.cols * ITEMSIZE[spec.acc] if backward and per_block > 1 else 0
-            yield replace(plain, threads=threads, per_block=per_block, shared_bytes=table)
+            yield replace(plain, per_block=per_block, shared_bytes=table)
         return
     for cluster in (1, 2, 4, 8) if device.has_clusters else (1,):
         physical, rest = divmod(plan.warps, cluster)
         if rest == 0 and physical <= 16:
-            other = replace(plain, cluster=cluster, threads=32 * physical)
+            other = replace(plain, cluster=cluster)
             if not other.resident or columns_per_thread(spec, other) <= _MAX_ELEMENTS:
                 yield other
 
@@ -189,16 +175,15 @@ def _streamed_executors(spec: RowNormSpec, plan: Plan) -> Iterator[Plan]:
     if plan.slots:
         yield replace(plan, pace=None)
         yield replace(plan, pace=Pace(plan.pace.tolerance if plan.pace else 8, least=1))
-        if plan.few:
-            yield replace(plan, few=False)
+        if plan.variant == "few":
+            yield replace(plan, variant="")
     for helpers in range(plan.helpers):
-        yield replace(plan, helpers=helpers, threads=plan.threads - 32 * (plan.helpers - helpers))
+        yield replace(plan, helpers=helpers)
     for slots in range(2, plan.slots):
-        yield replace(plan, slots=slots, few=plan.few and slots > 2)
+        yield replace(plan, slots=slots, variant=plan.variant if slots > 2 else "")
     if plan.slots and plan.per_block > 1:
-        yield replace(plan, per_block=1, threads=plan.threads // plan.per_block)
+        yield replace(plan, per_block=1)
     if plan.slots and plan.per_block == 1 and plan.cluster <= 4 and plan.warps % (2 * plan.cluster) == 0:
-        of_rows = 32 * plan.warps // (2 * plan.cluster)
-        larger = replace(plan, cluster=2 * plan.cluster, threads=of_rows + 32 * plan.helpers)
+        larger = replace(plan, cluster=2 * plan.cluster)
         if last_block_begins(spec, larger) < spec.cols:
             yield larger

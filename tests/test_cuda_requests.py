@@ -220,7 +220,7 @@ def test_a_plan_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, chain, chain_access = REQUESTS["pointwise"]
     device = KNOWN_DEVICES[90]
     own, others = planner.plan_for(norm, access, device), planner.plan_for(chain, chain_access, device)
-    with planner.override_plan(lambda spec, plan: replace(plan, threads=plan.threads * 2)):
+    with planner.override_plan(lambda spec, plan: replace(plan, per_block=plan.per_block * 2)):
         assert planner.plan_for(norm, access, device).threads == 2 * own.threads
         assert planner.plan_for(chain, chain_access, device) == others
     assert planner.plan_for(norm, access, device) == own

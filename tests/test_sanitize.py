@@ -93,7 +93,7 @@ def _plan_kinds(case: StagedNormCase, arch: int) -> set[tuple[object, ...]]:
         plan = planner.plan_for(spec, access, device)
         if isinstance(spec, RowNormSpec):
             spread = (plan.lanes < 32, plan.warps > 1, plan.cluster > 1, plan.per_block > 1, plan.vec == 1)
-            kept = (plan.resident, plan.storage, plan.weight, plan.bias, plan.ahead)
+            kept = (plan.resident, plan.sums, plan.keeps, plan.variant == "ahead")
             kinds.add((planner.source_of(spec, access, plan).header, *spread, *kept))
     return kinds
 

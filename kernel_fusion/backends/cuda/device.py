@@ -29,11 +29,6 @@ class Device:
         """Threads that a multiprocessor holds."""
         return 2048 if self.arch in (80, 90, 100) else 1536
 
-    @property
-    def max_elements(self) -> int:
-        """How many elements a thread can hold in backward with both sums; more than 24 spill, but on sm_90."""
-        return 32 if self.arch == 90 else 24
-
     @staticmethod
     def of(index: int) -> Device:
         """The device `cuda:index`."""

@@ -1,13 +1,12 @@
-"""A plan of a row norm, and the two kinds that both directions know: rows read directly, and rows that are streamed."""
+"""A plan of a row norm, and how plans are made whose rows are read directly or stream through shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from kernel_fusion.backends.cuda.device import Device
-from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div
+from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 SMALL_ROW_THREADS = 128  # of a block that several rows share
@@ -27,55 +26,69 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Plan(Launch):
-    """How a row-norm kernel runs. The first group decides how a row is summed: a function of spec and device.
+class Plan:
+    """How a row-norm kernel runs; the launcher's numbers (`Launch`) that are not fields are properties.
 
-    Attributes:
-        vec: elements per vector; lanes: lanes per warp that share a row; warps: warps per row (see kernels/tree.cuh).
-        resident: the row stays in registers, else it is read again.
-        center: how many of a lane's first vectors give the center of LayerNorm's statistics (see kernels/moments.cuh).
-        batches: how many vectors a thread loads at a time of a row that forward reads again: for the statistics, at
-            first those of the center, and for y.
-        ahead: forward loads weight and bias beside x, before the statistics.
-        together: of how many vectors it loads them at a time otherwise, after the statistics.
-        early: forward loads those of the first `together` vectors before a row's warps exchange their sums.
-        anew: a thread of forward finds its columns again after the statistics, instead of keeping them in registers.
-        weight: where backward keeps the weight of a thread's columns for all rows: "wide" (registers, in the compute
-            type), "shared" memory, or nowhere: "memory".
-        unkept: of how many of a thread's vectors, its last ones, the weight is not kept.
-        bias: the same of the bias, where backward needs it.
-        storage: where backward keeps dweight and dbias: "none", "registers" or "shared".
-        prefetch: backward loads the next row early.
-        slots: rows are streamed through shared memory, with this many slots per group of threads; 0: read directly.
-        helpers: warps of a streamed block without columns (kernels/row_stream.cuh): one is the combiner, the second
-            one the producer.
-        few: streamed backward has a loop of its own for no more rows than are in its slots at once.
-        pace: how the blocks that stream rows keep together; None: they go apart.
-        shifted: forward stores single elements by whole sectors (kernels/shifted_store.cuh).
-        tiled: all rows of a block pass through shared memory together.
+    `kernel`, `vec`, `lanes`, `warps` and `center` decide how a row is summed, and follow from spec and device alone.
     """
 
-    vec: int
-    lanes: int
-    warps: int
-    center: int = 0
-    resident: bool = True
-    ahead: bool = False
-    together: int = 1
-    early: bool = False
-    anew: bool = False
-    weight: str = "memory"
-    unkept: int = 0
-    bias: str = "memory"
-    storage: str = "none"
-    prefetch: bool = False
-    slots: int = 0
-    helpers: int = 0
-    few: bool = False
-    pace: Pace | None = None
-    shifted: bool = False
-    tiled: bool = False
-    batches: tuple[int, int] = (0, 0)
+    kernel: str  # the template, and the header of native/kernels that holds it
+    vec: int  # elements per vector
+    lanes: int  # of a warp that share a row
+    warps: int  # per row (kernels/tree.cuh)
+    center: int = (
+        0  # how many of a lane's first vectors give the center of LayerNorm's statistics (kernels/moments.cuh)
+    )
+    cluster: int = 1  # blocks that work together
+    per_block: int = 1  # rows at a time, or columns of a pass over the weight alone
+    min_blocks: int = 1  # per multiprocessor that registers must allow
+    shared_bytes: int = 0  # dynamic
+    # Forward: weight and bias are loaded "ahead", beside x, "early", before warps exchange their sums, or afterwards;
+    # "anew" is the last, by a thread that finds its columns again. Backward: the "next" row is loaded early, rows are
+    # read "again", or streamed rows have a loop of their own for "few" rows.
+    variant: str = ""
+    batches: tuple[int, ...] = (1,)  # vectors loaded at a time: of parameters; of a row that is read twice, each time
+    keeps: str = "nothing"  # for all rows, backward: "weight" or "both" parameters in registers, "shared": the weight
+    unkept: int = 0  # of a thread's vectors, its last ones, whose weight is not kept in shared memory
+    sums: str = (
+        "none"  # where backward keeps dweight and dbias: "registers", "shared" memory, "apart": a pass of its own
+    )
+    slots: int = 0  # of a group of threads in shared memory, for rows that stream
+    helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): the combiner, then the producer
+    pace: Pace | None = None  # None: blocks go apart
+    shifted: bool = False  # single elements are stored by whole sectors (kernels/shifted_store.cuh)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether all rows of a block pass through shared memory together."""
+        return self.kernel == "row_norm_fwd_tile"
+
+    @property
+    def resident(self) -> bool:
+        """Whether a row stays in registers, or else is read again."""
+        return self.kernel != "row_norm_fwd_long" and self.variant != "again"
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        if self.tiled or self.kernel == "row_norm_bwd_weight":
+            return SMALL_ROW_THREADS
+        return self.per_block * self.lanes * self.warps // self.cluster + 32 * self.helpers
+
+    @property
+    def least_per_block(self) -> int:
+        """Rows per block at least, so that few rows fill the device."""
+        return self.threads // self.lanes if self.tiled else self.per_block
+
+    @property
+    def persistent(self) -> bool:
+        """No more blocks than run at once, each of which takes its turn until nothing is left."""
+        return self.slots > 0 or self.kernel == "row_norm_bwd"
+
+    @property
+    def splits_weight(self) -> bool:
+        """Whether dweight and dbias take a pass of their own."""
+        return self.sums == "apart"
 
     def __str__(self) -> str:
         if self.slots:
@@ -90,62 +103,41 @@ class Plan(Launch):
             shape = f"a block of {self.threads} threads per row"
         row = "row in registers" if self.resident else "row read again"
         row = "rows through shared memory" if self.slots or self.tiled else row
-        sums = f", sums in {self.storage}" if self.storage != "none" else ""
+        sums = f", sums in {self.sums}" if self.sums in ("registers", "shared") else ""
         split = ", weight gradients in a pass of their own" if self.splits_weight else ""
         helpers = ("", ", a warp combines sums", ", a warp combines sums, another copies rows")[self.helpers]
         stores = ", y stored by whole sectors" if self.shifted else ""
         return f"{shape}{helpers}, {self.vec}-element vectors, {row}{stores}{sums}{split}"
 
 
-def direct_plan(tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
-    """A plan that reads rows straight into registers: a block of `shared_by` threads for several rows, or a block or
-    cluster per row."""
-    if tree.warps == 1:
-        per_block, threads = shared_by // tree.lanes, shared_by
-    else:
-        per_block, threads = 1, tree.warps // tree.cluster * 32
-    return Plan(tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, threads=threads, **options)
+def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
+    """A plan that reads rows into registers: `shared_by` threads for several rows, or a block or cluster for one."""
+    per_block = shared_by // tree.lanes if tree.warps == 1 else 1
+    return Plan(kernel, tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, **options)
 
 
-def streamed_plan(
-    spec: RowNormSpec,
-    access: Access,
-    device: Device,
-    tree: Tree,
-    groups: int,
-    max_slots: int,
-    pace: Pace | None,
-    helpers: int = 0,
-    shared_bytes: int = 0,
-    weight: str = "memory",
-    unkept: int = 0,
-    bias: str = "memory",
-) -> Plan | None:
+def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
     """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
-    threads = tree.warps // tree.cluster * 32
-    columns = tree.vectors * threads * tree.vec
-    tensors = _streamed(spec, access)
+    spec, tree = facts.spec, facts.tree
+    columns = 32 * tree.block_warps * tree.elements
+    tensors = _streamed(spec, facts.access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
     sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
-    slots = min(max_slots, (device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
+    slots = min(max_slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if slots < 2:
         return None
+    backward = spec.direction == "backward"
     return Plan(
+        "row_norm_bwd_streamed" if backward else "row_norm_fwd_streamed",
         tree.vec,
         tree.lanes,
         tree.warps,
         cluster=tree.cluster,
         per_block=groups,
-        persistent=True,
-        threads=groups * threads + 32 * helpers,
-        storage="registers" if spec.direction == "backward" else "none",
+        sums="registers" if backward else "none",
         shared_bytes=slots * groups * slot_bytes + shared_bytes,
-        weight=weight,
-        unkept=unkept,
-        bias=bias,
         slots=slots,
-        helpers=helpers,
-        pace=pace,
+        **options,
     )
 
 

@@ -101,7 +101,7 @@ def _set_pointer(answer: Answer, field: str, data: bytes) -> None:
     setattr(answer, field, data)
 
 
-def _launch_numbers(plan: Launch, device: Device) -> dict[str, int]:
+def _launch_numbers(plan: Launch | Plan, device: Device) -> dict[str, int]:
     return {
         "threads": plan.threads,
         "shared_bytes": plan.shared_bytes,

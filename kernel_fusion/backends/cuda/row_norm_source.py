@@ -7,13 +7,19 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.spec import Access, RowNormSpec
 
-_KEEPING = ("wide", "shared", "memory")
+# `Keeping` of kernels/row_norm_bwd.cuh, of weight and bias.
+_WIDE, _SHARED, _MEMORY = range(3)
+_KEEPING = {
+    "nothing": (_MEMORY, _MEMORY),
+    "weight": (_WIDE, _MEMORY),
+    "both": (_WIDE, _WIDE),
+    "shared": (_SHARED, _MEMORY),
+}
 
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
-    header = {"backward": "row_norm_bwd", "backward_weight": "row_norm_bwd_weight"}.get(spec.direction, "row_norm_fwd")
     constants: dict[str, int] = {
         "kRms": spec.rms,
         "kCols": spec.cols,
@@ -27,23 +33,16 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
         "kCluster": plan.cluster,
         "kRows": plan.per_block,
         "kThreads": plan.threads,
+        "kSlots": plan.slots,
         "kStridedX": access.strided_x,
         "kAlignX": access.x,
         "kAlignWeight": access.weight,
     }
     constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
-    if plan.slots:
-        header += "_staged"
-        constants["kSlots"] = plan.slots
-        constants["kPaceTolerance"] = plan.pace.tolerance if plan.pace else 0
-        constants["kPaceLeast"] = plan.pace.least if plan.pace else 0
-    elif plan.tiled:
-        header += "_tile"
-    elif not (backward or plan.resident):
-        header += "_long"
-        constants |= dict(zip(("kBatch", "kBatchAgain"), plan.batches, strict=True))
+    constants["kPaceTolerance"] = plan.pace.tolerance if plan.pace else 0
+    constants["kPaceLeast"] = plan.pace.least if plan.pace else 0
     args = "RowNormBwdArgs" if backward else "RowNormFwdArgs"
-    return Source(_name(spec), header, args, _types(spec, backward), constants, plan.threads, plan.min_blocks)
+    return Source(_name(spec), plan.kernel, args, _types(spec, backward), constants, plan.threads, plan.min_blocks)
 
 
 def _name(spec: RowNormSpec) -> str:
@@ -66,10 +65,12 @@ def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[st
     return {
         "kStats": spec.direction == "forward",
         "kAlignY": access.y,
-        "kAhead": plan.ahead,
-        "kTogether": plan.together,
-        "kEarly": plan.early,
-        "kAnew": plan.anew,
+        "kAhead": plan.variant == "ahead",
+        "kEarly": plan.variant == "early",
+        "kAnew": plan.variant == "anew",
+        "kTogether": plan.batches[0],
+        "kBatch": plan.batches[0],
+        "kBatchAgain": plan.batches[-1],
         "kCenter": plan.center,
         "kHelpers": plan.helpers,
         "kShifted": plan.shifted,
@@ -86,12 +87,12 @@ def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[s
         "kDBias": dbias,
         "kDResidual": spec.dresidual,
         "kResident": plan.resident,
-        "kPrefetch": plan.prefetch,
-        "kStorage": ("none", "registers", "shared").index(plan.storage),
-        "kKeeping": _KEEPING.index(plan.weight),
+        "kPrefetch": plan.variant == "next",
+        "kStorage": ("none", "registers", "shared", "apart").index(plan.sums) % 3,
+        "kKeeping": _KEEPING[plan.keeps][0],
+        "kKeepingBias": _KEEPING[plan.keeps][1],
         "kUnkept": plan.unkept,
-        "kKeepingBias": _KEEPING.index(plan.bias),
-        "kFew": plan.few,
+        "kFew": plan.variant == "few",
         "kStridedDY": access.strided_y,
         "kAlignDY": access.y,
         "kAlignDX": access.dx,

@@ -16,35 +16,43 @@ MAX_CLUSTER = 8  # the portable maximum
 class Tree:
     """The order in which a row is summed (see kernels/tree.cuh), and the blocks it spans."""
 
-    vec: int
+    vec: int  # elements per vector
     lanes: int
     warps: int
     cluster: int
     vectors: int  # per thread
+
+    @property
+    def elements(self) -> int:
+        """Per thread."""
+        return self.vectors * self.vec
+
+    @property
+    def block_warps(self) -> int:
+        """How many warps of a row a block has."""
+        return self.warps // self.cluster
+
+    def covers(self, cols: int) -> bool:
+        """Whether every vector of every thread lies within the row."""
+        return cols == self.warps * self.lanes * self.elements
+
+    def narrowed(self, cols: int, dtypes: Iterable[str | None]) -> Tree:
+        """The same threads with vectors of at most 16 bytes in each of these types, too.
+
+        A thread would load what it has of a wider tensor by two loads of 16 bytes, side by side: neighbouring threads
+        32 bytes apart touch half of every sector with each, and twice as many lines of the L1 cache.
+        """
+        vec = min([self.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
+        return replace(self, vec=vec, vectors=ceil_div(cols, vec * self.lanes * self.warps))
 
 
 def vector_of(spec: RowNormSpec) -> int:
     """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
 
     So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector. A plan may have
-    smaller ones (`narrowed`).
+    smaller ones (`Tree.narrowed`).
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
-
-
-def covers(spec: RowNormSpec, tree: Tree) -> bool:
-    """Whether every vector of every thread lies within the row."""
-    return spec.cols == tree.warps * tree.lanes * tree.vectors * tree.vec
-
-
-def narrowed(spec: RowNormSpec, tree: Tree, dtypes: Iterable[str | None]) -> Tree:
-    """The same threads with vectors that have at most 16 bytes in each of these types, too.
-
-    What a thread has of a wider tensor than x would come in two loads of 16 bytes, side by side: neighbouring threads
-    32 bytes apart touch half of every sector with each of them, and twice as many lines of the L1 cache.
-    """
-    vec = min([tree.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
-    return replace(tree, vec=vec, vectors=ceil_div(spec.cols, vec * tree.lanes * tree.warps))
 
 
 def spread_row(
@@ -64,15 +72,14 @@ def spread_row(
     vectors = spec.cols // vec
     slots = ceil_div(vectors, 32)  # vectors per lane of a single warp
     if slots <= per_thread:
-        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them: 10^6
-        # rows of 64 bf16 take 1.25 of the floor on an H200 by lanes of one vector, 1.10 by lanes of two. Vectors of 4
-        # bytes want few lanes, whose sums cost instructions: 250980x254 bf16 1.27 by 32 lanes, 1.09 by 16.
+        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them.
+        # Vectors of two elements of fp16 or bf16 want few lanes, whose sums cost instructions.
         at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
         min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A count that divides the row spares every thread the question whether its column is inside. Single elements of 16
-    # bits, which take a register each, are no more than planned.
+    # A count that divides the row spares every thread the question whether its column is inside. Single elements of
+    # fp16 and bf16, which take a register each, are no more than planned.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)

@@ -1,0 +1,96 @@
+"""Tables of what measured better than the rule, or is safer: tuned/any.json, and one per architecture.
+
+For a direction and a knob of the rule a table has rows: a value, conditions, and what shows it. The first row counts
+whose conditions hold: a fact is that value or one of these names, lies within two numbers (null: any), or, after "not",
+is none of them. Rows of an architecture come first.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.tree import Tree, ceil_div, vector_of
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+TABLES = Path(__file__).parent / "tuned"
+Row = tuple[Any, dict[str, Any], str]
+
+
+class Facts:
+    """A spec, how its tensors lie, a device and, once it is known, how a row is spread; and what tables ask of them."""
+
+    tree: Tree
+
+    def __init__(self, spec: RowNormSpec, access: Access, device: Device) -> None:
+        self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
+        self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
+        # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
+        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", "residual")}
+        names = ("rms", "cols", "offset", "dropout", "changes_x", "pre_activation", "activation")
+        self.known: dict[str, Any] = size | {name: getattr(spec, name) for name in names}
+        self.known |= {
+            "stages": spec.has_stages,
+            "costly": not {spec.pre_activation, spec.activation} <= {IDENTITY, "relu"},
+            "like_x": spec.y == spec.x,
+            "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # parameters or y are wider than x
+            "dy_wider": size["y"] > size["x"],
+            "natural_vec": self.vec,
+            "aligned": access.x >= 16,
+            "clusters": device.has_clusters,
+        }
+
+    def also(self, **facts: Any) -> Facts:
+        """These facts and more."""
+        other = copy.copy(self)
+        other.known = self.known | facts
+        return other
+
+    def of(self, tree: Tree) -> Facts:
+        """These facts, and those of a row that is spread so."""
+        chunk = 32 * tree.warps * self.vec
+        covers = tree.covers(self.spec.cols)
+        other = self.also(
+            **{name: getattr(tree, name) for name in ("vec", "warps", "cluster", "vectors", "elements", "block_warps")},
+            natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, before vectors were narrowed
+            vector_bytes=tree.vec * self.itemsize,
+            thread_bytes=tree.elements * self.itemsize,
+            covers=covers,
+            plain=covers or self.access.x >= tree.vec * self.itemsize,  # no vector in pieces, or none past the row
+        )
+        other.tree = tree
+        return other
+
+    def tuned(self, knob: str, rule: Any) -> Any:
+        """The value of the first row for `knob` whose conditions hold, or else the rule's."""
+        for value, conditions, _ in table(self.device.arch, self.spec.direction).get(knob, ()):
+            if all(self._holds(fact, wanted) for fact, wanted in conditions.items()):
+                return value
+        return rule
+
+    def _holds(self, fact: str, wanted: Any) -> bool:
+        if fact.startswith("not "):
+            return not self._holds(fact[4:], wanted)
+        value = self.known[fact]
+        if not isinstance(wanted, list):
+            return bool(value == wanted)
+        if isinstance(value, str):
+            return value in wanted
+        least, most = wanted
+        return (least is None or least <= value) and (most is None or value <= most)
+
+
+@cache
+def table(arch: int, direction: str) -> dict[str, list[Row]]:
+    """The rows of each knob, of an architecture and of any."""
+    rows: dict[str, list[Row]] = {}
+    for path in (TABLES / f"sm_{arch}.json", TABLES / "any.json"):
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        for knob, own in stored.get("backward" if direction == "backward" else "forward", {}).items():
+            rows.setdefault(knob, []).extend(map(tuple, own))
+    return rows
