@@ -8,11 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Pace, Plan
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare registers is asked to hold
+
+
+def anywhere(spec: RowNormSpec) -> Access:
+    """How rows of a spec lie that begin at any element, with several strides."""
+    own = planner.contiguous_access(spec)
+    residual = ITEMSIZE[spec.residual] if spec.residual else 16
+    return replace(
+        own,
+        x=ITEMSIZE[spec.row] if spec.direction.startswith("backward") else ITEMSIZE[spec.x],
+        y=ITEMSIZE[spec.y],
+        strided_x=True,
+        strided_y=True,
+        residual=residual,
+        pre_x=ITEMSIZE[spec.x],
+        strided_residual=True,
+        strided_pre_x=True,
+    )
 
 
 def tree(plan: Plan) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_plans import assert_sound, executors, tree
+from cuda_plans import anywhere, assert_sound, executors, tree
 from cuda_spills import Grid, Kernel, assert_no_local_memory, each_generation, local_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -62,23 +62,6 @@ _MIXES = (
 def planned(spec: RowNormSpec, device: Device) -> Plan:
     """The plan for contiguous tensors."""
     return plan_row_norm(spec, planner.contiguous_access(spec), device)
-
-
-def anywhere(spec: RowNormSpec) -> Access:
-    """How rows of a spec lie that begin at any element, with several strides."""
-    own = planner.contiguous_access(spec)
-    residual = ITEMSIZE[spec.residual] if spec.residual else 16
-    return replace(
-        own,
-        x=ITEMSIZE[spec.row] if spec.direction.startswith("backward") else ITEMSIZE[spec.x],
-        y=ITEMSIZE[spec.y],
-        strided_x=True,
-        strided_y=True,
-        residual=residual,
-        pre_x=ITEMSIZE[spec.x],
-        strided_residual=True,
-        strided_pre_x=True,
-    )
 
 
 def _norms(arch: int) -> Iterator[Kernel]:

@@ -69,9 +69,13 @@ class Facts:
     def tuned(self, knob: str, rule: Any) -> Any:
         """The value of the first row for `knob` whose conditions hold, or else the rule's."""
         for value, conditions, _ in table(self.device.arch, self.spec.direction).get(knob, ()):
-            if all(self._holds(fact, wanted) for fact, wanted in conditions.items()):
+            if self.hold(conditions):
                 return value
         return rule
+
+    def hold(self, conditions: dict[str, Any]) -> bool:
+        """Whether all of these hold."""
+        return all(self._holds(fact, wanted) for fact, wanted in conditions.items())
 
     def _holds(self, fact: str, wanted: Any) -> bool:
         if fact.startswith("not "):
