@@ -8,13 +8,11 @@ from kernel_fusion.core.spec import SumPartialsSpec
 
 _COLS = 32  # of a block
 _THREADS = 256
-# Of so few columns backward of a norm has several blocks to a multiprocessor, which leave a thousand partial rows and
-# more, for few blocks to add. LayerNorm bf16 on an H200 (torch 2.11.0+cu130, in no result file): 4096x256 7.6 us by 256
-# threads and 6.4 by 1024, 131072x256 53.8 and 53.0. Fewer partial rows, and other operations, are not measured.
+# Backward of a norm of so few columns has several blocks to a multiprocessor, which leave a thousand partial rows and
+# more for few blocks to add.
 _FEW_COLS, _THREADS_OF_FEW = 256, 1024
-# A thread has 64 registers for eight loads of four sums on their way, and 40 beyond so many columns, of which there are
-# more blocks than run at once otherwise. Backward of LayerNorm bf16 on an H200 (torch 2.11.0+cu130, in no result file):
-# 2048x2048 13.1 us with 64 and 13.4 with 40, 512x12288 23.2 and 22.6.
+# A thread has 64 registers for eight loads of four sums on their way. Beyond so many columns it has 40, because more
+# blocks than run at once would be needed otherwise.
 _MANY_COLS = 8192
 
 

@@ -151,7 +151,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       }
     }
   };
-  // Which rows have the loop for few, and what it saves: plan_backward.py.
+  // No more rows than are in the slots at once have a loop without ring and pace, where the plan has one.
   const bool are_few = S::kFew && args.rows <= S::kSlots * step;
   if constexpr (S::kFew)
     if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);
