@@ -1,8 +1,7 @@
-"""Tables of what measured better than the rule, or is safer: tuned/any.json, and one per architecture.
+"""Tables of what measured better than the rule or is safer: of the architecture, if it has one, then tuned/any.json.
 
-For a direction and a knob of the rule a table has rows: a value, conditions, and what shows it. The first row counts
-whose conditions hold: a fact is that value or one of these names, lies within two numbers (null: any), or, after "not",
-is none of them. Rows of an architecture come first.
+A knob of the rule has rows: a value, conditions, and what shows it. The first row counts whose conditions hold: a fact
+is that value or one of these names, lies within two numbers (null: any), or, after "not", is none of them.
 """
 
 from __future__ import annotations
