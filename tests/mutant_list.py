@@ -134,10 +134,10 @@ _PLANS = (
         "tests/test_cuda_kernels_offline.py::test_plans_are_sound",
     ),
     Mutant(
-        "planner: dweight and dbias are swapped in requests", f"{_CUDA}/requests.py",
-        "bool(f.flags & flags.DWEIGHT), bool(f.flags & flags.DBIAS)",
-        "bool(f.flags & flags.DBIAS), bool(f.flags & flags.DWEIGHT)",
-        "tests/test_cuda_requests.py::test_requests_are_decoded",
+        "planner: dweight and dbias are swapped in requests", "kernel_fusion/core/fields.py",
+        "tuple(read(kind.kind, row) for _ in range(kind.length))",
+        "tuple(read(kind.kind, row) for _ in range(kind.length))[::-1]",
+        "tests/test_cuda_keys.py::test_keys_are_what_cpp_writes",
     ),
 )
 

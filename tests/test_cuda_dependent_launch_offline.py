@@ -13,16 +13,18 @@ from support import PACKAGE
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
-from kernel_fusion.core.families import (
+from kernel_fusion.core.spec import (
+    Access,
     PointwiseAccess,
     PointwiseSpec,
     ReduceAccess,
     ReduceSpec,
+    RowNormSpec,
     SoftmaxAccess,
     SoftmaxBwdSpec,
     SoftmaxSpec,
+    SumPartialsSpec,
 )
-from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec
 
 _SM90 = KNOWN_DEVICES[90]
 

@@ -6,8 +6,6 @@ compiler's own count is tested, for every architecture that the library knows.
 
 from __future__ import annotations
 
-import ctypes
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -19,9 +17,8 @@ from cuda_plans import anywhere, assert_sound, executors, tree
 from cuda_spills import Grid, Kernel, assert_no_local_memory, each_generation, local_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import PACKAGE
 
-from kernel_fusion.backends.cuda import planner, python_launch, requests
+from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.compile import compile_source, counters, cubin
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.plan import Plan
@@ -166,13 +163,6 @@ def test_every_access_compiles_with_stages(direction: str, access: Access) -> No
         assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
 
 
-def test_flags_are_those_of_the_launcher() -> None:
-    """The flags of a request have the same names and bits on both sides."""
-    text = (PACKAGE / "native" / "extension" / "cuda" / "requests.h").read_text().partition("SumPartialsFields")[0]
-    ours = {name.replace("_", ""): value for name, value in vars(requests.RowNormFlag).items() if name.isupper()}
-    assert {name.upper(): int(value) for name, value in re.findall(r"\bk(\w+) = (\d+)\b", text)} == ours
-
-
 def test_compile_error_holds_the_log() -> None:
     """A source that does not compile raises with the compiler's words."""
     with pytest.raises(CompileError, match=r"(?s)sm_90.*nonsense"):
@@ -203,42 +193,6 @@ def test_bad_cubins_are_compiled_again(damage: str, tmp_path: Path, monkeypatch:
         path.chmod(0o666)
     assert cubin(source, 90) == code
     assert (counters.compiled - start[0], counters.from_disk - start[1]) == (2, 1)
-
-
-def _members(header: Path, struct: str) -> list[str]:
-    """The members of a C++ struct, in order, with its size where one is an array: "stride[3]"."""
-    body = re.search(rf"struct {struct} \{{\n(.*?)^\s*\}};", header.read_text(), re.DOTALL | re.MULTILINE)
-    assert body, f"no struct {struct} in {header.name}"
-    declarations = re.findall(
-        r"^\s+(?:const )?(?:void\*|long long|double|int32_t|unsigned|RowLayout|Kernel) ([^;({=]+)[^;(]*;",
-        body[1],
-        re.MULTILINE,
-    )
-    return [re.sub(r"^const |\s", "", name) for line in declarations for name in line.split(",")]
-
-
-@pytest.mark.parametrize(
-    ("header", "struct", "mirror"),
-    [
-        ("shared/row_norm_args.h", "RowLayout", python_launch.RowLayout),
-        ("shared/row_norm_args.h", "RowNormFwdArgs", python_launch.RowNormFwdArgs),
-        ("shared/row_norm_args.h", "RowNormBwdArgs", python_launch.RowNormBwdArgs),
-        ("shared/row_norm_args.h", "SumPartialsArgs", python_launch.SumPartialsArgs),
-        ("extension/cuda/launcher.h", "KernelRequest", requests.Request),
-        ("extension/cuda/requests.h", "RowNormFields", requests.RowNormFields),
-        ("extension/cuda/requests.h", "SumPartialsFields", requests.SumPartialsFields),
-        ("extension/cuda/requests.h", "PointwiseFields", requests.PointwiseFields),
-        ("extension/cuda/requests.h", "ReduceFields", requests.ReduceFields),
-        ("extension/cuda/requests.h", "SoftmaxFields", requests.SoftmaxFields),
-        ("extension/cuda/requests.h", "SoftmaxBwdFields", requests.SoftmaxBwdFields),
-    ],
-)
-def test_python_mirrors_the_c_structs(header: str, struct: str, mirror: type[ctypes.Structure]) -> None:
-    """The structures that Python fills or reads have the members of the C++ ones, in their order."""
-    members = [
-        f"{name}[{kind._length_}]" if issubclass(kind, ctypes.Array) else name for name, kind, *_ in mirror._fields_
-    ]
-    assert _members(PACKAGE / "native" / header, struct) == members
 
 
 # Lengths of every natural alignment, which decides the vectors: integers alone would seldom be multiples of 64.

@@ -1,24 +1,44 @@
 """Specs: what is computed, and nothing about how. Immutable and hashable; a kernel's compile key and a test's id.
 
-The row count is never part of a spec, so a new batch size compiles nothing and cannot change a row's bits.
+Beside each stands its access: how the tensors of a call lie in memory. The two are what a kernel is compiled for, and
+the only description of it: what C++ knows of their fields is derived from these (core/fields.py). The row count is
+never part of a spec, so a new batch size compiles nothing and cannot change a row's bits. Pointwise chains, reductions
+and softmax meet a new length at every step of decoding, so their specs have none either, and an access has at most a
+length rounded up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 
-from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.activations import CODES, IDENTITY
+from kernel_fusion.core.fields import Names, Several
 
-# The names of element types, the same in Python, C++ and CUDA; the position is the code that crosses to C++.
+# The names of element types, the same in Python and CUDA. Kernels have two more: booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
+BOOLEAN, BITS = "b8", "b1"
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
+# Types by the digits that a result keeps.
+_BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
-Direction = Literal["inference", "forward", "backward", "backward_weight"]
+# The kinds of fields that are names.
+_PYTORCH = ("Half", "BFloat16", "Float", "Double", "Bool", "Bit")
+Dtype = Annotated[str, Names("Dtype", (*DTYPES, BOOLEAN, BITS), enumerators=_PYTORCH, optional=True)]
+Activation = Annotated[str, Names(None, tuple(CODES))]
+_Direction = Literal["inference", "forward", "backward", "backward_weight"]
+Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
+# act(a), act(a + b), act(a * b), act(a) * b
+Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
+# How an operand meets a vector of the iteration: it lies in the order of the iteration; its rows (innermost dimension)
+# are contiguous, repeat one element or have a stride, and are whole vectors; or each element is looked up.
+Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
+# What a reduction sums.
+Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -59,15 +79,15 @@ class RowNormSpec:
     direction: Direction
     rms: bool
     cols: int
-    x: str
-    y: str
-    weight: str | None = None
-    bias: str | None = None
+    x: Dtype
+    y: Dtype
+    weight: Dtype | None = None
+    bias: Dtype | None = None
     offset: bool = False
     grads: tuple[bool, bool, bool] = (True, True, True)
-    residual: str | None = None
-    pre_activation: str = IDENTITY
-    activation: str = IDENTITY
+    residual: Dtype | None = None
+    pre_activation: Activation = IDENTITY
+    activation: Activation = IDENTITY
     dropout: bool = False
     dh: bool = False
     dresidual: bool = False
@@ -140,9 +160,162 @@ class SumPartialsSpec:
     """The finish of the column sums: `cols` columns of `acc`, written as types `first` and `second`, or absent."""
 
     cols: int
-    acc: str
-    first: str | None
-    second: str | None
+    acc: Dtype
+    first: Dtype | None
+    second: Dtype | None
 
     def __str__(self) -> str:
         return f"sum_partials[N={self.cols}, {self.acc} -> {self.first or '-'},{self.second or '-'}]"
+
+
+@dataclass(frozen=True)
+class PointwiseSpec:
+    """y = dropout(scale * f(a, b)), or its gradients.
+
+    Attributes:
+        combine, activation: what f is.
+        dropout: whether there is any.
+        a, b: dtypes of the operands; b is None for "first" alone, in backward but for the row that a's gradient is
+            summed to. In backward a may be `BITS`: of the slope, in place of the argument of the activation.
+        y: dtype of the result, in forward; dy, da, db: dtypes in backward, None where a gradient is not wanted.
+        bits: whether forward writes such bits.
+    """
+
+    combine: Combine
+    activation: Activation
+    dropout: bool
+    a: Dtype
+    b: Dtype | None
+    y: Dtype | None = None
+    dy: Dtype | None = None
+    da: Dtype | None = None
+    db: Dtype | None = None
+    bits: bool = False
+
+    @property
+    def acc(self) -> str:
+        """The compute type, which y, and dy with it, decides."""
+        return "f64" if "f64" in (self.y, self.dy) else "f32"
+
+    @property
+    def result(self) -> str:
+        """The most exact dtype that something is rounded to."""
+        return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand meets the iteration, and the alignment of its vectors in bytes."""
+
+    mode: Mode = "linear"
+    align: int = 16
+
+
+@dataclass(frozen=True)
+class PointwiseAccess:
+    """How the operands of a pointwise call lie.
+
+    Attributes:
+        dims: dimensions of the iteration, as far as an operand is addressed by coordinates.
+        vec: elements per vector.
+        operands: y or da; db, or bits that are written; dy; a, or bits that are read; b.
+        lanes: where db is summed over rows, the threads along the columns; else 0.
+        aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
+    """
+
+    dims: int = 1
+    vec: int = 4
+    operands: Annotated[tuple[Operand, ...], Several(Operand, 5)] = (Operand(),) * 5
+    lanes: int = 0
+    aligned_positions: bool = True
+
+
+@dataclass(frozen=True)
+class ReduceSpec:
+    """out = factor * sum of map(in), summed in `acc`."""
+
+    map: Map
+    input: Dtype
+    out: Dtype
+    acc: Dtype
+
+
+@dataclass(frozen=True)
+class ReduceAccess:
+    """How a reduction reads.
+
+    Attributes:
+        vec: elements per vector, along the row where rows are summed, else across the columns.
+        lanes: where columns are summed, the threads along them; 0 where rows are.
+        threads: of a block, where columns are summed.
+        capacity: of rows: vectors per chunk of a row, rounded up to a power of two.
+        contiguous: whether neighbours of a row are neighbours in memory.
+        chunked: whether rows have several chunks.
+        nested: whether rows are addressed by two coordinates.
+        align, align_out: alignment of vectors in bytes.
+    """
+
+    vec: int
+    lanes: int = 0
+    threads: int = 0
+    capacity: int = 0
+    contiguous: bool = True
+    chunked: bool = False
+    nested: bool = False
+    align: int = 16
+    align_out: int = 16
+
+
+@dataclass(frozen=True)
+class SoftmaxSpec:
+    """Softmax of rows of x, with a mask of dtype `mask` ("b8": boolean) or without, causal or not."""
+
+    x: Dtype
+    mask: Dtype | None = None
+    causal: bool = False
+
+    @property
+    def acc(self) -> str:
+        """The compute type."""
+        return "f64" if self.x == "f64" else "f32"
+
+
+@dataclass(frozen=True)
+class SoftmaxBwdSpec:
+    """The gradient of a softmax: dtypes of dy, y and dx; with `leaves_out`, dx is 0 where y is."""
+
+    dy: Dtype
+    y: Dtype
+    dx: Dtype
+    leaves_out: bool = False
+
+    @property
+    def acc(self) -> str:
+        """The compute type."""
+        return "f64" if "f64" in (self.dy, self.y, self.dx) else "f32"
+
+
+@dataclass(frozen=True)
+class RowAccess:
+    """The rows of one tensor: alignment in bytes, and whether they have several strides."""
+
+    align: int = 16
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class SoftmaxAccess:
+    """How the tensors of a softmax lie.
+
+    Attributes:
+        vec: elements per vector, which divides the row.
+        capacity: vectors per row, rounded up to 2^k or 3 * 2^k.
+        x: rows of x, or of y in backward; other: those of the mask, or of dy.
+        mask_repeats: whether a row of the mask is one element, repeated.
+    """
+
+    vec: int
+    capacity: int
+    x: RowAccess = RowAccess()
+    other: RowAccess = RowAccess()
+    mask_repeats: bool = False

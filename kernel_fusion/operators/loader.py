@@ -10,6 +10,7 @@ import warnings
 import torch
 
 from kernel_fusion.backends import availability
+from kernel_fusion.core.fields import COUNTERS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native.library import open_extension
 from kernel_fusion.operators import schemas
@@ -18,9 +19,6 @@ from kernel_fusion.operators.fallback import take_over
 _lock = threading.RLock()
 _library: ctypes.CDLL | None = None
 _error: str | None = None
-
-# `Counter` of native/extension/operators.h.
-_COUNTERS = ("cpu_forward", "cpu_backward", "cuda_launch")
 
 
 def _in_forked_child() -> None:
@@ -76,7 +74,7 @@ def library() -> ctypes.CDLL:
 
 def launches(counter: str) -> int:
     """How often kernels ran in this process; `counter` is "cpu_forward", "cpu_backward" or "cuda_launch"."""
-    return int(library().kf_count(_COUNTERS.index(counter)))
+    return int(library().kf_count(COUNTERS.code(counter)))
 
 
 def cpu_variant() -> str:

@@ -1,4 +1,4 @@
-"""What the launcher has to know of a plan."""
+"""What the launcher has to know of a plan: the fields of a struct in C++ as well (core/fields.py)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Launch:
         persistent: no more blocks than run at once, each of which takes its turn until nothing is left.
         splits_weight: dweight and dbias take a pass of their own.
         min_blocks: blocks per multiprocessor that registers must allow.
+        dependent: launched before the kernel before it has ended, for whose results it waits by itself.
     """
 
     threads: int = 32
@@ -28,3 +29,4 @@ class Launch:
     persistent: bool = False
     splits_weight: bool = False
     min_blocks: int = 1
+    dependent: bool = False

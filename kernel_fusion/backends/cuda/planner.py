@@ -1,17 +1,17 @@
-"""The planner: answers the launcher's requests with compiled kernels, and compiles ahead.
+"""The planner: answers the launcher with compiled kernels, and compiles ahead.
 
-The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback, with a row of
-numbers; it gets back machine code and launch numbers. So the steady state runs no Python.
+The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback, with the key
+of the kernel; it gets back machine code and a `Launch`. So the steady state runs no Python.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,49 +21,51 @@ from kernel_fusion.backends.cuda import pointwise, reduce, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
-from kernel_fusion.backends.cuda.requests import Request, decode
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.families import PointwiseSpec, ReduceSpec, SoftmaxBwdSpec, SoftmaxSpec
-from kernel_fusion.core.spec import ITEMSIZE, Access, Direction, RowNormSpec, SumPartialsSpec, dtype_name
-
-Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
-# For each kind of spec: (spec, access, device) -> plan, and (spec, access, plan) -> what its kernel is compiled from.
-_FAMILIES: dict[type, tuple[Callable[[Any, Any, Device], Any], Callable[[Any, Any, Any], Source]]] = {
-    RowNormSpec: (plan_row_norm, row_norm_source),
-    SumPartialsSpec: (lambda spec, *_: sum_partials.plan(spec), lambda spec, _, plan: sum_partials.source(spec, plan)),
-    PointwiseSpec: (pointwise.plan, pointwise.source),
-    ReduceSpec: (reduce.plan, reduce.source),
-    SoftmaxSpec: (softmax.plan, softmax.source),
-    SoftmaxBwdSpec: (softmax.plan, softmax.source_bwd),
-}
-
-_NUMBERS = (
-    "threads",
-    "shared_bytes",
-    "cluster",
-    "per_block",
-    "least_per_block",
-    "splits_weight",
-    "persistent",
-    "chained",
+from kernel_fusion.core.fields import kinds, numbers, read
+from kernel_fusion.core.spec import (
+    ITEMSIZE,
+    Access,
+    Direction,
+    PointwiseAccess,
+    PointwiseSpec,
+    ReduceAccess,
+    ReduceSpec,
+    RowNormSpec,
+    SoftmaxAccess,
+    SoftmaxBwdSpec,
+    SoftmaxSpec,
+    SumPartialsSpec,
+    dtype_name,
 )
 
-
-class Answer(ctypes.Structure):
-    """`KernelPlan` of launcher.cpp, field by field."""
-
-    _fields_ = [
-        ("error", ctypes.c_char_p),
-        ("image", ctypes.c_char_p),
-        ("name", ctypes.c_char_p),
-        *((name, ctypes.c_int32) for name in _NUMBERS),
-    ]
+Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
 
 
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Request), ctypes.POINTER(Answer))
+class Kernel(NamedTuple):
+    """The access that goes with a kind of spec; (spec, access, device) -> plan; (spec, access, plan) -> source."""
+
+    access: type
+    plan: Callable[[Any, Any, Device], Any]
+    source: Callable[[Any, Any, Any], Source]
+
+
+# The position of a spec is the number of its kernels in C++.
+KERNELS: dict[type, Kernel] = {
+    RowNormSpec: Kernel(Access, plan_row_norm, row_norm_source),
+    SumPartialsSpec: Kernel(Access, sum_partials.plan, sum_partials.source),
+    PointwiseSpec: Kernel(PointwiseAccess, pointwise.plan, pointwise.source),
+    ReduceSpec: Kernel(ReduceAccess, reduce.plan, reduce.source),
+    SoftmaxSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source),
+    SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
+}
+
+# `Planner` of launcher.cpp: the key; where error, machine code and name go, and the numbers of the launch.
+_INTEGERS, _TEXT = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_char_p)
+_CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 
 # What the launcher holds pointers to; never freed, as a process meets few kernels.
 _kept: list[bytes] = []
@@ -79,50 +81,50 @@ def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
     library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
-def _answer(request: Any, answer: Any) -> None:
+def decode(row: Iterator[int]) -> tuple[Spec, Any]:
+    """The spec and access of a key, which is their numbers after that of the kernel."""
+    spec, kernel = list(KERNELS.items())[next(row)]
+    return read(spec, row), read(kernel.access, row)
+
+
+def _answer(key: Any, error: Any, image: Any, name: Any, launch: Any) -> None:
     # Nothing may be raised through C; every error becomes the launcher's.
     try:
-        spec, access = decode(request.contents)
-        device = Device.of(request.contents.device)
-        plan, name, code = compiled(spec, access, device)
-        for field, value in _launch_numbers(plan, device).items():
-            setattr(answer.contents, field, value)
-        _set_pointer(answer.contents, "image", code)
-        _set_pointer(answer.contents, "name", name.encode())
-    except BaseException as error:
-        _set_pointer(answer.contents, "error", f"{type(error).__name__}: {error}".encode())
+        row = (key[i] for i in itertools.count())
+        index, (spec, access) = next(row), decode(row)
+        device = Device.of(index)
+        plan, kernel, code = compiled(spec, access, device)
+        for i, number in enumerate(numbers(Launch, launch_of(plan, device))):
+            launch[i] = number
+        image[0], name[0] = _keep(code), _keep(kernel.encode())
+    except BaseException as raised:
+        error[0] = _keep(f"{type(raised).__name__}: {raised}".encode())
 
 
 _callback = _CALLBACK(_answer)
 
 
-def _set_pointer(answer: Answer, field: str, data: bytes) -> None:
+def _keep(data: bytes) -> bytes:
     _kept.append(data)
-    setattr(answer, field, data)
+    return data
 
 
-def _launch_numbers(plan: Launch | Plan, device: Device) -> dict[str, int]:
-    return {
-        "threads": plan.threads,
-        "shared_bytes": plan.shared_bytes,
-        "cluster": plan.cluster,
-        "per_block": plan.per_block,
-        "least_per_block": plan.least_per_block or plan.per_block,
-        "splits_weight": plan.splits_weight,
-        "persistent": plan.persistent,
-        "chained": device.has_dependent_launch,
-    }
+def launch_of(plan: Any, device: Device) -> Launch:
+    """What the launcher has to know of a plan."""
+    known = {name: getattr(plan, name) for name in kinds(Launch) if name != "dependent"}
+    known["least_per_block"] = plan.least_per_block or plan.per_block
+    return Launch(**known, dependent=device.has_dependent_launch)
 
 
 def plan_for(spec: Spec, access: Any, device: Device) -> Any:
-    """The plan of a spec on a device: a `Launch`, of the spec's family."""
-    plan = _FAMILIES[type(spec)][0](spec, access, device)
+    """The plan of a spec on a device, a `Launch`."""
+    plan = KERNELS[type(spec)].plan(spec, access, device)
     return _override(spec, plan) if _override is not None and isinstance(spec, RowNormSpec) else plan
 
 
 def source_of(spec: Spec, access: Any, plan: Any) -> Source:
     """What the kernel of a spec is compiled from."""
-    return _FAMILIES[type(spec)][1](spec, access, plan)
+    return KERNELS[type(spec)].source(spec, access, plan)
 
 
 def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
@@ -159,12 +161,12 @@ def family(
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
     specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
     added = specs[-1].residual is not None
-    return [*specs[:-1], dataclasses.replace(specs[-1], dh=added, dresidual=added)]
+    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
     """The pass over dweight and dbias alone that belongs to a backward whose plan splits them off."""
-    return dataclasses.replace(spec, direction="backward_weight")
+    return replace(spec, direction="backward_weight")
 
 
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.activations import CODES
-from kernel_fusion.core.families import BITS, COMBINES, DROPOUTS, MODES, PointwiseAccess, PointwiseSpec
-from kernel_fusion.core.spec import ITEMSIZE
+from kernel_fusion.core.fields import constants
+from kernel_fusion.core.spec import BITS, ITEMSIZE, PointwiseAccess, PointwiseSpec
 
 # 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
 # smaller blocks come and go too fast, 1.24. In bf16 the sums of columns of bias+gelu take 1.16 in blocks of 256, 1.08.
@@ -81,24 +80,15 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
     dtypes = (spec.da if backward else spec.y, second, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
-    aligned = "aligned" if access.aligned_positions else "anywhere"
-    constants = {
-        "kCombine": COMBINES.index(spec.combine),
-        "kActivation": CODES[spec.activation],
-        "kDropout": DROPOUTS.index(aligned if spec.dropout else "none"),
-        "kVec": access.vec,
-        "kUnroll": plan.unroll,
-        "kThreads": plan.threads,
-        "kLanes": access.lanes,
-        "kDims": access.dims,
-        # Rows of several dimensions are whole vectors, unless something is looked up by element; where bits are written
-        # whole warps run past the end.
-        "kPartial": access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in access.operands),
-    }
+    # Rows of several dimensions are whole vectors, unless something is looked up by element; where bits are written
+    # whole warps run past the end.
+    partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in access.operands)
+    known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "unroll")
+    known |= constants(access, "dims", "vec", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}
     for name, operand in zip(names, access.operands, strict=True):
         if name:
-            constants |= {f"kMode{name}": MODES.index(operand.mode), f"kAlign{name}": operand.align}
+            known |= {f"{key}{name}": value for key, value in constants(operand, "mode", "align").items()}
     header = "pointwise" if not backward else "pointwise_bwd_columns" if access.lanes else "pointwise_bwd"
     args = "PointwiseColumnsArgs" if access.lanes else "PointwiseArgs"
     name = f"kf_{header}_{spec.combine}_{spec.activation}{'_dropout' if spec.dropout else ''}_{spec.a}"
-    return Source(name, header, args, types, constants, plan.threads, plan.min_blocks)
+    return Source(name, header, args, types, known, plan.threads, plan.min_blocks)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Callable
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,62 +25,22 @@ from kernel_fusion.core import arguments, checks
 from kernel_fusion.core.arguments import floating, shaped
 from kernel_fusion.core.spec import Access, RowNormSpec, SumPartialsSpec, compute_dtype, dtype_name
 
-_pointer, _u32, _i64, _f64 = ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double
+_ARGS_HEADER = Path(__file__).parents[2] / "native" / "shared" / "row_norm_args.h"
 launches = 0
 
 
-# The structures of native/shared/row_norm_args.h; a test compares their sizes with the compiler's.
-class RowLayout(ctypes.Structure):
-    """`kf::RowLayout`."""
-
-    _fields_ = [("middle", _i64), ("inner", _i64), ("stride", _i64 * 3)]
-
-
-class RowNormFwdArgs(ctypes.Structure):
-    """`kf::RowNormFwdArgs`."""
-
-    _fields_ = [
-        *((name, _pointer) for name in ("x", "weight", "bias", "y", "mean", "rstd")),
-        ("rows", _i64),
-        ("x_rows", RowLayout),
-        ("eps", _f64),
-        ("weight_offset", _f64),
-        *((name, _pointer) for name in ("residual", "h", "seed")),
-        ("residual_rows", RowLayout),
-        ("dropout_last", _u32),
-        ("dropout_scale", _f64),
-    ]
-
-
-class RowNormBwdArgs(ctypes.Structure):
-    """`kf::RowNormBwdArgs`."""
-
-    _fields_ = [
-        *(
-            (name, _pointer)
-            for name in ("dy", "x", "mean", "rstd", "weight", "dx", "dweight_partials", "dbias_partials")
-        ),
-        ("rows", _i64),
-        ("partial_pitch", _i64),
-        ("x_rows", RowLayout),
-        ("dy_rows", RowLayout),
-        ("weight_offset", _f64),
-        *((name, _pointer) for name in ("bias", "dh", "pre_x", "dresidual", "seed")),
-        ("pre_x_rows", RowLayout),
-        ("dropout_last", _u32),
-        ("dropout_scale", _f64),
-    ]
-
-
-class SumPartialsArgs(ctypes.Structure):
-    """`kf::SumPartialsArgs`."""
-
-    _fields_ = [
-        ("partials", _pointer * 2),
-        ("out", _pointer * 2),
-        ("num_partials", _i64),
-        ("pitch", _i64),
-    ]
+@cache
+def args_structs() -> dict[str, Any]:
+    """The structs that the kernels of row norms take, by their names in C++, as the header has them."""
+    plain = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double)
+    known: dict[str, Any] = dict(zip(("void*", "unsigned", "long long", "double"), plain, strict=True))
+    for name, body in re.findall(r"struct (\w+) {(.*?)\n};", re.sub("//.*", "", _ARGS_HEADER.read_text()), re.DOTALL):
+        members = []
+        for kind, words in re.findall(r"\s*(?:const )?(long long|\w+\*?) ([^;]+);", body):
+            for word, count in re.findall(r"(\w+)(?:\[(\d+)\])?", words):
+                members.append((word, known[kind] * int(count) if count else known[kind]))
+        known[name] = type(name, (ctypes.Structure,), {"_fields_": members})
+    return known
 
 
 class _Kernel:
@@ -169,8 +131,10 @@ def _row_alignment(rows: Tensor, cols: int) -> int:  # pragma: gpu
     return bits & -bits
 
 
-def _layout(cols: int, rows: int) -> RowLayout:  # pragma: gpu
-    return RowLayout(1, max(1, rows), (_i64 * 3)(0, 0, cols))
+def _layout(cols: int, rows: int) -> Any:  # pragma: gpu
+    layout = args_structs()["RowLayout"](1, max(1, rows))
+    layout.stride[2] = cols
+    return layout
 
 
 def _geometry(input: Tensor, num_dims: int) -> tuple[int, int]:  # pragma: gpu
@@ -226,7 +190,7 @@ def row_norm_fwd(  # pragma: gpu
         access = Access(_row_alignment(x, cols), _row_alignment(y, cols), _alignment(weight, bias))
         kernel = _kernel(spec, access, x.device.index)
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
-        args = RowNormFwdArgs(*pointers, rows, _layout(cols, rows), eps, weight_offset)
+        args = args_structs()["RowNormFwdArgs"](*pointers, rows, _layout(cols, rows), eps, weight_offset)
         kernel.launch(kernel.grid(rows), 1, x.device, args)
     if rms and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
@@ -258,7 +222,7 @@ def row_norm_bwd(  # pragma: gpu
         spec = RowNormSpec("backward", rms, cols, *names, None, weight_offset != 0, grads)
         access = Access(_row_alignment(x, cols), _row_alignment(dy, cols), _alignment(weight), _row_alignment(x, cols))
         pointers = (_address(dy), _address(x), *_stats_addresses(stats, rms), _address(weight))
-        args = RowNormBwdArgs(*pointers, _address(dx) if grads[0] else None, None, None, rows, 0)
+        args = args_structs()["RowNormBwdArgs"](*pointers, _address(dx) if grads[0] else None, None, None, rows, 0)
         args.x_rows = args.dy_rows = _layout(cols, rows)
         args.weight_offset = weight_offset
         _launch_backward(spec, access, x.device, args, dweight, dbias)
@@ -266,7 +230,7 @@ def row_norm_bwd(  # pragma: gpu
 
 
 def _launch_backward(  # pragma: gpu
-    spec: RowNormSpec, access: Access, device: torch.device, args: RowNormBwdArgs, dweight: Tensor, dbias: Tensor
+    spec: RowNormSpec, access: Access, device: torch.device, args: Any, dweight: Tensor, dbias: Tensor
 ) -> None:
     """The same launches as native/extension/row_norm_cuda.cpp."""
     kernel = _kernel(spec, access, device.index)
@@ -289,8 +253,9 @@ def _launch_backward(  # pragma: gpu
         split.launch(tiles, num_partials, device, args)
     outs = [out if wanted else None for out, wanted in ((dweight, spec.grads[1]), (dbias, spec.grads[2]))]
     finish = _kernel(SumPartialsSpec(spec.cols, spec.acc, _name(outs[0]), _name(outs[1])), Access(), device.index)
-    halves = (_pointer * 2)(partials[0].data_ptr(), partials[1].data_ptr())
-    finish_args = SumPartialsArgs(halves, (_pointer * 2)(*map(_address, outs)), num_partials, pitch)
+    finish_args = args_structs()["SumPartialsArgs"](num_partials=num_partials, pitch=pitch)
+    finish_args.partials[:] = partials[0].data_ptr(), partials[1].data_ptr()
+    finish_args.out[:] = [*map(_address, outs)]
     finish.launch(-(-spec.cols // finish.plan.per_block), 2, device, finish_args)
 
 

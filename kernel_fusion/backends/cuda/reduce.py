@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.families import MAPS, ReduceAccess, ReduceSpec
-from kernel_fusion.core.spec import ITEMSIZE
+from kernel_fusion.core.fields import constants
+from kernel_fusion.core.spec import ITEMSIZE, ReduceAccess, ReduceSpec
 
 _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
 _LOADS = 4  # that a thread has in flight
-# Of columns the extension launches four blocks of so many threads to a multiprocessor (kColumnBlocks), 64 KB in flight.
+# Of columns the extension launches four blocks of so many threads to a multiprocessor, 64 KB in flight.
 # Or one of more threads, which takes all rows, or small ones where rows are few.
-_COLUMN_THREADS, _COLUMN_BLOCKS = 256, 4
+COLUMN_THREADS, COLUMN_BLOCKS = 256, 4
 _MANY_LOADS = 8  # in blocks of other sizes, and of narrow vectors
 
 
@@ -43,8 +43,8 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
             threads=access.threads,
             per_block=access.lanes * access.vec,
             lanes=access.lanes,
-            unroll=_MANY_LOADS if narrow or access.threads != _COLUMN_THREADS else _LOADS,
-            min_blocks=_COLUMN_BLOCKS if access.threads <= _COLUMN_THREADS else 1,
+            unroll=_MANY_LOADS if narrow or access.threads != COLUMN_THREADS else _LOADS,
+            min_blocks=COLUMN_BLOCKS if access.threads <= COLUMN_THREADS else 1,
         )
     if access.capacity <= _WARP_CAPACITY:
         # Two vectors to a lane where there are so many: neighbouring lanes then still read 32 bytes and more in a row.
@@ -78,25 +78,11 @@ def _block_threads(capacity: int) -> int:
 def source(spec: ReduceSpec, access: ReduceAccess, plan: ReducePlan) -> Source:
     """What the kernel is compiled from."""
     types: dict[str, str | None] = {"In": spec.input, "Out": spec.out, "Acc": spec.acc}
-    constants = {
-        "kMap": MAPS.index(spec.map),
-        "kVec": access.vec,
-        "kThreads": plan.threads,
-        "kLanes": plan.lanes,
-        "kUnroll": plan.unroll,
-        "kAlign": access.align,
-    }
+    known = constants(spec, "map") | constants(access, "vec", "align") | constants(plan, "threads", "lanes", "unroll")
+    header = "reduce_columns" if access.lanes else "reduce_rows"
     if access.lanes:
-        header = "reduce_columns"
-        constants["kAlignOut"] = access.align_out
+        known |= constants(access, "align_out")
     else:
-        header = "reduce_rows"
-        constants |= {
-            "kEach": plan.each,
-            "kContiguous": access.contiguous,
-            "kChunked": access.chunked,
-            "kNested": access.nested,
-        }
-    return Source(
-        f"kf_{header}_{spec.map}_{spec.input}", header, "ReduceArgs", types, constants, plan.threads, plan.min_blocks
-    )
+        known |= constants(plan, "each") | constants(access, "contiguous", "chunked", "nested")
+    name = f"kf_{header}_{spec.map}_{spec.input}"
+    return Source(name, header, "ReduceArgs", types, known, plan.threads, plan.min_blocks)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.activations import CODES, IDENTITY
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, RowNormSpec
 
 # `Keeping` of kernels/row_norm_bwd.cuh, of weight and bias.
@@ -20,29 +21,20 @@ _KEEPING = {
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
-    constants: dict[str, int] = {
-        "kRms": spec.rms,
-        "kCols": spec.cols,
-        "kOffset": spec.offset,
-        "kPreActivation": CODES[spec.pre_activation],
-        "kActivation": CODES[spec.activation],
-        "kDropout": spec.dropout,
-        "kVec": plan.vec,
-        "kLanes": plan.lanes,
-        "kWarps": plan.warps,
-        "kCluster": plan.cluster,
+    known: dict[str, int | str] = {
+        **constants(spec, "rms", "cols", "offset", "pre_activation", "activation", "dropout"),
+        **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,
-        "kSlots": plan.slots,
         "kStridedX": access.strided_x,
         "kAlignX": access.x,
         "kAlignWeight": access.weight,
+        "kPaceTolerance": plan.pace.tolerance if plan.pace else 0,
+        "kPaceLeast": plan.pace.least if plan.pace else 0,
     }
-    constants |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
-    constants["kPaceTolerance"] = plan.pace.tolerance if plan.pace else 0
-    constants["kPaceLeast"] = plan.pace.least if plan.pace else 0
+    known |= _backward_constants(spec, access, plan) if backward else _forward_constants(spec, access, plan)
     args = "RowNormBwdArgs" if backward else "RowNormFwdArgs"
-    return Source(_name(spec), plan.kernel, args, _types(spec, backward), constants, plan.threads, plan.min_blocks)
+    return Source(_name(spec), plan.kernel, args, _types(spec, backward), known, plan.threads, plan.min_blocks)
 
 
 def _name(spec: RowNormSpec) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.families import SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
-from kernel_fusion.core.spec import ITEMSIZE
+from kernel_fusion.core.fields import constants
+from kernel_fusion.core.spec import ITEMSIZE, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
 
 _MAX_THREADS = 1024
 _ROWS_THREADS = 128  # of a block that takes several rows
@@ -74,42 +74,22 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
 
 def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
     """What a forward kernel is compiled from."""
-    kinds = {None: 0, "b8": 1}
     types: dict[str, str | None] = {"X": spec.x, "MaskType": spec.mask, "Acc": spec.acc}
-    constants = _constants(access, plan) | {
-        "kMask": kinds.get(spec.mask, 2),
-        "kCausal": spec.causal,
-        "kMaskRepeats": access.mask_repeats,
-        "kStridedX": access.x.strided,
-        "kStridedMask": access.other.strided,
-        "kAlignX": access.x.align,
-        "kAlignMask": access.other.align,
-        "kAlignY": 16,
-    }
+    known = _constants(access, plan, "X", "Mask", "Y") | constants(spec, "causal") | constants(access, "mask_repeats")
     header = "softmax" if plan.vectors else "softmax_long"
-    return Source(f"kf_{header}_{spec.x}", header, "SoftmaxArgs", types, constants, plan.threads, plan.min_blocks)
+    return Source(f"kf_{header}_{spec.x}", header, "SoftmaxArgs", types, known, plan.threads, plan.min_blocks)
 
 
 def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
     """What a backward kernel is compiled from."""
     types: dict[str, str | None] = {"DY": spec.dy, "Y": spec.y, "DX": spec.dx, "Acc": spec.acc}
-    constants = _constants(access, plan) | {
-        "kLeavesOut": spec.leaves_out,
-        "kStridedY": access.x.strided,
-        "kStridedDY": access.other.strided,
-        "kAlignY": access.x.align,
-        "kAlignDY": access.other.align,
-        "kAlignDX": 16,
-    }
+    known = _constants(access, plan, "Y", "DY", "DX") | constants(spec, "leaves_out")
     name = f"kf_softmax_bwd_{spec.y}"
-    return Source(name, "softmax_bwd", "SoftmaxBwdArgs", types, constants, plan.threads, plan.min_blocks)
+    return Source(name, "softmax_bwd", "SoftmaxBwdArgs", types, known, plan.threads, plan.min_blocks)
 
 
-def _constants(access: SoftmaxAccess, plan: SoftmaxPlan) -> dict[str, int]:
-    return {
-        "kVec": access.vec,
-        "kThreads": plan.threads,
-        "kLanes": plan.lanes,
-        "kVectors": plan.vectors,
-        "kUnroll": _LONG_UNROLL,
-    }
+def _constants(access: SoftmaxAccess, plan: SoftmaxPlan, x: str, other: str, out: str) -> dict[str, str]:
+    known = constants(access, "vec") | constants(plan, "threads", "lanes", "vectors")
+    for name, rows in ((x, access.x), (other, access.other)):
+        known |= {f"{key}{name}": value for key, value in constants(rows, "align", "strided").items()}
+    return known | {f"kAlign{out}": str(RowAccess().align), "kUnroll": str(_LONG_UNROLL)}

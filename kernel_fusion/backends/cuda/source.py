@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -14,7 +15,7 @@ class Source:
         header: of native/kernels, and the template in it.
         args: the struct of its one parameter.
         types: the element types of its tensors, None where one is absent.
-        constants: everything else that is known when it is compiled.
+        constants: everything else that is known when it is compiled, as C++ writes it.
         threads: per block; min_blocks: per multiprocessor, which bounds the registers.
     """
 
@@ -22,14 +23,17 @@ class Source:
     header: str
     args: str
     types: dict[str, str | None]
-    constants: dict[str, int]
+    constants: Mapping[str, int | str]
     threads: int
     min_blocks: int = 1
 
     def text(self) -> str:
         """The CUDA source."""
         lines = [f"  using {key} = kf::{value or 'absent'};" for key, value in self.types.items()]
-        lines += [f"  static constexpr int {key} = {int(value)};" for key, value in self.constants.items()]
+        lines += [
+            f"  static constexpr auto {key} = {value if isinstance(value, str) else int(value)};"
+            for key, value in self.constants.items()
+        ]
         return (
             f'#include "kernels/{self.header}.cuh"\n'
             + "struct Plan {\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.spec import SumPartialsSpec
+from kernel_fusion.core.fields import constants
+from kernel_fusion.core.spec import Access, SumPartialsSpec
 
 _COLS = 32  # of a block
 _THREADS = 256
@@ -16,15 +18,15 @@ _FEW_COLS, _THREADS_OF_FEW = 256, 1024
 _MANY_COLS = 8192
 
 
-def plan(spec: SumPartialsSpec) -> Launch:
+def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
     """32 columns per block, the partial rows spread over its threads."""
     if spec.cols <= _FEW_COLS:
         return Launch(threads=_THREADS_OF_FEW, per_block=_COLS, min_blocks=1)
     return Launch(threads=_THREADS, per_block=_COLS, min_blocks=4 if spec.cols <= _MANY_COLS else 6)
 
 
-def source(spec: SumPartialsSpec, plan: Launch) -> Source:
+def source(spec: SumPartialsSpec, access: Access, plan: Launch) -> Source:
     """What the kernel is compiled from."""
     types: dict[str, str | None] = {"Acc": spec.acc, "First": spec.first, "Second": spec.second}
-    constants = {"kCols": spec.cols, "kThreads": plan.threads}
-    return Source("sum_partials", "sum_partials", "SumPartialsArgs", types, constants, plan.threads, plan.min_blocks)
+    known = constants(spec, "cols") | constants(plan, "threads")
+    return Source("sum_partials", "sum_partials", "SumPartialsArgs", types, known, plan.threads, plan.min_blocks)

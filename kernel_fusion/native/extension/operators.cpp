@@ -50,7 +50,7 @@ int alignment_of(const void* p) {
 
 namespace {
 
-std::atomic<int64_t> counts[static_cast<int>(Counter::kCount)];
+std::atomic<int64_t> counts[static_cast<int>(Counter::kCudaLaunch) + 1];
 
 bool inner_contiguous(const Tensor& t, int64_t num_dims) {
   int64_t expected = 1;

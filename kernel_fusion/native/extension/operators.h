@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "stages.h"
+#include "shared/names.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -92,7 +93,6 @@ template <class Call, class... Args, Call (*make)(Args...), auto body> struct Im
 };
 
 // How often each kind of kernel ran in this process: what tests assert, so that none passes through a fallback.
-enum class Counter { kCpuForward, kCpuBackward, kCudaLaunch, kCount };
 void count(Counter counter);
 
 }  // namespace kf

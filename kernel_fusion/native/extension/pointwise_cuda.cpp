@@ -1,9 +1,9 @@
-// Pointwise chains on CUDA: arguments -> request -> launch.
+// Pointwise chains on CUDA: arguments -> key -> launch.
 #include <algorithm>
 
 #include "backends.h"
+#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/requests.h"
 #include "cuda/sum_partials.h"
 #include "cuda/vectors.h"
 #include "shared/pointwise_args.h"
@@ -13,15 +13,13 @@ namespace {
 
 constexpr int kOperands = PointwiseArgs::kOperands, kMaxDims = PointwiseArgs::kDims;
 enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
-enum Mode : int32_t { kLinear, kVector, kBroadcast, kStrided, kGather };
-enum : int32_t { kNoDropout, kAligned, kAnywhere };  // the positions of dropout
 
 // An iterator as the kernels see it: operands in slots, and how each meets the iteration.
 struct Iteration {
   const at::TensorIteratorBase& iter;
   std::array<int, kOperands> arg;  // the iterator's operand in each slot, -1: none
   std::vector<int64_t> shape;      // innermost first, at least one dimension
-  PointwiseFields fields{};
+  PointwiseAccess access{};
   bool wide = true;  // the kernel's arithmetic of offsets has 64 bits
 
   Iteration(const at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg)
@@ -32,7 +30,7 @@ struct Iteration {
     if (all_linear) shape.assign(1, iter.numel());
     choose_vector();
     for (int k = 0; k < kOperands; ++k) describe(k);
-    fields.dims = static_cast<int32_t>(shape.size());
+    access.dims = static_cast<int>(shape.size());
   }
 
   bool has(int k) const { return arg[k] >= 0; }
@@ -65,28 +63,26 @@ struct Iteration {
       if (linear(k) || stride(k, 0) == bytes(k)) widest = std::max(widest, bytes(k));
       if (!linear(k) && !repeats(k)) cached = false;
     }
-    fields.vec = static_cast<int32_t>(kVectorBytes / widest);
-    if (shape.size() > 1 && !cached) fields.vec = static_cast<int32_t>(dividing_power(shape[0], fields.vec));
+    access.vec = static_cast<int>(kVectorBytes / widest);
+    if (shape.size() > 1 && !cached) access.vec = static_cast<int>(dividing_power(shape[0], access.vec));
   }
 
   Mode mode(int k) const {
-    if (linear(k)) return kLinear;
-    if (shape.size() > 1 && shape[0] % fields.vec != 0) return kGather;
-    if (stride(k, 0) == 0) return kBroadcast;
-    return stride(k, 0) == bytes(k) ? kVector : kStrided;
+    if (linear(k)) return Mode::kLinear;
+    if (shape.size() > 1 && shape[0] % access.vec != 0) return Mode::kGather;
+    if (stride(k, 0) == 0) return Mode::kBroadcast;
+    return stride(k, 0) == bytes(k) ? Mode::kVector : Mode::kStrided;
   }
 
   void describe(int k) {
-    fields.type[k] = has(k) ? dtype_code(iter.dtype(arg[k])) : -1;
-    fields.align[k] = 16;
     if (!has(k)) return;
     const auto m = mode(k);
-    fields.mode[k] = m;
+    access.operands[k].mode = m;
     int64_t steps = 0;
     for (size_t d = 1; d < shape.size(); ++d) steps |= stride(k, d);
-    if (m == kLinear || m == kVector)
-      fields.align[k] = alignment_within(iter.data_ptr(arg[k]), m == kVector ? steps : 0, fields.vec * bytes(k));
-    if (m != kLinear && !(m == kBroadcast && shape.size() == 1)) wide = false;
+    if (m == Mode::kLinear || m == Mode::kVector)
+      access.operands[k].align = alignment_within(iter.data_ptr(arg[k]), m == Mode::kVector ? steps : 0, access.vec * bytes(k));
+    if (m != Mode::kLinear && !(m == Mode::kBroadcast && shape.size() == 1)) wide = false;
   }
 
   PointwiseArgs args(const Chain& chain, int64_t position) const {
@@ -106,31 +102,38 @@ struct Iteration {
   }
 };
 
-// `positions` is the slot whose offsets are the positions of dropout, and `origin` where its tensor begins.
-void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg,
-                      Slot positions, const char* origin) {
+// What a chain with operands of these types computes. The first two are those of y and none, or in backward of da and db.
+PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype, kOperands>& types) {
+  return {.combine = chain.combine, .activation = chain.activation, .dropout = chain.seed != nullptr,
+          .a = chain.bits && backward ? Dtype::kBit : types[kA], .b = types[kB], .y = backward ? Dtype::kAbsent : types[kOut],
+          .dy = types[kDY], .da = backward ? types[kOut] : Dtype::kAbsent, .db = types[kOutB], .bits = chain.bits && !backward};
+}
+
+// `positions` is the slot whose offsets are the positions of dropout, kOut in forward and kDY in backward, and `origin` where its
+// tensor begins.
+void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg, Slot positions,
+                      const char* origin) {
   Iteration iteration(iter, arg);
   if (!iteration.wide && !iter.can_use_32bit_indexing()) {
     if (chain.bits) driver::fail("pointwise kernels know no bits of calls that are cut into parts");
-    for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, which, part, arg, positions, origin);
+    for (auto& part : iter.with_32bit_indexing()) launch_pointwise(chain, part, arg, positions, origin);
     return;
   }
   if (iteration.shape.size() > kMaxDims)
     driver::fail("pointwise kernels take tensors of at most " + std::to_string(kMaxDims) +
                  " dimensions that cannot be merged; the backend 'eager' computes this call");
-  auto& fields = iteration.fields;
+  const bool backward = positions == kDY;
+  auto& access = iteration.access;
+  std::array<Dtype, kOperands> types;
+  for (int k = 0; k < kOperands; ++k) types[k] = iteration.has(k) ? cpu_dtype(iter.dtype(arg[k])) : Dtype::kAbsent;
   const auto* first = static_cast<const char*>(iter.data_ptr(arg[positions]));
   const int64_t position = (first - origin) / iteration.bytes(positions);
-  fields.combine = static_cast<int32_t>(chain.combine);
-  fields.activation = chain.activation;
-  if (chain.seed) fields.dropout = fields.mode[positions] == kLinear && position % 8 == 0 ? kAligned : kAnywhere;
-  const Slot bits = which == Kernel::kPointwise ? kOutB : kA;
-  if (chain.bits) fields.type[bits] = PointwiseFields::kBits;
+  access.aligned_positions = chain.seed && access.operands[positions].mode == Mode::kLinear && position % 8 == 0;
   const auto device = iter.device(arg[positions]);
   const OnDevice on(device);
-  const auto& kernel = find_kernel({device.index(), which, fields}, on.stream);
+  const auto& kernel = find_kernel({device, spec_of(chain, backward, types), access}, on.stream);
   auto args = iteration.args(chain, position);
-  if (chain.bits) args.data[bits] = chain.bits;
+  if (chain.bits) args.data[backward ? kA : kOutB] = chain.bits;
   launch(kernel, kernel.grid(args.size), 1, on.stream, &args);
 }
 
@@ -138,14 +141,14 @@ void launch_pointwise(const Chain& chain, Kernel which, at::TensorIteratorBase& 
 
 void pointwise_cuda(const Chain& chain, at::TensorIteratorBase& iter) {
   const bool binary = chain.combine != Combine::kFirst;
-  launch_pointwise(chain, Kernel::kPointwise, iter, {0, -1, -1, 1, binary ? 2 : -1}, kOut,
+  launch_pointwise(chain, iter, {0, -1, -1, 1, binary ? 2 : -1}, kOut,
                    static_cast<const char*>(iter.data_ptr(0)));
 }
 
 void pointwise_bwd_cuda(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
   const bool binary = chain.combine != Combine::kFirst;
   const int outputs = wants[0] + wants[1];
-  launch_pointwise(chain, Kernel::kPointwiseBwd, iter,
+  launch_pointwise(chain, iter,
                    {wants[0] ? 0 : -1, wants[1] ? outputs - 1 : -1, outputs, outputs + 1, binary ? outputs + 2 : -1}, kDY,
                    static_cast<const char*>(iter.data_ptr(outputs)));
 }
@@ -156,24 +159,20 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   int64_t widest = 2;
   for (const Tensor* t : {tensors[kOut], tensors[kDY], tensors[kA]})
     if (t) widest = std::max<int64_t>(widest, t->element_size());
-  PointwiseFields fields{};
-  fields.combine = static_cast<int32_t>(chain.combine);
-  fields.activation = chain.activation;
-  fields.dropout = chain.seed ? kAligned : kNoDropout;  // vectors divide rows
-  fields.dims = 1;
-  fields.vec = static_cast<int32_t>(dividing_power(call.cols, kVectorBytes / widest));
-  fields.lanes = tile_lanes(call.cols / fields.vec);
+  PointwiseAccess access{.vec = static_cast<int>(dividing_power(call.cols, kVectorBytes / widest)),
+                         .aligned_positions = chain.seed != nullptr};  // vectors divide rows
+  access.lanes = tile_lanes(call.cols / access.vec);
+  std::array<Dtype, kOperands> types;
   for (int k = 0; k < kOperands; ++k) {
     const Tensor* t = tensors[k];
-    fields.type[k] = t ? dtype_code(t->scalar_type()) : -1;
-    fields.align[k] = t ? alignment_within(t->const_data_ptr(), 0, fields.vec * t->element_size()) : 16;
+    types[k] = t ? cpu_dtype(t->scalar_type()) : Dtype::kAbsent;
+    if (t) access.operands[k].align = alignment_within(t->const_data_ptr(), 0, access.vec * t->element_size());
   }
-  if (chain.bits) fields.type[kA] = PointwiseFields::kBits;
   const auto device = call.dy.device();
   const OnDevice on(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kPointwiseBwd, fields}, on.stream);
+  const auto& kernel = find_kernel({device, spec_of(chain, /*backward=*/true, types), access}, on.stream);
   // As many blocks as run at once, but no more than have rows.
-  const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / fields.lanes;
+  const int64_t tiles = kernel.grid(call.cols), lines = kernel.threads / access.lanes;
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
   const PartialRows partials(call.dy, slabs, call.cols);
   const void* a = chain.bits ? chain.bits : call.a.const_data_ptr();

@@ -1,12 +1,12 @@
-// Reductions on CUDA: arguments -> request -> launch.
+// Reductions on CUDA: arguments -> key -> launch.
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <bit>
 
 #include "backends.h"
+#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/requests.h"
 #include "cuda/vectors.h"
 #include "shared/reduce_args.h"
 
@@ -20,16 +20,9 @@ struct Reduction {
   driver::Stream stream;
 
   Tensor partials(int64_t count) const { return at::empty({count}, at::TensorOptions(acc).device(call.device)); }
-  const LoadedKernel& kernel(const ReduceFields& fields) const {
-    return find_kernel({call.device.index(), Kernel::kReduce, fields}, stream);
-  }
-  ReduceFields fields(at::ScalarType out) const {
-    ReduceFields f{};
-    f.map = static_cast<int32_t>(call.map);
-    f.in = dtype_code(call.in_type);
-    f.out = dtype_code(out);
-    f.acc = dtype_code(acc);
-    return f;
+  const LoadedKernel& kernel(at::ScalarType out, const ReduceAccess& access) const {
+    const ReduceSpec spec{call.map, cpu_dtype(call.in_type), cpu_dtype(out), cpu_dtype(acc)};
+    return find_kernel({call.device, spec, access}, stream);
   }
   ReduceArgs args(void* out, int64_t chunks, int64_t chunk) const {
     return {call.in, out, call.outer, call.reduced, call.inner, call.outer_stride, call.reduced_stride, call.inner_stride,
@@ -50,27 +43,22 @@ void reduce_rows(const Reduction& r, Tensor& out) {
   const int64_t size = size_of(call.in_type), rows = call.outer * call.inner, chunk = kChunkBytes / size;
   const int64_t chunks = std::max<int64_t>(1, ceil_div(call.reduced, chunk));
   const Tensor sums = chunks > 1 ? r.partials(rows * chunks) : out;
-  auto fields = r.fields(sums.scalar_type());
-  fields.vec = static_cast<int32_t>(kVectorBytes / size);
-  const int64_t vectors = std::max<int64_t>(1, ceil_div(std::min(call.reduced, chunk), fields.vec));
-  fields.capacity = static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
-  fields.contiguous = call.reduced_stride == 1 || call.reduced == 1;
-  fields.chunked = chunks > 1;
-  fields.nested = call.inner > 1;
-  fields.align_out = 16;
+  ReduceAccess access{.vec = static_cast<int>(kVectorBytes / size)};
+  const int64_t vectors = std::max<int64_t>(1, ceil_div(std::min(call.reduced, chunk), access.vec));
+  access.capacity = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(vectors)));
+  access.contiguous = call.reduced_stride == 1 || call.reduced == 1;
+  access.chunked = chunks > 1;
+  access.nested = call.inner > 1;
   const int64_t steps = (call.outer > 1 ? call.outer_stride : 0) | (call.inner > 1 ? call.inner_stride : 0);
-  fields.align = fields.contiguous ? alignment_within(call.in, steps * size, kVectorBytes) : 16;
-  const auto& kernel = r.kernel(fields);
+  if (access.contiguous) access.align = alignment_within(call.in, steps * size, kVectorBytes);
+  const auto& kernel = r.kernel(sums.scalar_type(), access);
   const auto args = r.args(sums.data_ptr(), chunks, chunk);
   launch(kernel, kernel.grid(rows * chunks), 1, r.stream, &args);
   if (chunks > 1) reduce_rows(r.rest(sums, rows, chunks, 1), out);
 }
 
-// Blocks of columns per multiprocessor, as backends/cuda/reduce.py plans them. A constant, not what a kernel's registers allow:
-// so the order of a column's sum depends on its shape and the device alone.
-constexpr int64_t kColumnBlocks = 4;
-
-// Rows are shared out among `chunks` blocks, as many as run at once, unless `whole`: then a block takes all of them.
+// kColumnBlocks blocks of columns per multiprocessor, a constant and not what a kernel's registers allow: so the order of a
+// column's sum depends on its shape and the device alone. Rows are shared out among `chunks` blocks, as many as run at once, unless `whole`: then a block takes all of them.
 void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32,
   // the same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few
@@ -80,7 +68,7 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of
   // 67 tiles 8000x4288 fp32 33.8 and 34.5. Not of narrow vectors, which would have fewer bytes in flight. Elsewhere a thread
   // has at least eight rows, so that 2048 of them have few shares: 2048x2048 bf16 6.0 us with 32 and 5.6 with 16.
-  constexpr int64_t kThreads = 256, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
+  constexpr int64_t kThreads = kColumnThreads, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;
   const int64_t vec = dividing_power(call.inner, most), vectors = call.inner / vec;
@@ -91,14 +79,12 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   const int64_t wanted = std::min(places * kColumnBlocks / tiles, call.reduced / (kThreads / lanes * kRowsPerThread));
   const int64_t chunks = whole || few || alone ? 1 : std::max<int64_t>(1, wanted);
   const Tensor sums = chunks > 1 ? r.partials(call.outer * chunks * call.inner) : out;
-  auto fields = r.fields(sums.scalar_type());
-  fields.vec = static_cast<int32_t>(vec);
-  fields.lanes = static_cast<int32_t>(lanes);
-  fields.threads = static_cast<int32_t>(few ? kFewThreads : alone ? kWholeThreads : kThreads);
-  fields.contiguous = 1;
-  fields.align = alignment_within(call.in, (call.outer_stride | call.reduced_stride) * size, vec * size);
-  fields.align_out = alignment_within(sums.data_ptr(), 0, vec * size_of(sums.scalar_type()));
-  const auto& kernel = r.kernel(fields);
+  const ReduceAccess access{
+      .vec = static_cast<int>(vec), .lanes = static_cast<int>(lanes),
+      .threads = static_cast<int>(few ? kFewThreads : alone ? kWholeThreads : kThreads),
+      .align = alignment_within(call.in, (call.outer_stride | call.reduced_stride) * size, vec * size),
+      .align_out = alignment_within(sums.data_ptr(), 0, vec * size_of(sums.scalar_type()))};
+  const auto& kernel = r.kernel(sums.scalar_type(), access);
   const auto args = r.args(sums.data_ptr(), chunks, call.reduced);
   launch(kernel, tiles, chunks, r.stream, &args);
   if (chunks > 1) reduce_columns(r.rest(sums, call.outer, chunks, call.inner), out, true);

@@ -260,7 +260,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   if (by_columns) {
     args.dweight = call.wants[1] ? dweight.data_ptr() : nullptr;
     args.dbias = call.wants[2] ? dbias.data_ptr() : nullptr;
-    const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : cpu::Dtype::kFloat; };
+    const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kFloat; };
     return backward_by_columns({args, x.rows, weight.parameter, type(dweight), type(dbias)});
   }
   backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, weight, dweight, dbias);

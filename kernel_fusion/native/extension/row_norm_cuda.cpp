@@ -1,9 +1,9 @@
-// The CUDA operators: arguments -> request -> launch. Row counts beyond a grid's limit are far beyond a device's memory.
+// The CUDA operators: arguments -> key -> launch. Row counts beyond a grid's limit are far beyond a device's memory.
 #include <ATen/ops/empty.h>
 
 #include "backends.h"
+#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/requests.h"
 #include "cuda/sum_partials.h"
 
 namespace kf {
@@ -25,8 +25,6 @@ std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
   return present(t) ? std::optional<Rows>(std::in_place, *t, num_dims) : std::nullopt;
 }
 
-int flag_if(bool condition, RowNormFields::Flag flag) { return condition ? flag : 0; }
-
 // The alignment of the rows of a contiguous tensor of our own making.
 int own_alignment(int64_t cols, at::ScalarType type) {
   return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
@@ -36,18 +34,12 @@ void check_length(int64_t cols) {
   if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
 }
 
-RowNormFields forward_fields(const ForwardCall& call, const Rows& x, const std::optional<Rows>& residual, const Tensor& y,
-                             int weight_alignment) {
-  using F = RowNormFields;
-  const int flags = flag_if(call.wants_stats, F::kStats) | flag_if(call.weight_offset != 0.0, F::kOffset) |
-                    flag_if(x.strided, F::kStridedX) | flag_if(bool(call.dropout), F::kDropout) |
-                    flag_if(residual && residual->strided, F::kStridedResidual);
-  const int row_bytes = static_cast<int>((x.cols * y.element_size()) & 15);
-  return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.input.scalar_type()), dtype_code(call.y_dtype()),
-          dtype_code(dtype_of(call.weight)), dtype_code(dtype_of(call.bias)), flags, x.alignment,
-          alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes), weight_alignment, 16,
-          dtype_code(dtype_of(call.residual)), call.pre_activation, call.activation,
-          residual ? residual->alignment : 16};
+RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
+  return {.direction = call.wants_stats ? Direction::kForward : Direction::kInference, .rms = call.rms,
+          .cols = static_cast<int>(cols), .x = cpu_dtype(call.input.scalar_type()), .y = cpu_dtype(call.y_dtype()),
+          .weight = dtype_or_absent(dtype_of(call.weight)), .bias = dtype_or_absent(dtype_of(call.bias)),
+          .offset = call.weight_offset != 0.0, .grads = {}, .residual = dtype_or_absent(dtype_of(call.residual)),
+          .pre_activation = call.pre_activation, .activation = call.activation, .dropout = bool(call.dropout)};
 }
 
 }  // namespace
@@ -58,9 +50,12 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
   const auto residual = rows_of(call.residual, call.num_dims);
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
-  const auto fields = forward_fields(call, x, residual, y, std::min(alignment_or_full(w), alignment_or_full(b)));
+  const auto row_bytes = (x.cols * y.element_size()) & 15;
+  const Access access{.x = x.alignment, .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
+                      .weight = std::min(alignment_or_full(w), alignment_or_full(b)), .strided_x = x.strided,
+                      .residual = residual ? residual->alignment : 16, .strided_residual = residual && residual->strided};
   const OnDevice on(call.input.device());
-  const auto& kernel = find_kernel({call.input.device().index(), Kernel::kRowNormFwd, fields}, on.stream);
+  const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
   RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
   if (call.wants_stats) {
     const Stats s(stats, x.rows, call.rms);
@@ -97,21 +92,24 @@ struct BackwardInputs {
     if (wants_dx && call.has_residual && call.pre_activation) pre_x.emplace(*call.x, call.num_dims);
   }
 
-  RowNormFields fields(const BackwardCall& call) const {
-    using F = RowNormFields;
+  RowNormSpec spec(const BackwardCall& call) const {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
-    const int flags = flag_if(wants_dx, F::kDX) | flag_if(wants_dweight, F::kDWeight) | flag_if(wants_dbias, F::kDBias) |
-                      flag_if(wants_dresidual, F::kDResidual) | flag_if(call.weight_offset != 0.0, F::kOffset) |
-                      flag_if(x.strided, F::kStridedX) | flag_if(dy.strided, F::kStridedY) |
-                      flag_if(bool(call.dropout), F::kDropout) | flag_if(dh.defined(), F::kDH) |
-                      flag_if(pre_x && pre_x->strided, F::kStridedPreX);
-    const void *w = data_or_null(weight), *b = data_or_null(bias), *g = data_or_null(dh);
-    const int dh_alignment = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16;
-    return {static_cast<int32_t>(x.cols), call.rms, dtype_code(call.x_dtype), dtype_code(call.dy.scalar_type()),
-            dtype_code(dtype_of(call.weight)), b ? dtype_code(bias.scalar_type()) : -1, flags, x.alignment, dy.alignment,
-            std::min(alignment_or_full(w), alignment_or_full(b)), own_alignment(x.cols, call.x_dtype),
-            call.has_residual ? dtype_code(call.input.scalar_type()) : -1, call.pre_activation, call.activation,
-            dh_alignment, pre_x ? pre_x->alignment : 16};
+    return {.direction = Direction::kBackward, .rms = call.rms, .cols = static_cast<int>(x.cols),
+            .x = cpu_dtype(call.x_dtype), .y = cpu_dtype(call.dy.scalar_type()),
+            .weight = dtype_or_absent(dtype_of(call.weight)), .bias = dtype_or_absent(dtype_of(bias)),
+            .offset = call.weight_offset != 0.0, .grads = {wants_dx, wants_dweight, wants_dbias},
+            .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
+            .pre_activation = call.pre_activation, .activation = call.activation, .dropout = bool(call.dropout),
+            .dh = dh.defined(), .dresidual = wants_dresidual};
+  }
+
+  Access access(const BackwardCall& call) const {
+    const void* g = data_or_null(dh);
+    return {.x = x.alignment, .y = dy.alignment,
+            .weight = std::min(alignment_or_full(data_or_null(weight)), alignment_or_full(data_or_null(bias))),
+            .dx = own_alignment(x.cols, call.x_dtype), .strided_x = x.strided, .strided_y = dy.strided,
+            .residual = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16,
+            .pre_x = pre_x ? pre_x->alignment : 16, .strided_pre_x = pre_x && pre_x->strided};
   }
 
   RowNormBwdArgs args(const BackwardCall& call) const {
@@ -137,10 +135,11 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   const BackwardInputs inputs(call);
   const int64_t rows = inputs.x.rows, cols = inputs.x.cols;
-  const auto fields = inputs.fields(call);
-  const OnDevice on(call.input.device());
-  const int device = call.input.device().index();
-  const auto& kernel = find_kernel({device, Kernel::kRowNormBwd, fields}, on.stream);
+  const auto device = call.input.device();
+  auto spec = inputs.spec(call);
+  const auto access = inputs.access(call);
+  const OnDevice on(device);
+  const auto& kernel = find_kernel({device, spec, access}, on.stream);
 
   RowNormBwdArgs args = inputs.args(call);
   if (wants_dx) args.dx = dx.data_ptr();
@@ -148,7 +147,8 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const int64_t grid = kernel.grid(rows);
   if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, on.stream, &args);
 
-  const auto* split = kernel.splits_weight ? &find_kernel({device, Kernel::kRowNormBwdWeight, fields}, on.stream) : nullptr;
+  spec.direction = Direction::kBackwardWeight;
+  const auto* split = kernel.splits_weight ? &find_kernel({device, spec, access}, on.stream) : nullptr;
   const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =

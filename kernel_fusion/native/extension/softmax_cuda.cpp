@@ -1,10 +1,10 @@
-// Softmax on CUDA: arguments -> request -> launch.
+// Softmax on CUDA: arguments -> key -> launch.
 #include <algorithm>
 #include <bit>
 
 #include "backends.h"
+#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/requests.h"
 #include "cuda/vectors.h"
 #include "shared/softmax_args.h"
 
@@ -24,8 +24,8 @@ void check_softmax_cols(int64_t cols) {
                  "; the backend 'eager' computes longer ones");
 }
 
-int32_t row_alignment(const Rows& rows, int64_t vec) {
-  return std::min<int32_t>(rows.alignment, static_cast<int32_t>(vec * size_of(rows.tensor.scalar_type())));
+RowAccess row_access(const Rows& rows, int64_t vec) {
+  return {std::min(rows.alignment, static_cast<int>(vec * size_of(rows.tensor.scalar_type()))), rows.strided};
 }
 
 }  // namespace
@@ -36,24 +36,16 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   const bool masked = call.mask.defined(), repeats = masked && call.mask.stride(-1) == 0;
   const Rows mask = masked ? Rows(repeats ? call.mask.narrow(-1, 0, 1) : call.mask, 1) : x;
   const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.x.scalar_type()));
-  SoftmaxFields fields{};
-  fields.x = dtype_code(call.x.scalar_type());
-  fields.mask = -1;
-  fields.causal = call.causal;
-  fields.vec = static_cast<int32_t>(vec);
-  fields.capacity = softmax_capacity(x.cols / vec);
+  SoftmaxSpec spec{.x = cpu_dtype(call.x.scalar_type()), .causal = call.causal};
+  SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
   if (masked) {
-    const bool boolean = mask.tensor.scalar_type() == at::kBool;
-    fields.mask = boolean ? SoftmaxFields::kBooleanMask : dtype_code(mask.tensor.scalar_type());
-    fields.strided_mask = mask.strided;
+    spec.mask = mask.tensor.scalar_type() == at::kBool ? Dtype::kBool : cpu_dtype(mask.tensor.scalar_type());
+    access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);
+    access.mask_repeats = repeats;
   }
-  fields.mask_repeats = repeats;
-  fields.strided_x = x.strided;
-  fields.align_x = row_alignment(x, vec);
-  fields.align_mask = masked && !repeats ? row_alignment(mask, vec) : 16;
   const auto device = call.x.device();
   const OnDevice on(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmax, fields}, on.stream);
+  const auto& kernel = find_kernel({device, spec, access}, on.stream);
   const SoftmaxArgs args{x.data(), masked ? mask.data() : nullptr, y.data_ptr(), x.rows, x.cols,
                          call.causal ? call.x.size(-2) : 1, x.layout, mask.layout, call.scale};
   launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
@@ -64,12 +56,12 @@ void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
   const Rows dy_rows(dy, 1), y_rows(y, 1);
   check_softmax_cols(y_rows.cols);
   const int64_t vec = dividing_power(y_rows.cols, kVectorBytes / size_of(y.scalar_type()));
-  const SoftmaxBwdFields fields{dtype_code(dy.scalar_type()), dtype_code(y.scalar_type()), dtype_code(dx.scalar_type()),
-                                call.leaves_out, static_cast<int32_t>(vec), softmax_capacity(y_rows.cols / vec), dy_rows.strided,
-                                y_rows.strided, row_alignment(dy_rows, vec), row_alignment(y_rows, vec)};
+  const SoftmaxBwdSpec spec{cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()), cpu_dtype(dx.scalar_type()), call.leaves_out};
+  const SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(y_rows.cols / vec), row_access(y_rows, vec),
+                             row_access(dy_rows, vec)};
   const auto device = y.device();
   const OnDevice on(device);
-  const auto& kernel = find_kernel({device.index(), Kernel::kSoftmaxBwd, fields}, on.stream);
+  const auto& kernel = find_kernel({device, spec, access}, on.stream);
   const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(), dx.data_ptr(), y_rows.rows, y_rows.cols, dy_rows.layout,
                             y_rows.layout, call.scale};
   launch(kernel, kernel.grid(y_rows.rows), 1, on.stream, &args);

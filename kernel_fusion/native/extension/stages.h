@@ -9,6 +9,7 @@
 
 #include "shared/activations.h"
 #include "shared/inline.h"
+#include "shared/names.h"
 
 namespace kf {
 
@@ -16,6 +17,7 @@ namespace kf {
 
 #define KF_NAME(name) #name,
 inline constexpr std::string_view kActivationNames[] = {KF_ACTIVATIONS(KF_NAME)};
+inline constexpr std::string_view kCombineNames[] = {KF_COMBINES(KF_NAME)};
 #undef KF_NAME
 
 // -1 where there is no such activation.
@@ -55,9 +57,6 @@ struct Dropout {
 
 // ---- Chains and reductions -------------------------------------------------------------------------------------------------
 
-enum class Combine : int32_t { kFirst, kAdd, kMul, kGate };  // act(a), act(a + b), act(a * b), act(a) * b
-inline constexpr std::string_view kCombineNames[] = {"first", "add", "mul", "gate"};
-
 inline std::optional<Combine> combine_of(std::string_view name) {
   int32_t code = 0;
   for (const auto known : kCombineNames) {
@@ -77,7 +76,5 @@ struct Chain {
   // Forward writes them, backward (of kFirst) reads them in place of a; null: neither. Of the CUDA kernels alone.
   uint8_t* bits = nullptr;
 };
-
-enum class Map : int32_t { kSquare, kAbs, kNone };
 
 }  // namespace kf

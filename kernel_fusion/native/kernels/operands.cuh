@@ -4,19 +4,11 @@
 // and need no arithmetic. For the others the number is taken apart into coordinates, by one multiplication for each dimension.
 #pragma once
 
+#include "shared/names.h"
 #include "shared/pointwise_args.h"
 #include "vectors.cuh"
 
 namespace kf {
-
-// How an operand meets a vector of the iteration. The middle three want every row (innermost dimension) to be whole vectors.
-enum Mode : int {
-  kLinear,     // the operand lies in the order of the iteration
-  kVector,     // its rows are contiguous
-  kBroadcast,  // the rows repeat one element
-  kStrided,    // the rows have a stride
-  kGather      // each element is looked up
-};
 
 struct Offsets {
   unsigned of[PointwiseArgs::kOperands];
@@ -38,23 +30,23 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments. S is the generated plan; of it are used kVec and kDims.
-template <class S, class T, int kMode, int kAlign, int kSlot> struct Operand {
+// Operand kSlot of the arguments; core/spec.py says what the modes are. S is the generated plan; of it are used kVec and kDims.
+template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;
-  static constexpr bool kContiguous = kMode == kLinear || kMode == kVector;
+  static constexpr bool kContiguous = kMode == Mode::kLinear || kMode == Mode::kVector;
 
   // Where element i lies.
   static __device__ i64 offset(const PointwiseArgs& args, i64 i) {
-    if constexpr (kMode == kLinear) return i;
+    if constexpr (kMode == Mode::kLinear) return i;
     return offsets_of<S::kDims>(args, static_cast<unsigned>(i)).of[kSlot];
   }
 
   // Where element i + e lies, if `first` is where i does and both belong to one vector.
   static __device__ i64 offset_within(const PointwiseArgs& args, i64 i, i64 first, int e) {
     if constexpr (kContiguous) return first + e;
-    if constexpr (kMode == kBroadcast) return first;
-    if constexpr (kMode == kStrided) return first + e * args.stride[0][kSlot];
+    if constexpr (kMode == Mode::kBroadcast) return first;
+    if constexpr (kMode == Mode::kStrided) return first + e * args.stride[0][kSlot];
     return offset(args, i + e);
   }
 
@@ -65,7 +57,7 @@ template <class S, class T, int kMode, int kAlign, int kSlot> struct Operand {
     Vector pack{};
     if (count == kVec) {
       if constexpr (kContiguous) return kf::load<kAlign, kVec>(p + first);
-      if constexpr (kMode == kBroadcast) {
+      if constexpr (kMode == Mode::kBroadcast) {
         const T v = p[first];
 #pragma unroll
         for (int e = 0; e < kVec; ++e) pack.v[e] = v;
@@ -91,7 +83,7 @@ template <class S, class T, int kMode, int kAlign, int kSlot> struct Operand {
 };
 
 // One that is a bit to each element of the iteration.
-template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
+template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
   using Vector = Pack<b1, S::kVec>;
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int) {
     return load_at<b1, kAlign, S::kVec>(args.data[kSlot], i);
@@ -102,7 +94,7 @@ template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode
 };
 
 // An operand that is not there.
-template <class S, int kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
+template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
   struct Vector {};
   static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }
 };

@@ -10,11 +10,6 @@
 
 namespace kf {
 
-enum Combine : int { kFirst, kAdd, kMul, kGate };
-
-// Where the positions of a vector's elements are: neighbours, of which the first is a multiple of the vector, or anywhere.
-enum Dropout : int { kNoDropout, kAligned, kAnywhere };
-
 // S is the generated plan, and Result the type that the arithmetic may be rounded to.
 template <class S, class Result> struct Chain {
   using A = typename S::Acc;
@@ -26,24 +21,25 @@ template <class S, class Result> struct Chain {
   Dropper dropper;
 
   template <class Args> __device__ explicit Chain(const Args& args) : scale(static_cast<A>(args.scale)) {
-    if constexpr (S::kDropout != kNoDropout) dropper = Dropper(args.seed, args.dropout_last);
+    if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e.
+  // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e; aligned ones are neighbours, of
+  // which the first is a multiple of the vector.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;
-    if constexpr (S::kDropout == kAligned) dropper.drop_neighbours(position(0), v);
-    if constexpr (S::kDropout == kAnywhere) {
+    if constexpr (S::kDropout && S::kAlignedPositions) dropper.drop_neighbours(position(0), v);
+    if constexpr (S::kDropout && !S::kAlignedPositions) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = dropper.drop(position(e), v[e]);
     }
   }
 
   __device__ static A value(A a, A b) {
-    if constexpr (S::kCombine == kAdd) return Act::template value<M>(a + b);
-    if constexpr (S::kCombine == kMul) return Act::template value<M>(a * b);
-    if constexpr (S::kCombine == kGate) return Act::template value<M>(a) * b;
+    if constexpr (S::kCombine == Combine::kAdd) return Act::template value<M>(a + b);
+    if constexpr (S::kCombine == Combine::kMul) return Act::template value<M>(a * b);
+    if constexpr (S::kCombine == Combine::kGate) return Act::template value<M>(a) * b;
     return Act::template value<M>(a);
   }
 
@@ -54,7 +50,7 @@ template <class S, class Result> struct Chain {
     Pack<b1, kVec> pack{0};
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      const A slope = Act::template slope<M>(S::kCombine == kAdd ? a[e] + b[e] : a[e]);
+      const A slope = Act::template slope<M>(S::kCombine == Combine::kAdd ? a[e] + b[e] : a[e]);
       pack.v |= static_cast<unsigned>(slope == Act::template slope<M>(A(1))) << e;
     }
     return pack;
@@ -62,15 +58,15 @@ template <class S, class Result> struct Chain {
 
   // Of g, the gradient of f: those of a and b.
   __device__ static void gradients(A g, A a, A b, A& da, A& db) {
-    if constexpr (S::kCombine == kGate) {
+    if constexpr (S::kCombine == Combine::kGate) {
       da = act::times_slope<Act, M>(g * b, a);
       db = g * Act::template value<M>(a);
-    } else if constexpr (S::kCombine == kMul) {
+    } else if constexpr (S::kCombine == Combine::kMul) {
       const A inner = act::times_slope<Act, M>(g, a * b);
       da = inner * b;
       db = inner * a;
     } else {
-      da = act::times_slope<Act, M>(g, S::kCombine == kAdd ? a + b : a);
+      da = act::times_slope<Act, M>(g, S::kCombine == Combine::kAdd ? a + b : a);
       db = da;
     }
   }

@@ -1,22 +1,21 @@
 // What a reduction sums up: squares, absolute values, or the elements themselves.
 #pragma once
 
+#include "shared/names.h"
 #include "vectors.cuh"
 
 namespace kf {
 
-enum Map : int { kSquare, kAbs, kNone };
-
 __device__ inline float magnitude(float v) { return fabsf(v); }
 __device__ inline double magnitude(double v) { return fabs(v); }
 
-template <int kMap, class A> __device__ A add_mapped(A sum, A v) {
-  if constexpr (kMap == kSquare) return fused(v, v, sum);
-  if constexpr (kMap == kAbs) return sum + magnitude(v);
+template <Map kMap, class A> __device__ A add_mapped(A sum, A v) {
+  if constexpr (kMap == Map::kSquare) return fused(v, v, sum);
+  if constexpr (kMap == Map::kAbs) return sum + magnitude(v);
   return sum + v;
 }
 
-template <int kMap, class A, class T, int kVec> __device__ void add_mapped(A (&sums)[kVec], const Pack<T, kVec>& pack) {
+template <Map kMap, class A, class T, int kVec> __device__ void add_mapped(A (&sums)[kVec], const Pack<T, kVec>& pack) {
   A v[kVec];
   widen_pack(pack, v);
 #pragma unroll

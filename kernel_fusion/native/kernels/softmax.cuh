@@ -14,16 +14,16 @@
 
 namespace kf {
 
-enum Mask : int { kNoMask, kBoolean, kAdditive };
-
 // The logits of one row. S is the generated plan.
 template <class S> struct Logits {
   using A = typename S::Acc;
   using X = typename S::X;
   using MaskType = typename S::MaskType;
   static constexpr int kVec = S::kVec;
-  static constexpr bool kMasked = S::kMask != kNoMask || S::kCausal;
-  static constexpr bool kLeavesOut = S::kMask == kBoolean || S::kCausal;
+  static constexpr bool kBoolean = kPresent<MaskType> && sizeof(MaskType) == sizeof(b8);
+  static constexpr bool kAdditive = kPresent<MaskType> && !kBoolean;
+  static constexpr bool kMasked = kPresent<MaskType> || S::kCausal;
+  static constexpr bool kLeavesOut = kBoolean || S::kCausal;
   struct Loaded {
     Pack<X, kVec> x;
     Pack<MaskType, kVec> mask;
@@ -38,7 +38,7 @@ template <class S> struct Logits {
       : x(static_cast<const X*>(args.x) + offset_of_row<S::kStridedX>(args.x_rows, row)),
         kept(static_cast<int>(args.cols)),
         scale(static_cast<A>(args.scale)) {
-    if constexpr (S::kMask != kNoMask)
+    if constexpr (kPresent<MaskType>)
       mask = static_cast<const MaskType*>(args.mask) + offset_of_row<S::kStridedMask>(args.mask_rows, row);
     if constexpr (S::kCausal) {
       const i64 place = row <= 0xffffffffll ? static_cast<unsigned>(row) % static_cast<unsigned>(args.causal_rows)
@@ -51,8 +51,8 @@ template <class S> struct Logits {
   __device__ Loaded load(int col) const {
     Loaded loaded;
     loaded.x = kf::load<S::kAlignX, kVec>(x + col);
-    if constexpr (S::kMask != kNoMask) {
-      constexpr bool kWhole = S::kMask == kAdditive || (kVec > 1 && S::kAlignMask >= kVec);  // booleans come in one piece
+    if constexpr (kPresent<MaskType>) {
+      constexpr bool kWhole = kAdditive || (kVec > 1 && S::kAlignMask >= kVec);  // booleans come in one piece
       if constexpr (!S::kMaskRepeats && kWhole) {
         loaded.mask = kf::load<S::kAlignMask, kVec>(mask + col);
       } else {
@@ -67,7 +67,7 @@ template <class S> struct Logits {
     widen_pack(loaded.x, l);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) l[e] = product(l[e], scale);
-    if constexpr (S::kMask == kAdditive) {
+    if constexpr (kAdditive) {
       A added[kVec];
       widen_pack(loaded.mask, added);
 #pragma unroll
@@ -75,7 +75,7 @@ template <class S> struct Logits {
     }
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
-      if constexpr (S::kMask == kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : left_out(A(0));
+      if constexpr (kBoolean) l[e] = loaded.mask.v[e].bits ? l[e] : left_out(A(0));
       if constexpr (S::kCausal) l[e] = col + e < kept ? l[e] : left_out(A(0));
     }
   }

@@ -11,16 +11,12 @@
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
 //   where_ge, where_eq                       the same of >= and ==
 //
-// Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. Names and order are those of
-// core/activations.py, where the definitions stand; tests compare the lists, and every formula with float64.
+// Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. The names are those of
+// core/activations.py, where the definitions stand; tests compare every formula with float64.
 #pragma once
 
 #include "shared/inline.h"
-
-// The names in the order of their codes.
-#define KF_ACTIVATIONS(X) \
-  X(identity) X(sign) X(from_tanh) X(from_sigmoid) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) X(quick_gelu) \
-  X(silu) X(tanh) X(sigmoid) X(mish) X(softplus) X(hardswish) X(elu)
+#include "shared/names.h"
 
 namespace kf::act {
 

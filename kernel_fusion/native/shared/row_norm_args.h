@@ -1,5 +1,5 @@
-// The arguments of the row-norm kernels: written by the host, read by the device. Plain data, no headers, so that
-// NVRTC and the C++ compiler both read this file, and the Python launcher mirrors it field by field (a test compares).
+// The arguments of the row-norm kernels: written by the host, read by the device. Plain data, no headers, so that NVRTC and the
+// C++ compiler both read this file; the Python launcher (backends/cuda/python_launch.py) takes the structs from it, too.
 #pragma once
 
 namespace kf {

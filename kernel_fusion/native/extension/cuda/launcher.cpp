@@ -16,33 +16,33 @@
 namespace kf {
 namespace {
 
-// What the planner answers; mirrored in planner.py. The pointers stay valid for the life of the process.
+// What the planner answers. The pointers stay valid for the life of the process.
 struct KernelPlan {
-  const char* error;  // null: success
-  const void* image;  // machine code
-  const char* name;
-  int32_t threads, shared_bytes, cluster, per_block, least_per_block, splits_weight, persistent, chained;
+  const char* error = nullptr;  // null: success
+  const char* image = nullptr;  // machine code
+  const char* name = nullptr;
+  Launch launch;
 };
 
-using Planner = void (*)(const KernelRequest*, KernelPlan*);
+using Planner = void (*)(const int* key, const char** error, const char** image, const char** name, Launch* launch);
 std::atomic<Planner> planner{nullptr};
 std::atomic<uint64_t> able_devices{0};  // a bit for each device that the kernels can run on
 
 struct Hash {
-  size_t operator()(const KernelRequest& r) const {
-    static_assert(std::has_unique_object_representations_v<KernelRequest>);
-    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&r), sizeof r});
+  size_t operator()(const KernelKey& key) const {
+    static_assert(std::has_unique_object_representations_v<KernelKey>);
+    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&key), sizeof key});
   }
 };
 
-using Table = std::unordered_map<KernelRequest, std::unique_ptr<LoadedKernel>, Hash>;
+using Table = std::unordered_map<KernelKey, std::unique_ptr<LoadedKernel>, Hash>;
 std::shared_mutex table_mutex;
 Table table;
 
 // The last kernels that this thread used: most callers alternate between a few, and this look-up takes no lock.
 struct Recent {
   static constexpr int kSize = 16;
-  KernelRequest request[kSize];
+  KernelKey key[kSize];
   const LoadedKernel* kernel[kSize] = {};
 };
 thread_local Recent recent;
@@ -80,11 +80,11 @@ driver::Stream stream_of(c10::Device device) {
 }
 
 // The attributes of a launch; the configuration points to them.
-struct Launch {
+struct Configuration {
   driver::LaunchAttribute attributes[2] = {};
   driver::LaunchConfig config;
 
-  Launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream)
+  Configuration(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream)
       : config{static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
                static_cast<unsigned>(kernel.threads), 1, 1,
                static_cast<unsigned>(kernel.shared_bytes), stream, attributes, 0} {
@@ -93,13 +93,13 @@ struct Launch {
       attribute.id = driver::kAttributeClusterDimension;
       attribute.value.cluster = {static_cast<unsigned>(kernel.cluster), 1, 1};
     }
-    if (kernel.chained) {
+    if (kernel.dependent) {
       auto& attribute = attributes[config.num_attributes++];
       attribute.id = driver::kAttributeProgrammaticStreamSerialization;
       attribute.value.flag = 1;
     }
   }
-  Launch(const Launch&) = delete;
+  Configuration(const Configuration&) = delete;
 };
 
 int count_multiprocessors(int ordinal) {
@@ -117,9 +117,9 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
   const auto& cu = driver::api();
   int count = 0;
   if (kernel.cluster > 1) {
-    Launch launch(kernel, kernel.cluster, 1, nullptr);
-    launch.config.num_attributes = 1;  // the cluster's
-    driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &launch.config), "cuOccupancyMaxActiveClusters");
+    Configuration alone(kernel, kernel.cluster, 1, nullptr);
+    alone.config.num_attributes = 1;  // the cluster's
+    driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &alone.config), "cuOccupancyMaxActiveClusters");
     if (count == 0)
       driver::fail("this device has no room for a cluster of " + std::to_string(kernel.cluster) + " blocks, which rows of this "
                    "length need; the backend 'eager' computes them");
@@ -130,30 +130,22 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
   return std::max(1, count * count_multiprocessors(ordinal));
 }
 
-std::unique_ptr<LoadedKernel> load(const KernelRequest& request, const KernelPlan& plan) {
+std::unique_ptr<LoadedKernel> load(int device, const KernelPlan& plan) {
   const auto& cu = driver::api();
   driver::Library library;
   driver::Kernel kernel;
-  auto loaded = std::make_unique<LoadedKernel>();
+  auto loaded = std::make_unique<LoadedKernel>(LoadedKernel{plan.launch});
   driver::check(cu.cuLibraryLoadData(&library, plan.image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
   driver::check(cu.cuLibraryGetKernel(&kernel, library, plan.name), "cuLibraryGetKernel");
   driver::check(cu.cuKernelGetFunction(&loaded->function, kernel), "cuKernelGetFunction");
   // Lazy loading would otherwise load at the first launch, which a graph capture forbids.
   driver::check(cu.cuFuncLoad(loaded->function), "cuFuncLoad");
-  if (plan.shared_bytes > 0)
-    driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, plan.shared_bytes),
+  if (loaded->shared_bytes > 0)
+    driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, loaded->shared_bytes),
                   "cuFuncSetAttribute");
-  if (plan.cluster > 8)
+  if (loaded->cluster > 8)
     driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionNonPortableClusterSize, 1), "cuFuncSetAttribute");
-  loaded->threads = plan.threads;
-  loaded->shared_bytes = plan.shared_bytes;
-  loaded->cluster = plan.cluster;
-  loaded->per_block = plan.per_block;
-  loaded->least_per_block = plan.least_per_block;
-  loaded->splits_weight = plan.splits_weight != 0;
-  loaded->persistent = plan.persistent != 0;
-  loaded->chained = plan.chained != 0;
-  loaded->max_blocks = max_blocks(*loaded, request.device);
+  loaded->max_blocks = max_blocks(*loaded, device);
   return loaded;
 }
 
@@ -164,19 +156,19 @@ struct RelaxedCapture {
   ~RelaxedCapture() { driver::api().cuThreadExchangeStreamCaptureMode(&mode); }
 };
 
-const LoadedKernel& plan_and_load(const KernelRequest& request, driver::Stream stream) {
+const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
   int capturing = driver::kCaptureStatusNone;
   driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
   if (capturing != driver::kCaptureStatusNone)
     driver::fail("the first use of a kernel fell inside a CUDA graph capture, which cannot load code. Run the same call, forward "
                  "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
-  KernelPlan plan{};
-  planner.load()(&request, &plan);  // may compile; no lock of ours is held, since it takes Python's
+  KernelPlan plan;
+  planner.load()(key.numbers, &plan.error, &plan.image, &plan.name, &plan.launch);  // may compile; no lock of ours is held, since it takes Python's
   if (plan.error) driver::fail(plan.error);
   const RelaxedCapture relaxed;
-  auto loaded = load(request, plan);
+  auto loaded = load(key.device(), plan);
   const std::unique_lock lock(table_mutex);
-  return *table.try_emplace(request, std::move(loaded)).first->second;  // another thread's, if it was first
+  return *table.try_emplace(key, std::move(loaded)).first->second;  // another thread's, if it was first
 }
 
 }  // namespace
@@ -195,30 +187,30 @@ int multiprocessors(c10::Device device) {
   return known[ordinal];
 }
 
-const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream stream) {
+const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream) {
   const auto now = generation.load(std::memory_order_acquire);
   if (recent_generation != now) {
     recent = Recent();
     recent_generation = now;
   }
-  const auto place = Hash()(request) % Recent::kSize;
-  if (recent.kernel[place] && recent.request[place] == request) return *recent.kernel[place];
+  const auto place = Hash()(key) % Recent::kSize;
+  if (recent.kernel[place] && recent.key[place] == key) return *recent.kernel[place];
   const LoadedKernel* found = nullptr;
   {
     const std::shared_lock lock(table_mutex);
-    const auto it = table.find(request);
+    const auto it = table.find(key);
     if (it != table.end()) found = it->second.get();
   }
-  if (!found) found = &plan_and_load(request, stream);
-  recent.request[place] = request;
+  if (!found) found = &plan_and_load(key, stream);
+  recent.key[place] = key;
   recent.kernel[place] = found;
   return *found;
 }
 
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
-  const Launch launch(kernel, grid_x, grid_y, stream);
+  const Configuration configuration(kernel, grid_x, grid_y, stream);
   void* parameters[] = {const_cast<void*>(args)};
-  driver::check(driver::api().cuLaunchKernelEx(&launch.config, kernel.function, parameters, nullptr), "launching a kernel");
+  driver::check(driver::api().cuLaunchKernelEx(&configuration.config, kernel.function, parameters, nullptr), "launching a kernel");
   count(Counter::kCudaLaunch);
 }
 

@@ -1,4 +1,4 @@
-// Finds and launches compiled kernels. It knows no kernel: a request is a row of numbers that Python's planner
+// Finds and launches compiled kernels. It knows no kernel: a key is a row of numbers that Python's planner
 // (backends/cuda/planner.py) understands, and a plan is what the planner answers.
 #pragma once
 
@@ -10,36 +10,29 @@
 #include <cstring>
 
 #include "cuda/driver.h"
+#include "cuda/specs.h"
 
 namespace kf {
 
-// The kernels, by the numbers that planner.py knows them by.
-enum class Kernel : int32_t {
-  kRowNormFwd, kRowNormBwd, kRowNormBwdWeight, kSumPartials, kPointwise, kPointwiseBwd, kReduce, kSoftmax, kSoftmaxBwd
-};
+// What a kernel is compiled for, in the numbers that the planner reads: the device, the kernel's number, the fields of its spec
+// and access, zeros.
+struct KernelKey {
+  int numbers[2 + kKeyFields] = {};
 
-// What a kernel is compiled for; the planner's key. The fields are those of the kernel's own struct in requests.h, followed
-// by zeros; planner.py mirrors them.
-struct KernelRequest {
-  int32_t device = 0;
-  Kernel kernel{};
-  int32_t fields[22] = {};
-
-  KernelRequest() = default;
-  template <class Fields> KernelRequest(int device, Kernel kernel, const Fields& own) : device(device), kernel(kernel) {
-    static_assert(sizeof own <= sizeof fields && sizeof own % sizeof(int32_t) == 0);
-    std::memcpy(fields, &own, sizeof own);
+  KernelKey() = default;
+  template <class S, class A> KernelKey(c10::Device device, const S& spec, const A& access)
+      : numbers{device.index(), S::kKernel} {
+    static_assert(sizeof spec + sizeof access <= kKeyFields * sizeof(int));
+    std::memcpy(numbers + 2, &spec, sizeof spec);
+    std::memcpy(numbers + 2 + sizeof spec / sizeof(int), &access, sizeof access);
   }
-  bool operator==(const KernelRequest&) const = default;
+  int device() const { return numbers[0]; }
+  bool operator==(const KernelKey&) const = default;
 };
 
 // A kernel ready to be launched on one device.
-struct LoadedKernel {
+struct LoadedKernel : Launch {
   driver::Function function;
-  int threads, shared_bytes, cluster;
-  int per_block, least_per_block;  // rows, or columns where a kernel works on columns: at most, and if few fill the device
-  bool splits_weight, persistent;
-  bool chained;    // launched before the kernel before it has ended; it waits by itself
   int max_blocks;  // that run at once on the whole device
 
   // Blocks for so many rows (or columns).
@@ -61,9 +54,9 @@ struct OnDevice {
 // How many multiprocessors the device has; the driver is asked once per thread.
 int multiprocessors(c10::Device device);
 
-// The kernel for a request: a look-up, or on first use a call to the planner. Throws under graph capture if it would
+// The kernel for a key: a look-up, or on first use a call to the planner. Throws under graph capture if it would
 // have to load.
-const LoadedKernel& find_kernel(const KernelRequest& request, driver::Stream stream);
+const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream);
 
 // Launches on `grid_x` blocks (a multiple of the cluster) times `grid_y`; `args` is the kernel's only parameter.
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args);

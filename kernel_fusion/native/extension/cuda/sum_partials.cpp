@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "cuda/requests.h"
+#include "cpu/dtype.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -12,10 +12,9 @@ PartialRows::PartialRows(const at::Tensor& like, int64_t count, int64_t cols)
       tensor(at::empty({2, count, pitch}, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {}
 
 void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream) {
-  const auto type = [](const at::Tensor* t) { return t ? dtype_code(t->scalar_type()) : -1; };
-  const SumPartialsFields fields{static_cast<int32_t>(partials.cols), dtype_code(partials.tensor.scalar_type()), type(first),
-                                 type(second)};
-  const auto& kernel = find_kernel({partials.tensor.device().index(), Kernel::kSumPartials, fields}, stream);
+  const auto type = [](const at::Tensor* t) { return t ? cpu_dtype(t->scalar_type()) : Dtype::kAbsent; };
+  const SumPartialsSpec spec{static_cast<int>(partials.cols), cpu_dtype(partials.tensor.scalar_type()), type(first), type(second)};
+  const auto& kernel = find_kernel({partials.tensor.device(), spec, Access{}}, stream);
   const SumPartialsArgs args{{partials.data(0), partials.data(1)},
                              {first ? first->data_ptr() : nullptr, second ? second->data_ptr() : nullptr},
                              partials.count, partials.pitch};

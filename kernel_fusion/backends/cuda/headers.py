@@ -1,0 +1,113 @@
+"""The C++ half of the fields, as two headers: names for host and device, and the structs that the host fills.
+
+`python -m kernel_fusion.backends.cuda.headers` writes them. They are kept in git, and a test compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from kernel_fusion.backends.cuda import reduce
+from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.planner import KERNELS
+from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
+from kernel_fusion.core.spec import PointwiseSpec
+
+_NATIVE = Path(__file__).parents[2] / "native"
+_FRAME = """// {about}
+// Written by `python -m kernel_fusion.backends.cuda.headers`.
+#pragma once
+
+{includes}namespace kf {{
+
+{body}
+}}  // namespace kf
+"""
+
+
+def _inner(kind: Any) -> Any:
+    return kind.kind if isinstance(kind, Several) else kind
+
+
+def _structs(owner: Any) -> Iterator[Any]:
+    """A dataclass after those that it has as fields."""
+    for kind in map(_inner, kinds(owner).values()):
+        if is_struct(kind):
+            yield from _structs(kind)
+    yield owner
+
+
+def _struct(owner: Any, number: int | None) -> str:
+    lines = [f"struct {owner.__name__} {{"]
+    lines += [] if number is None else [f"  static constexpr int kKernel = {number};"]
+    for of_type, fields in groupby(dataclasses.fields(owner), lambda field: _type(kinds(owner)[field.name])):
+        members = ", ".join(_member(field, kinds(owner)[field.name]) for field in fields)
+        lines += wrap(f"{of_type} {members};", 128, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join([*lines, "};\n"])
+
+
+def _type(kind: Any) -> str:
+    inner = _inner(kind)
+    name = inner.cpp if isinstance(inner, Names) else inner.__name__ if is_struct(inner) else None
+    return name or "int"
+
+
+def _member(field: Any, kind: Any) -> str:
+    several = f"[{kind.length}]" if isinstance(kind, Several) else ""
+    return f"{field.name}{several}{_initializer(field.default, kind)}"
+
+
+def _initializer(default: Any, kind: Any) -> str:
+    if default is dataclasses.MISSING:
+        return ""
+    if is_struct(_inner(kind)):
+        return " = {}"
+    if isinstance(kind, Several):
+        return f" = {{{', '.join(literal(kind.kind, each) for each in default)}}}"
+    return f" = {literal(kind, default)}"
+
+
+def _enumeration(names: Names) -> str:
+    known = [*([None] if names.optional else []), *names.names]
+    enumerators = [f"{names.enumerator(name)} = {names.code(name)}" for name in known]
+    return f"enum class {names.cpp} : int {{ {', '.join(enumerators)} }};\n"
+
+
+def _list(name: str, of: tuple[str, ...]) -> str:
+    return " \\\n  ".join([f"#define {name}(X)", *wrap(" ".join(f"X({each})" for each in of), 120)]) + "\n\n"
+
+
+def texts() -> dict[Path, str]:
+    """The headers, by their paths."""
+    numbers = {spec: number for number, spec in enumerate(KERNELS)}
+    keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
+    structs = [*dict.fromkeys(each for owners in keys for each in owners), Launch]
+    fields = [kind for owner in structs for kind in map(_inner, kinds(owner).values())]
+    enumerations = dict.fromkeys([COUNTERS, *(kind for kind in fields if isinstance(kind, Names) and kind.cpp)])
+    lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}
+    longest = max(count(spec) + count(kernel.access) for spec, kernel in KERNELS.items())
+    constants = {"KeyFields": longest, "ColumnThreads": reduce.COLUMN_THREADS, "ColumnBlocks": reduce.COLUMN_BLOCKS}
+    names = _FRAME.format(
+        about="The names that fields have (core/spec.py), and lists of names in the order of their codes.",
+        includes="".join(_list(name, of) for name, of in lists.items()),
+        body="".join(map(_enumeration, enumerations)),
+    )
+    specs = _FRAME.format(
+        about="Specs, accesses and launches: core/spec.py and backends/cuda/launch.py say what their fields are.",
+        includes='#include "shared/names.h"\n\n',
+        body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs)
+        + "".join(f"\ninline constexpr int {constant(name)} = {value};" for name, value in constants.items())
+        + "\n",
+    )
+    return {_NATIVE / "shared" / "names.h": names, _NATIVE / "extension" / "cuda" / "specs.h": specs}
+
+
+if __name__ == "__main__":
+    for path, text in texts().items():
+        path.write_text(text)

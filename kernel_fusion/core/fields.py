@@ -1,0 +1,123 @@
+"""Fields: dataclasses that cross to C++ as rows of integers.
+
+The annotations of such a dataclass are the only description of it: a field is a number, a flag, one of `Names`, several
+of these in a tuple, or such a dataclass again. `numbers` and `read` convert, and backends/cuda/headers.py writes the
+structs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+
+class Names(NamedTuple):
+    """An enumeration; the position of a name is its code.
+
+    Attributes:
+        cpp: what it is called in C++; None for one that is codes there.
+        names: in the order of their codes.
+        enumerators: their names in C++, where they differ.
+        optional: whether there is a code, -1, for None.
+    """
+
+    cpp: str | None
+    names: tuple[str, ...]
+    enumerators: tuple[str, ...] = ()
+    optional: bool = False
+
+    def code(self, name: str | None) -> int:
+        """The code of a name."""
+        return -1 if name is None else self.names.index(name)
+
+    def name(self, code: int) -> str | None:
+        """The name of a code."""
+        return None if code < 0 else self.names[code]
+
+    def enumerator(self, name: str | None) -> str:
+        """ "kFromTanh" for "from_tanh"."""
+        if name is None:
+            return "kAbsent"
+        return constant(self.enumerators[self.code(name)] if self.enumerators else name)
+
+    def literal(self, name: str | None) -> str:
+        """What C++ writes for a name."""
+        return f"{self.cpp}::{self.enumerator(name)}" if self.cpp else str(self.code(name))
+
+
+# How often each kind of kernel ran, as the extension counts.
+COUNTERS = Names("Counter", ("cpu_forward", "cpu_backward", "cuda_launch"))
+
+
+class Several(NamedTuple):
+    """So many fields of one kind: `Annotated[tuple[int, ...], Several(int, 5)]`, or `tuple[int, int]`."""
+
+    kind: Any
+    length: int
+
+
+def is_struct(kind: Any) -> bool:
+    """Whether a kind is a dataclass, in C++ a struct."""
+    return dataclasses.is_dataclass(kind)
+
+
+def constant(name: str) -> str:
+    """ "kAlignedPositions" for "aligned_positions"."""
+    return "k" + "".join(word[0].upper() + word[1:] for word in name.split("_"))
+
+
+@cache
+def kinds(owner: type) -> dict[str, Any]:
+    """The fields of a dataclass, in order; the kind of each is int, bool, `Names`, `Several`, or a dataclass."""
+    hints = get_type_hints(owner, include_extras=True)
+    return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(owner)}
+
+
+def _kind(hint: Any) -> Any:
+    if hint in (int, bool) or is_struct(hint):
+        return hint
+    if marks := getattr(hint, "__metadata__", None):
+        return marks[0]
+    args = get_args(hint)
+    if NoneType in args:
+        return _kind(args[0])
+    return Several(_kind(args[0]), len(args)) if args else hint
+
+
+def numbers(kind: Any, value: Any) -> list[int]:
+    """A value of a kind as integers; of a dataclass the fields that `kind` has, which may be a base of its class."""
+    if is_struct(kind):
+        return [n for name, each in kinds(kind).items() for n in numbers(each, getattr(value, name))]
+    if isinstance(kind, Several):
+        return [n for each in value for n in numbers(kind.kind, each)]
+    return [kind.code(value) if isinstance(kind, Names) else int(value)]
+
+
+def read(kind: Any, row: Iterator[int]) -> Any:
+    """The value of a kind that the next of these integers stand for."""
+    if is_struct(kind):
+        return kind(**{name: read(each, row) for name, each in kinds(kind).items()})
+    if isinstance(kind, Several):
+        return tuple(read(kind.kind, row) for _ in range(kind.length))
+    return kind.name(next(row)) if isinstance(kind, Names) else kind(next(row))
+
+
+def count(kind: Any) -> int:
+    """How many integers a value of a kind has."""
+    if is_struct(kind):
+        return sum(map(count, kinds(kind).values()))
+    return kind.length * count(kind.kind) if isinstance(kind, Several) else 1
+
+
+def literal(kind: Any, value: Any) -> str:
+    """What C++ writes for a number, a flag or a name."""
+    return kind.literal(value) if isinstance(kind, Names) else str(int(value))
+
+
+def constants(of: Any, *names: str) -> dict[str, str]:
+    """These fields of a dataclass as constants of a kernel: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
+    values = {constant(name): literal(kinds(of.__class__)[name], getattr(of, name)) for name in names}
+    return {name: f"kf::{value}" if "::" in value else value for name, value in values.items()}

@@ -1,0 +1,90 @@
+// Specs, accesses and launches: core/spec.py and backends/cuda/launch.py say what their fields are.
+// Written by `python -m kernel_fusion.backends.cuda.headers`.
+#pragma once
+
+#include "shared/names.h"
+
+namespace kf {
+
+struct RowNormSpec {
+  static constexpr int kKernel = 0;
+  Direction direction;
+  int rms, cols;
+  Dtype x, y, weight = Dtype::kAbsent, bias = Dtype::kAbsent;
+  int offset = 0, grads[3] = {1, 1, 1};
+  Dtype residual = Dtype::kAbsent;
+  int pre_activation = 0, activation = 0, dropout = 0, dh = 0, dresidual = 0;
+};
+
+struct Access {
+  int x = 16, y = 16, weight = 16, dx = 16, strided_x = 0, strided_y = 0, residual = 16, pre_x = 16, strided_residual = 0,
+      strided_pre_x = 0;
+};
+
+struct SumPartialsSpec {
+  static constexpr int kKernel = 1;
+  int cols;
+  Dtype acc, first, second;
+};
+
+struct PointwiseSpec {
+  static constexpr int kKernel = 2;
+  Combine combine;
+  int activation, dropout;
+  Dtype a, b, y = Dtype::kAbsent, dy = Dtype::kAbsent, da = Dtype::kAbsent, db = Dtype::kAbsent;
+  int bits = 0;
+};
+
+struct Operand {
+  Mode mode = Mode::kLinear;
+  int align = 16;
+};
+
+struct PointwiseAccess {
+  int dims = 1, vec = 4;
+  Operand operands[5] = {};
+  int lanes = 0, aligned_positions = 1;
+};
+
+struct ReduceSpec {
+  static constexpr int kKernel = 3;
+  Map map;
+  Dtype input, out, acc;
+};
+
+struct ReduceAccess {
+  int vec, lanes = 0, threads = 0, capacity = 0, contiguous = 1, chunked = 0, nested = 0, align = 16, align_out = 16;
+};
+
+struct SoftmaxSpec {
+  static constexpr int kKernel = 4;
+  Dtype x, mask = Dtype::kAbsent;
+  int causal = 0;
+};
+
+struct RowAccess {
+  int align = 16, strided = 0;
+};
+
+struct SoftmaxAccess {
+  int vec, capacity;
+  RowAccess x = {}, other = {};
+  int mask_repeats = 0;
+};
+
+struct SoftmaxBwdSpec {
+  static constexpr int kKernel = 5;
+  Dtype dy, y, dx;
+  int leaves_out = 0;
+};
+
+struct Launch {
+  int threads = 32, per_block = 1, least_per_block = 0, cluster = 1, shared_bytes = 0, persistent = 0, splits_weight = 0,
+      min_blocks = 1, dependent = 0;
+};
+
+inline constexpr int kKeyFields = 27;
+inline constexpr int kColumnThreads = 256;
+inline constexpr int kColumnBlocks = 4;
+
+}  // namespace kf

@@ -1,0 +1,21 @@
+// The names that fields have (core/spec.py), and lists of names in the order of their codes.
+// Written by `python -m kernel_fusion.backends.cuda.headers`.
+#pragma once
+
+#define KF_ACTIVATIONS(X) \
+  X(identity) X(sign) X(from_tanh) X(from_sigmoid) X(relu) X(relu_squared) X(leaky_relu) X(gelu) X(gelu_tanh) \
+  X(quick_gelu) X(silu) X(tanh) X(sigmoid) X(mish) X(softplus) X(hardswish) X(elu)
+
+#define KF_COMBINES(X) \
+  X(first) X(add) X(mul) X(gate)
+
+namespace kf {
+
+enum class Counter : int { kCpuForward = 0, kCpuBackward = 1, kCudaLaunch = 2 };
+enum class Direction : int { kInference = 0, kForward = 1, kBackward = 2, kBackwardWeight = 3 };
+enum class Dtype : int { kAbsent = -1, kHalf = 0, kBFloat16 = 1, kFloat = 2, kDouble = 3, kBool = 4, kBit = 5 };
+enum class Combine : int { kFirst = 0, kAdd = 1, kMul = 2, kGate = 3 };
+enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, kGather = 4 };
+enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };
+
+}  // namespace kf
