@@ -14,6 +14,7 @@ from typing import Any
 
 from kernel_fusion.backends.cuda import reduce
 from kernel_fusion.backends.cuda.launch import Launch
+from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
@@ -88,7 +89,7 @@ def texts() -> dict[Path, str]:
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
     keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
     structs = [*dict.fromkeys(each for owners in keys for each in owners), Launch]
-    fields = [kind for owner in structs for kind in map(_inner, kinds(owner).values())]
+    fields = [kind for owner in (*structs, Plan) for kind in map(_inner, kinds(owner).values())]
     enumerations = dict.fromkeys([COUNTERS, *(kind for kind in fields if isinstance(kind, Names) and kind.cpp)])
     lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}
     longest = max(count(spec) + count(kernel.access) for spec, kernel in KERNELS.items())

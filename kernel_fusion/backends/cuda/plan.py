@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div
 from kernel_fusion.backends.cuda.tuned import Facts
+from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+
+# What backward keeps for all rows: nothing, the weight or both parameters in registers, or the weight in shared memory.
+KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
+# Where it keeps dweight and dbias: in registers, in shared memory, or "apart", in a pass of their own.
+KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart"))]
 
 SMALL_ROW_THREADS = 128  # of a block that several rows share
 
@@ -48,11 +54,11 @@ class Plan:
     # read "again", or streamed rows have a loop of their own for "few" rows.
     variant: str = ""
     batches: tuple[int, ...] = (1,)  # vectors loaded at a time: of parameters; of a row that is read twice, each time
-    keeps: str = "nothing"  # for all rows, backward: "weight" or "both" parameters in registers, "shared": the weight
-    unkept: int = 0  # of a thread's vectors, its last ones, whose weight is not kept in shared memory
-    sums: str = (
-        "none"  # where backward keeps dweight and dbias: "registers", "shared" memory, "apart": a pass of its own
+    keeps: KeptParameters = (
+        "nothing"  # for all rows, backward: "weight" or "both" parameters in registers, "shared": the weight
     )
+    unkept: int = 0  # of a thread's vectors, its last ones, whose weight is not kept in shared memory
+    sums: KeptSums = "none"
     slots: int = 0  # of a group of threads in shared memory, for rows that stream
     helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): the combiner, then the producer
     pace: Pace | None = None  # None: blocks go apart

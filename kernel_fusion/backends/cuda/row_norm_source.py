@@ -8,15 +8,6 @@ from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, RowNormSpec
 
-# `Keeping` of kernels/row_norm_bwd.cuh, of weight and bias.
-_WIDE, _SHARED, _MEMORY = range(3)
-_KEEPING = {
-    "nothing": (_MEMORY, _MEMORY),
-    "weight": (_WIDE, _MEMORY),
-    "both": (_WIDE, _WIDE),
-    "shared": (_SHARED, _MEMORY),
-}
-
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
@@ -53,8 +44,9 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": spec.pre_x}
 
 
-def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int]:
+def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:
     return {
+        **constants(plan, "center", "helpers", "shifted"),
         "kStats": spec.direction == "forward",
         "kAlignY": access.y,
         "kAhead": plan.variant == "ahead",
@@ -63,27 +55,21 @@ def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[st
         "kTogether": plan.batches[0],
         "kBatch": plan.batches[0],
         "kBatchAgain": plan.batches[-1],
-        "kCenter": plan.center,
-        "kHelpers": plan.helpers,
-        "kShifted": plan.shifted,
         "kStridedResidual": access.strided_residual,
         "kAlignResidual": access.residual,
     }
 
 
-def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int]:
+def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:
     dx, dweight, dbias = spec.grads
     return {
+        **constants(plan, "sums", "keeps", "unkept"),
+        "kResident": plan.resident,
         "kDX": dx,
         "kDWeight": dweight,
         "kDBias": dbias,
         "kDResidual": spec.dresidual,
-        "kResident": plan.resident,
         "kPrefetch": plan.variant == "next",
-        "kStorage": ("none", "registers", "shared", "apart").index(plan.sums) % 3,
-        "kKeeping": _KEEPING[plan.keeps][0],
-        "kKeepingBias": _KEEPING[plan.keeps][1],
-        "kUnkept": plan.unkept,
         "kFew": plan.variant == "few",
         "kStridedDY": access.strided_y,
         "kAlignDY": access.y,

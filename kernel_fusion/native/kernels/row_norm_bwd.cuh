@@ -20,10 +20,11 @@
 
 namespace kf {
 
-enum Keeping { kWide, kShared, kMemory };  // in registers in the compute type, in shared memory, nowhere
+// Where a parameter is kept: in registers in the compute type, in shared memory, nowhere.
+enum class Keeping { kWide, kShared, kMemory };
 
 // A parameter of a thread's columns, of type T, whose first kKept vectors are kept for all rows as kKeeping says.
-template <class S, class T, int kKept, int kKeeping, bool kFactor> struct ColumnParameter {
+template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
   static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
   using Piece = Pack<T, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
@@ -32,24 +33,24 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
   const Place<S>& at;
   Piece* shared;  // [kKept][kPieces][threads]
   int threads, member;
-  Pack<T, kVec> loaded[kKeeping == kMemory ? 1 : kKept];  // until keep()
-  A wide[kKeeping == kWide ? kKept : 1][kVec];
+  Pack<T, kVec> loaded[kKeeping == Keeping::kMemory ? 1 : kKept];  // until keep()
+  A wide[kKeeping == Keeping::kWide ? kKept : 1][kVec];
 
   // By every thread: asks for what is to be kept, by shared memory for `threads` threads of the block together.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
-    if constexpr (kKeeping == kMemory) return;
+    if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
   // By every thread, before get(). Those that say so write what shared memory keeps, after which all must meet.
   __device__ void keep(bool writes = false) {
-    if constexpr (kKeeping == kMemory) return;
+    if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      if constexpr (kKeeping == kWide) {
+      if constexpr (kKeeping == Keeping::kWide) {
         widen(loaded[i], wide[i]);
         // Opaque to the compiler, which would rather keep it as loaded and widen it again for every row.
         if constexpr (kPresent<T> && sizeof(A) == 4)
@@ -71,9 +72,9 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
 
   // Of this thread's i-th vector.
   __device__ void get(int i, A (&v)[kVec]) {
-    if (kKeeping == kMemory || i >= kKept) {
+    if (kKeeping == Keeping::kMemory || i >= kKept) {
       widen(load(i), v);
-    } else if constexpr (kKeeping == kWide) {
+    } else if constexpr (kKeeping == Keeping::kWide) {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) v[e] = wide[i][e];
     } else {
@@ -91,18 +92,24 @@ template <class S, class T, int kKept, int kKeeping, bool kFactor> struct Column
   }
 };
 
+template <class S> __device__ constexpr Keeping keeping_of_weight() {
+  if (S::kKeeps == KeptParameters::kNothing) return Keeping::kMemory;
+  return S::kKeeps == KeptParameters::kShared ? Keeping::kShared : Keeping::kWide;
+}
 template <class S, int kVectors>
-using ColumnWeight = ColumnParameter<S, typename S::Weight, kVectors - S::kUnkept, S::kKeeping, true>;
-template <class S, int kVectors> using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors, S::kKeepingBias, false>;
+using ColumnWeight = ColumnParameter<S, typename S::Weight, kVectors - S::kUnkept, keeping_of_weight<S>(), true>;
+template <class S, int kVectors>
+using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
+                                   S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
-// dweight and dbias of this thread's columns. kStorage: 0 not wanted, 1 registers, 2 shared memory.
+// dweight and dbias of this thread's columns, where S::kSums keeps them.
 template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kPerQuad = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
   static constexpr int kQuads = S::kVec / kPerQuad;
   struct alignas(kPerQuad * sizeof(A)) Quad { A v[kPerQuad]; };
 
-  A sums[2][S::kStorage == 1 ? kVectors : 1][S::kVec];
+  A sums[2][S::kSums == KeptSums::kRegisters ? kVectors : 1][S::kVec];
   Quad* quads;  // [2][kVectors][kQuads][blockDim.x]
 
   __device__ Quad& quad(int which, int i, int j) {
@@ -112,12 +119,12 @@ template <class S, int kVectors> struct Accumulators {
   __device__ explicit Accumulators(void* shared) : quads(static_cast<Quad*>(shared)) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-      if constexpr (S::kStorage == 1) {
+      if constexpr (S::kSums == KeptSums::kRegisters) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)
 #pragma unroll
           for (int e = 0; e < S::kVec; ++e) sums[which][i][e] = 0;
-      } else if constexpr (S::kStorage == 2) {
+      } else if constexpr (S::kSums == KeptSums::kShared) {
         for (int i = 0; i < kVectors; ++i)
 #pragma unroll
           for (int j = 0; j < kQuads; ++j) quad(which, i, j) = Quad{};
@@ -127,10 +134,10 @@ template <class S, int kVectors> struct Accumulators {
 
   // Adds v times `factor`.
   __device__ void add(int which, int i, const A (&v)[S::kVec], A factor) {
-    if constexpr (S::kStorage == 1) {
+    if constexpr (S::kSums == KeptSums::kRegisters) {
 #pragma unroll
       for (int e = 0; e < S::kVec; ++e) sums[which][i][e] = fused(v[e], factor, sums[which][i][e]);
-    } else if constexpr (S::kStorage == 2) {
+    } else if constexpr (S::kSums == KeptSums::kShared) {
 #pragma unroll
       for (int j = 0; j < kQuads; ++j) {
         Quad s = quad(which, i, j);
@@ -142,7 +149,7 @@ template <class S, int kVectors> struct Accumulators {
   }
 
   __device__ A get(int which, int i, int e) {
-    if constexpr (S::kStorage == 1) return sums[which][i][e];
+    if constexpr (S::kSums == KeptSums::kRegisters) return sums[which][i][e];
     else return quad(which, i, e / kPerQuad).v[e % kPerQuad];
   }
 };
@@ -154,7 +161,8 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   using DY = typename S::DY;
   using DH = typename S::DH;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors;
-  constexpr bool kCovers = P::kCovers, kSums = S::kStorage != 0, kRowGrads = S::kDX || S::kDResidual;
+  constexpr bool kCovers = P::kCovers, kRowGrads = S::kDX || S::kDResidual;
+  constexpr bool kSums = S::kSums == KeptSums::kRegisters || S::kSums == KeptSums::kShared;
   constexpr int kUnroll = S::kResident ? kVectors : 2;
   const P at;
   wait_for_previous_kernel();
@@ -301,7 +309,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
           for (int e = 0; e < kVec; ++e)
             if (kCovers || at.col(i) < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
       } else {  // the rows of the block, added pairwise
-        static_assert(S::kStorage == 1, "the table takes the place of sums in shared memory");
+        static_assert(S::kSums == KeptSums::kRegisters, "the table takes the place of sums in shared memory");
         auto* table = reinterpret_cast<A*>(shared);
         __syncthreads();
 #pragma unroll

@@ -73,7 +73,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
   char* const kept = slots + kGroups * S::kSlots * kSlotBytes;
   constexpr int kKept = kVectors - S::kUnkept;
-  constexpr int kWeightBytes = S::kKeeping == kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
+  constexpr int kWeightBytes = S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
   // Not before: what is asked for behind so many rows comes after them. 1024x8192 bf16 took 21.5 us on an H200 and takes
@@ -81,7 +81,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   stream.start(args.rows, first, step, fill);
   weights.keep(group == 0);
   biases.keep(group == 0);
-  if (S::kKeeping == kShared || S::kKeepingBias == kShared) __syncthreads();
+  if (S::kKeeps == KeptParameters::kShared) __syncthreads();
   const Before<S, typename S::DY> before(args);
   const auto stats_of = [&](int slot) {
     Normalize<S> normalize = stats_slot[slot];
