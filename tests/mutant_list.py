@@ -202,22 +202,22 @@ _OF_TRITON = (
 
 _OF_CPU = (
     Mutant(
-        "cpu: eps is added after the root", f"{_EXTENSION}/cpu/row_norm.h",
+        "cpu: eps is added after the root", f"{_EXTENSION}/cpu/row_norm_forward.h",
         "std::sqrt(variance + c.eps)", "(std::sqrt(variance) + c.eps)",
         "tests/test_oracle_grid.py::test_row_lengths",
     ),
     Mutant(
-        "cpu: the last element of a tail is not stored", f"{_EXTENSION}/cpu/activation_loops.h",
+        "cpu: the last element of a tail is not stored", f"{_EXTENSION}/cpu/kernels/activation_loops.cpp",
         "memcpy(results[stored++], target.data, rest *", "memcpy(results[stored++], target.data, (rest - 1) *",
         "tests/test_oracle_pointwise.py::test_sizes",
     ),
     Mutant(
-        "cpu: gradients of a product are swapped", f"{_EXTENSION}/cpu/activation_loops.h",
+        "cpu: gradients of a product are swapped", f"{_EXTENSION}/cpu/kernels/activation_loops.cpp",
         "da = dz * b;\n      db = a * dz;", "da = a * dz;\n      db = dz * b;",
         "tests/test_oracle_pointwise.py::test_dtype_mixes",
     ),
     Mutant(
-        "cpu: relu of 16-bit elements loses NaN", f"{_EXTENSION}/cpu/activation_loops.h",
+        "cpu: relu of 16-bit elements loses NaN", f"{_EXTENSION}/cpu/kernels/activation_loops.cpp",
         "(v > zero) | ((v > negative_infinity) & (v < zero))", "v > zero",
         "tests/test_oracle_pointwise.py::test_relu_takes_nan_of_either_sign",
     ),
@@ -232,7 +232,7 @@ _OF_CPU = (
         "tests/test_oracle_grid.py::test_first_columns_far_off",
     ),
     Mutant(
-        "cpu: backward of RMSNorm subtracts a mean", f"{_EXTENSION}/cpu/row_norm.h",
+        "cpu: backward of RMSNorm subtracts a mean", f"{_EXTENSION}/cpu/row_norm_backward.h",
         "c.rms ? 0 : row.sum_g / c.cols;", "row.sum_g / c.cols;",
         "tests/test_oracle_grid.py::test_row_lengths",
     ),

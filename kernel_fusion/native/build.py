@@ -34,7 +34,7 @@ Library = TypeVar("Library")
 # Libraries that stay in the cache, those used last: of several versions of PyTorch, compilers and processors that share
 # a home, or of states of the sources.
 _KEPT = 8
-# From as many on, compiling fewer lines in each unit gains more than the lines cost that several units compile.
+# From as many on, headers that every unit compiles again cost less than a long unit.
 _MANY_CORES = 6
 
 NATIVE = Path(__file__).parent
@@ -250,24 +250,22 @@ def _workplaces() -> list[Path]:
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
     """What is compiled together, and with which flags; the longest first.
 
-    Files that include the same headers, or make the same functions of their templates, share that time. With many cores
-    the longest unit decides, and they are compiled apart.
+    Files that include the same headers share the time these take, so on few cores there are few units. With many cores
+    the longest unit decides, and every file is one.
     """
-    host_files = {path for folder in (".", "cpu", "cuda") for path in (_SOURCES / folder).glob("*.cpp")}
-    of_norms = {path for path in host_files if path.name.startswith(("row_norm", "operators"))}
-    of_autograd = {*_SOURCES.glob("*_autograd.cpp")}
-    autograd = [sorted(of_autograd & of_norms), sorted(of_autograd - of_norms)]
-    operators = [sorted(of_norms - of_autograd), sorted(host_files - of_norms - of_autograd)]
-    norms = [[_CPU_KERNELS / "row_norm.cpp"], [_CPU_KERNELS / "row_norm_staged.cpp"]]
-    others = [sorted({*_CPU_KERNELS.glob("*.cpp")} - {*norms[0], *norms[1]})]
-    host = _include_flags()
-    groups = [(norms, [*cpu_flags(variant), "-DKF_BACKWARD"]) for variant in variants]
-    groups += [(operators, host), (autograd, host)]
-    for variant in variants:
-        groups += [(others, cpu_flags(variant)), (norms, [*cpu_flags(variant), "-DKF_FORWARD"])]
+    host = sorted(path for folder in (".", "cpu", "cuda") for path in (_SOURCES / folder).glob("*.cpp"))
+    kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
     if cores >= _MANY_CORES:
-        return [(part, flags) for parts, flags in groups for part in parts]
-    return [([file for part in parts for file in part], flags) for parts, flags in groups]
+        host.sort(key=lambda path: "_autograd" not in path.name)
+        host_units = [[path] for path in host]
+        kernel_units = [[path] for path in kernels]
+    else:
+        backward = [path for path in kernels if path.name.startswith("row_norm_bwd")]
+        forward = [path for path in kernels if path.name in ("row_norm_fwd.cpp", "activation_loops.cpp")]
+        host_units = [host]
+        kernel_units = [backward, forward, [path for path in kernels if path not in backward and path not in forward]]
+    units = [(files, _include_flags()) for files in host_units]
+    return units + [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
 
 
 def _include_flags() -> list[str]:

@@ -114,10 +114,10 @@ struct Steps {
 };
 
 // The kept sizes in the order of memory, and where each kept dimension of the input stands among them.
-struct Kept {
+struct KeptDims {
   at::DimVector sizes, position;
 
-  Kept(const Tensor& input, const c10::SmallVector<int64_t, 8>& order, const std::bitset<64>& reduced) {
+  KeptDims(const Tensor& input, const c10::SmallVector<int64_t, 8>& order, const std::bitset<64>& reduced) {
     at::DimVector place(input.dim(), 0);
     for (const int64_t d : order) {
       if (reduced[d]) continue;
@@ -153,7 +153,7 @@ Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, cons
     make_dense(steps.levels);
     steps.levels = coalesced(steps.levels);
   }
-  const Kept kept(input, order, reduced);
+  const KeptDims kept(input, order, reduced);
   const int64_t outputs = c10::multiply_integers(kept.sizes);
   const double divisor = mean ? static_cast<double>(input.numel() / outputs) : 1.0;
   while (!steps.last()) steps.step(dtype == at::kDouble ? at::kDouble : acc_dtype(input), 1.0);

@@ -36,6 +36,13 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
   }
 }
 
+// The same of the types whose accumulators are A.
+template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
+  with_type(dtype, [&](auto* type) {
+    if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(type)>>, A>) f(type);
+  });
+}
+
 // ---- Load and store --------------------------------------------------------------------------------------------------------
 
 template <class T, class A> inline void widen(const T* in, int64_t n, A* out) {

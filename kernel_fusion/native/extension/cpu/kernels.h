@@ -22,9 +22,8 @@ namespace kf::cpu {
 
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
-// Whether elements that belong to the columns of such rows, all but x, dy and their like, lie in the order of `Interleaved`
-// (cpu/interleaved.h). With stages they never do.
-constexpr bool interleaves(Dtype x, Dtype other) { return x == Dtype::kBFloat16 && other == Dtype::kBFloat16; }
+// Rows of one type with nothing around the norm have kernels of their own. These take bf16 in the order of `Interleaved`
+// (cpu/interleaved.h), in which all that belongs to the columns then lies. Rows with stages, or of two types, are `staged`.
 
 // weight or bias, side by side, to which the offset is to be added, and which are to be `interleaved`.
 struct Parameter {

@@ -33,10 +33,7 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
 
 // The columns [start, start + n) of a parameter, prepared.
 template <class A> [[gnu::noinline]] void prepare_stretch(const Parameter& p, int64_t start, int64_t n, A* out) {
-  with_type(p.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if constexpr (std::is_same_v<AccOf<T>, A>) prepare_as<T>(p, start, start + n, out);
-  });
+  with_type_of<A>(p.type, [&](auto* type) { prepare_as<std::remove_pointer_t<decltype(type)>>(p, start, start + n, out); });
 }
 
 // The same where they lie, or in `room`.

@@ -1,4 +1,4 @@
-// Where the row norms leave their results; for the kernels, once per instruction set.
+// Where the row norms find their rows and leave their results; for the kernels, once per instruction set.
 #pragma once
 
 #include <cstring>
@@ -10,51 +10,66 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
+// The address of an element.
+inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
+  return static_cast<const char*>(tensor) + index * size_of(dtype);
+}
+inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
+
+// What begins `start` elements later; of what is absent, nothing.
+template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
+
 // Side by side, as elements T.
 template <class T> struct Results {
   using A = AccOf<T>;
   Target<A> target;
-  explicit Results(T* p, bool streams = false) : target(Target<A>::streamed(kDtypeOf<T>, p, streams)) {}
+  static Results at(Dtype, void* p, bool streams = false) { return {Target<A>::streamed(kDtypeOf<T>, p, streams)}; }
   KF_INLINE void put(int64_t i, const Pair<A>& v, Whole) const { target.template store<T>(i, v); }
   KF_INLINE void put(int64_t i, const Pair<A>& v, Part part) const { store_pair(static_cast<T*>(target.data) + i, v, part); }
 };
 
-// Those of rows, at most kStretch at a time. What is streamed, but begins and ends anywhere in a cache line, is put together in the
-// L1 cache and leaves in whole lines: rows by themselves could seldom be streamed, and a line of which some elements are streamed and
-// others stored costs most of all. Forward of 33554 x 250 fp32 takes 0.36 ns per element instead of 0.43, of 8388 x 1000 bf16 0.10
-// instead of 0.15 (EPYC with AVX-512, 1 thread).
-template <class T> class RowResults {
+// The same of a type that is known at run time.
+template <class A> struct AnyResults {
+  Target<A> target;
+  static AnyResults at(Dtype type, void* p, bool streams = false) { return {Target<A>::streamed(type, p, streams)}; }
+  template <class P> KF_INLINE void put(int64_t i, const Pair<A>& v, P part) const { target.store(i, v, part); }
+};
+
+// Those of rows, at most kStretch at a time. Rows that begin and end anywhere in a cache line could seldom be streamed by
+// themselves, and a line of which some elements are streamed and others stored costs most of all. So they are put together in the
+// L1 cache and leave it in whole lines.
+class RowResults {
  public:
-  RowResults(const void* first, int64_t cols, bool streams)
-      : streams(streams),
-        cut(kCanStream && streams && (reinterpret_cast<uintptr_t>(first) | cols * sizeof(T)) % Target<AccOf<T>>::kAlignment != 0) {}
+  RowResults(Dtype type, const void* first, int64_t cols, bool streams)
+      : type(type), streams(streams && first),
+        cut(kCanStream && this->streams && (reinterpret_cast<uintptr_t>(first) | cols * size_of(type)) % kVector != 0) {}
   RowResults(const RowResults&) = delete;
   ~RowResults() {
     flush();
     if (streams) finish_streams();
   }
 
-  // Where the results go that belong at `to`.
-  Results<T> open(T* to) {
-    if (!cut) return Results<T>(to, streams);
-    if (reinterpret_cast<char*>(to) != lines + end) {
+  // R, which writes what belongs at `to`.
+  template <class R> R open(void* to) {
+    if (!cut) return R::at(type, to, streams);
+    if (static_cast<char*>(to) != lines + end) {
       flush();
       begin = end = reinterpret_cast<uintptr_t>(to) % kLine;
-      lines = reinterpret_cast<char*>(to) - begin;
+      lines = static_cast<char*>(to) - begin;
     }
-    return Results<T>(reinterpret_cast<T*>(room + end));
+    return R::at(type, room + end);
   }
 
   // n of them are there.
   void close(int64_t n) {
     if (!cut) return;
-    end += n * sizeof(T);
+    end += n * size_of(type);
     if (end >= kLine) stream_lines();
   }
 
  private:
   using V = Vectorized<float>;
-  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLine = 64, kVector = sizeof(V);
 
   void stream_lines() {
     int64_t i = 0;
@@ -64,7 +79,7 @@ template <class T> class RowResults {
       i = kLine;
     }
     for (; i + kLine <= end; i += kLine)
-      for (int64_t j = i; j < i + kLine; j += sizeof(V)) stream(V::loadu(room + j), reinterpret_cast<float*>(lines + j));
+      for (int64_t j = i; j < i + kLine; j += kVector) stream(V::loadu(room + j), reinterpret_cast<float*>(lines + j));
     std::memcpy(room, room + i, end - i);  // of a line that goes on
     lines += i;
     end -= i;
@@ -75,10 +90,11 @@ template <class T> class RowResults {
     begin = end;
   }
 
+  const Dtype type;
   const bool streams, cut;
   char* lines = nullptr;       // where `room` goes
   int64_t begin = 0, end = 0;  // of what waits in it
-  alignas(kLine) char room[kLine + kStretch * sizeof(T)];
+  alignas(kLine) char room[kLine + kStretch * sizeof(double)];
 };
 
 }  // namespace

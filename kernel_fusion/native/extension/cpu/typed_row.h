@@ -22,6 +22,8 @@ template <class T> inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>  
                                                                                        : Dtype::kBFloat16;
 struct AnyType {};
 
+}  // namespace
+
 // Double for A = double, one of the others for A = float.
 template <class A> struct Source {
   Dtype type = kDtypeOf<A>;
@@ -45,10 +47,14 @@ template <class A> struct Source {
 
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Whole) const { return load<T>(i); }
   // The part, and zeros.
-  template <class T = AnyType> [[gnu::noinline]] Pair<A> load(int64_t i, Part part) const {
+  template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
+
+ private:
+  // By value: a loop reads the type again for every pair once its address is known elsewhere.
+  template <class T> [[gnu::noinline]] static Pair<A> load_part(Source from, int64_t i, Part part) {
     A copy[Pair<A>::kStep] = {};
-    std::memcpy(copy, static_cast<const char*>(data) + i * size_of(type), part.count * size_of(type));
-    return Source{type, copy}.template load<T>(0);
+    std::memcpy(copy, static_cast<const char*>(from.data) + i * size_of(from.type), part.count * size_of(from.type));
+    return Source{from.type, copy}.template load<T>(0);
   }
 };
 
@@ -88,11 +94,7 @@ template <class A> struct Target {
   }
 
   template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Whole) const { store<T>(i, v); }
-  template <class T = AnyType> [[gnu::noinline]] void store(int64_t i, const Pair<A>& v, Part part) const {
-    A copy[Pair<A>::kStep];
-    Target{type, copy}.template store<T>(0, v);
-    std::memcpy(static_cast<char*>(data) + i * size_of(type), copy, part.count * size_of(type));
-  }
+  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Part part) const { store_part<T>(*this, i, v, part); }
 
   // A whole vector, as it is.
   template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {
@@ -105,8 +107,14 @@ template <class A> struct Target {
     else std::memcpy(p, &v, sizeof(v));
   }
 #endif
+
+ private:
+  template <class T> [[gnu::noinline]] static void store_part(Target to, int64_t i, Pair<A> v, Part part) {
+    A copy[Pair<A>::kStep];
+    Target{to.type, copy}.template store<T>(0, v);
+    std::memcpy(static_cast<char*>(to.data) + i * size_of(to.type), copy, part.count * size_of(to.type));
+  }
 };
 
-}  // namespace
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

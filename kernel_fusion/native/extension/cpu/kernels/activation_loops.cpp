@@ -1,0 +1,194 @@
+// The loops of the pointwise chains. Compiled once per instruction set.
+//
+// There is a loop for each activation, direction and compute type. What else distinguishes chains (dtypes, how the operands are
+// combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are
+// predicted, and a small part of the work of an exponential. There are further loops for *plain* chains, of one dtype
+// throughout, without dropout, scale or addend: of every activation for bf16, whose elements then need not change their lanes
+// (cpu/interleaved.h), and of those that take few instructions themselves for fp16 and fp32.
+#include "cpu/activation_loops.h"
+
+#include <bit>
+#include <cstring>
+#include <limits>
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// What a loop knows when it is compiled. Nothing:
+struct AnyChain {
+  using Type = AnyType;
+  static constexpr bool kPlain = false;
+};
+
+// That its chain is plain, of elements T:
+template <class T> struct PlainChain {
+  using Type = Alike<T>;
+  static constexpr bool kPlain = true;
+};
+
+// The argument of the activation.
+template <class A> KF_INLINE Pair<A> combined(Combine combine, const Pair<A>& a, const Pair<A>& b) {
+  if (combine == Combine::kAdd) return a + b;
+  return combine == Combine::kMul ? a * b : a;
+}
+
+// The same where it may be rounded to bf16. RoughMath has another way to the value of gelu alone.
+template <class F, class A> KF_INLINE Pair<A> value_of(const Pair<A>& z, bool to_bf16) {
+  if constexpr (std::is_same_v<F, act::gelu> && std::is_same_v<A, float>)
+    if (to_bf16) return value_of<F, A, RoughMath>(z);
+  return value_of<F>(z);
+}
+
+// relu of 16-bit elements and its gradient need no conversions.
+template <class F, class K>
+inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && sizeof(typename K::Type) == 2;
+
+// What x has where `by` is above zero or NaN, and zeros.
+template <class T, class A> KF_INLINE void keep_positive(const void* x, const void* by, const Target<A>& y, int64_t n) {
+  using Bits = Vectorized<int16_t>;
+  const Bits zero(0), negative_infinity(std::is_same_v<T, c10::Half> ? 0xfc00 : 0xff80);  // NaN has more bits set
+  for (int64_t i = 0; i < n; i += Bits::size()) {
+    const auto v = Bits::loadu(static_cast<const int16_t*>(by) + i);
+    const auto keep = (v > zero) | ((v > negative_infinity) & (v < zero));
+    y.put(Bits::loadu(static_cast<const int16_t*>(x) + i) & keep, static_cast<int16_t*>(y.data) + i);
+  }
+}
+
+// x * scale of what dropout keeps.
+template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, const Pair<A>& x, int64_t i) {
+  if (K::kPlain) return x;
+  const auto y = x * both(c.scale);
+  if (!c.kept.data) return y;
+  return y & c.kept.template load<A>(i);
+}
+
+// y = dropout(scale * f(a, b)) + addend. By value, so that no store can be taken for a change of the operands.
+template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
+  using T = typename K::Type;
+  if constexpr (kOnBits<F, K>)
+    if (c.combine == Combine::kFirst && !c.second.data) return keep_positive<T>(c.a.data, c.a.data, c.first, n);
+  const Combine combine = c.combine;
+  for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
+    const auto a = c.a.template load<T>(i);
+    Pair<A> b{a.a, a.b};
+    if (combine != Combine::kFirst) b = c.b.template load<T>(i);
+    auto y = value_of<F>(combined(combine, a, b), c.to_bf16);
+    if (combine == Combine::kGate) y = y * b;
+    y = scaled<K>(c, y, i);
+    if (!K::kPlain && c.addend.data) y = y + c.addend.template load<T>(i);
+    c.first.template store<T>(i, y);
+    if (c.second.data) c.second.template store<T>(i, y);
+  }
+}
+
+// Of g = dropout(scale * dy): g f'(a + b) for both operands of a sum, g f'(a b) times the other operand for a product, and
+// g f'(a) b and g f(a) for a gate.
+template <class F, class K, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
+  using T = typename K::Type;
+  if constexpr (kOnBits<F, K>)
+    if (c.combine == Combine::kFirst) return keep_positive<T>(c.dy.data, c.a.data, c.first, n);
+  const Combine combine = c.combine;
+  for (int64_t i = 0; i < n; i += Pair<A>::kStep) {
+    const auto g = scaled<K>(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);
+    Pair<A> b{a.a, a.b};
+    if (combine != Combine::kFirst) b = c.b.template load<T>(i);
+    const auto dz = times_slope<F>(combine == Combine::kGate ? g * b : g, combined(combine, a, b));
+    auto da = dz, db = dz;
+    if (combine == Combine::kMul) {
+      da = dz * b;
+      db = a * dz;
+    } else if (combine == Combine::kGate) {
+      db = value_of<F>(a) * g;
+    }
+    if (c.first.data) c.first.template store<T>(i, da);
+    if (c.second.data) c.second.template store<T>(i, db);
+    if (c.sums) store_pair(c.sums + i, load_pair(c.sums + i) + db);
+  }
+}
+
+template <class F> inline constexpr bool kCheap = false;
+#define KF_CHEAP(name) template <> inline constexpr bool kCheap<act::name> = true;
+KF_CHEAP(identity) KF_CHEAP(sign) KF_CHEAP(from_tanh) KF_CHEAP(from_sigmoid) KF_CHEAP(relu) KF_CHEAP(relu_squared)
+KF_CHEAP(leaky_relu) KF_CHEAP(hardswish)
+#undef KF_CHEAP
+
+template <class A> using Loop = void(const ChainLoop<A>, int64_t);
+
+// The loops of one activation in one direction.
+template <class A> struct LoopsOf {
+  Loop<A>* any;
+  Loop<A>* plain[4] = {};  // at the position of the Dtype; null: use `any`
+};
+
+#define KF_LOOPS(direction)                                                            \
+  template <class F, class A> constexpr LoopsOf<A> loops_of_##direction() {            \
+    LoopsOf<A> loops{direction<F, AnyChain, A>};                                       \
+    if constexpr (std::is_same_v<A, float>) {                                          \
+      const auto add = [&]<class T>(T) {                                               \
+        loops.plain[static_cast<int>(kDtypeOf<T>)] = direction<F, PlainChain<T>, A>;   \
+      };                                                                               \
+      add(c10::BFloat16{});                                                            \
+      if constexpr (kCheap<F>) add(float{}), add(c10::Half{});                         \
+    }                                                                                  \
+    return loops;                                                                      \
+  }
+KF_LOOPS(values)
+KF_LOOPS(gradients)
+#undef KF_LOOPS
+
+template <class A> using ChainLoops = LoopsOf<A>[];
+#define KF_VALUES(name) loops_of_values<act::name, A>(),
+template <class A> inline constexpr ChainLoops<A> kValues = {KF_ACTIVATIONS(KF_VALUES)};
+#undef KF_VALUES
+#define KF_GRADIENTS(name) loops_of_gradients<act::name, A>(),
+template <class A> inline constexpr ChainLoops<A> kGradients = {KF_ACTIVATIONS(KF_GRADIENTS)};
+#undef KF_GRADIENTS
+
+template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, ChainLoop<A>& c) {
+  const Dtype type = c.a.type;
+  bool plain = c.scale == 1 && !c.kept.data && !c.addend.data;
+  c.each_source([&](const Source<A>& source) { plain = plain && source.type == type; });
+  c.each_target([&](const Target<A>& target) { plain = plain && target.type == type; });
+  Loop<A>* found = plain ? loops.plain[static_cast<int>(type)] : nullptr;
+  return found ? found : loops.any;
+}
+
+// Runs a loop over n elements. Those beyond the last whole pair are copied into whole pairs: every element passes through the
+// same instructions, and has the same bits wherever it lies.
+template <class A> [[gnu::noinline]] void run(const LoopsOf<A>& loops, ChainLoop<A> c, int64_t n) {
+  constexpr int64_t kStep = Pair<A>::kStep;
+  const auto loop = loop_for(loops, c);
+  const int64_t whole = n / kStep * kStep, rest = n - whole;
+  if (whole) loop(c, whole);
+  if (!rest) return;
+  alignas(64) A copies[7][kStep] = {};
+  char* results[2];
+  int count = 0;
+  c.each_source([&](Source<A>& source) {
+    const int64_t size = size_of(source.type);
+    source.data = std::memcpy(copies[count++], static_cast<const char*>(source.data) + whole * size, rest * size);
+  });
+  int stored = 0;
+  c.each_target([&](Target<A>& target) {
+    results[stored++] = static_cast<char*>(target.data) + whole * size_of(target.type);
+    target.data = copies[count++];
+    target.streams = false;
+  });
+  if (c.sums) c.sums += whole;
+  loop(c, kStep);
+  stored = 0;
+  c.each_target([&](Target<A>& target) { std::memcpy(results[stored++], target.data, rest * size_of(target.type)); });
+}
+
+}  // namespace
+
+template <class A> void run_values(const ChainLoop<A>& c, int64_t n) { run<A>(kValues<A>[c.activation], c, n); }
+template <class A> void run_gradients(const ChainLoop<A>& c, int64_t n) { run<A>(kGradients<A>[c.activation], c, n); }
+template void run_values(const ChainLoop<float>&, int64_t);
+template void run_values(const ChainLoop<double>&, int64_t);
+template void run_gradients(const ChainLoop<float>&, int64_t);
+template void run_gradients(const ChainLoop<double>&, int64_t);
+
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu

@@ -1,0 +1,169 @@
+// CPU row norms forward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
+//
+// Who takes which rows and columns, and in what order; the arithmetic is in cpu/row_norm_forward.h.
+#include "cpu/row_norm_forward.h"
+
+#include <memory>
+
+#include "cpu/parameters.h"
+#include "cpu/row_norm_stages.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// Whether a parameter can be read like x, which widens it to the values that preparing it gives.
+template <class T> bool is_like(const Parameter& p) { return !p.data || (p.type == kDtypeOf<T> && p.offset == 0); }
+
+// Calls f with a stretch of weight and bias: prepared, or as they are given where it is for so few rows that preparing takes longer
+// than it saves.
+template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int64_t rows, int64_t start, int64_t n, F&& f) {
+  using A = AccOf<T>;
+  if constexpr (sizeof(T) == 2) {
+    constexpr int64_t kFew = std::is_same_v<T, c10::Half> ? 2 : 4;
+    if (rows <= kFew && is_like<T>(c.weight) && is_like<T>(c.bias))
+      return f(from(static_cast<const T*>(c.weight.data), start), from(static_cast<const T*>(c.bias.data), start));
+  }
+  A room[2][kStretch];
+  f(stretch_of(c.weight, start, n, room[0]), stretch_of(c.bias, start, n, room[1]));
+}
+
+// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Long ones
+// pass by a stretch of weight and bias together. The rows of 16 bits that come next are fetched while others are written, when no row
+// is read.
+template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
+  using A = AccOf<T>;
+  constexpr int64_t kBytes = 16384;
+  const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(T)), 1, kMostRows);
+  const int64_t together = are_long(c.cols) ? kLongRowsTogether : c.cols > kStretch ? 4 : short_rows;
+  const bool fetches = sizeof(T) == 2 && c.streams && c.cols <= 16384;
+  RowResults results(c.y_type, c.y, c.cols, c.streams);
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t count = std::min(together, end - first);
+    const T* x[kMostRows];
+    A mean[kMostRows], rstd[kMostRows];
+    for (int64_t r = 0; r < count; ++r) x[r] = static_cast<const T*>(c.x) + row_offset(c.x_rows, first + r);
+    statistics(c, x, first, count, mean, rstd);
+    char* y = element(c.y_type, c.y, first * c.cols);
+    for (int64_t start = 0; start < c.cols; start += kStretch) {
+      const int64_t n = std::min(kStretch, c.cols - start);
+      with_parameters<T>(c, end - begin, start, n, [&](auto* weight, auto* bias) {
+        for (int64_t r = 0; r < count; ++r) {
+          const int64_t row = first + r, next = row + together;
+          const int64_t ahead = fetches && next < end ? row_offset(c.x_rows, next) - row_offset(c.x_rows, row) : 0;
+          normalize(x[r] + start, mean[r], rstd[r], weight, bias, n,
+                    results.open<Results<T>>(element(c.y_type, y, r * c.cols + start)), ahead);
+          results.close(n);
+        }
+      });
+    }
+  }
+}
+
+// f(piece, its row, its x, its first column, its columns).
+template <class F> void each_piece(const Forward& c, int64_t begin, int64_t end, F&& f) {
+  const int64_t stretches = stretches_of(c.cols);
+  for (int64_t piece = begin; piece < end; ++piece) {
+    const int64_t row = piece / stretches, start = piece % stretches * kStretch;
+    f(piece, row, element(c.x_type, c.x, row_offset(c.x_rows, row) + start), start, std::min(kStretch, c.cols - start));
+  }
+}
+
+template <class A> void statistics_of_rows(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
+                                           RowStatistics* statistics) {
+  for (int64_t row = begin; row < end; ++row) {
+    statistics[row] = statistics_from(c, moments + row * stretches_of(c.cols));
+    if (c.mean) static_cast<A*>(c.mean)[row] = static_cast<A>(statistics[row].mean);
+    if (c.rstd) static_cast<A*>(c.rstd)[row] = static_cast<A>(statistics[row].rstd);
+  }
+}
+
+template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
+  using A = AccOf<T>;
+  RowResults results(c.y_type, c.y, c.cols, c.streams);
+  each_piece(c, begin, end, [&](int64_t, int64_t row, const char* x, int64_t start, int64_t n) {
+    const A mean = static_cast<A>(statistics[row].mean), rstd = static_cast<A>(statistics[row].rstd);
+    with_parameters<T>(c, /*rows=*/1, start, n, [&](auto* weight, auto* bias) {
+      normalize(reinterpret_cast<const T*>(x), mean, rstd, weight, bias, n,
+                results.open<Results<T>>(element(c.y_type, c.y, row * c.cols + start)));
+    });
+    results.close(n);
+  });
+}
+
+// What is normalised, a row of it: h = residual + u, rounded to the residual's dtype and stored there, or u where there is no
+// residual. Where it lies already, or in `room`.
+template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
+  const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
+  if (!s.residual && !s.pre_activation && !s.dropout) return x;
+  const int64_t first = row * c.cols;
+  const Target<A> h = s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
+  const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
+  });
+  return {h.type, h.data};
+}
+
+template <class A, class T> void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, RowResults& results) {
+  A mean, rstd;
+  statistics(c, &h, row, 1, &mean, &rstd);
+  const auto *weight = static_cast<const A*>(c.weight.data), *bias = static_cast<const A*>(c.bias.data);
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    const auto y = results.open<AnyResults<A>>(element(c.y_type, c.y, row * c.cols + start));
+    Chunk<A> z;
+    normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n,
+              s.activation ? AnyResults<A>::at(kDtypeOf<A>, z) : y);
+    if (s.activation) {
+      ChainLoop<A> activate;
+      activate.activation = s.activation;
+      activate.to_bf16 = c.y_type == Dtype::kBFloat16;
+      activate.a.data = z;
+      activate.first = y.target;
+      run_values(activate, n);
+    }
+    results.close(n);
+  });
+}
+
+template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
+  const std::unique_ptr<A[]> buffer(new A[c.cols]);
+  RowResults results(c.y_type, c.y, c.cols, c.streams);
+  for (int64_t row = begin; row < end; ++row) {
+    const Source<A> h = make_h(c, s, row, buffer.get());
+    with_type_of<A>(h.type, [&](auto* type) { finish_row<A>(c, s, row, static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data), results); });
+  }
+}
+
+}  // namespace
+
+void forward(const Forward& c, int64_t begin, int64_t end) {
+  with_type(c.x_type, [&](auto* type) { forward_rows<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end); });
+}
+
+void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoments* moments) {
+  with_type(c.x_type, [&](auto* type) {
+    using T = Alike<std::remove_pointer_t<decltype(type)>>;  // in either order of the elements
+    each_piece(c, begin, end, [&](int64_t piece, int64_t, const char* p, int64_t, int64_t n) {
+      const auto* x = reinterpret_cast<const T*>(p);
+      moments[piece] = moments_of(x, n, c.rms, c.rms ? 0 : center_of(x, n));
+    });
+  });
+}
+
+void forward_statistics(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments, RowStatistics* statistics) {
+  if (c.x_type == Dtype::kDouble) statistics_of_rows<double>(c, begin, end, moments, statistics);
+  else statistics_of_rows<float>(c, begin, end, moments, statistics);
+}
+
+void forward_stretches(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
+  with_type(c.x_type, [&](auto* type) { forward_pieces<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, statistics); });
+}
+
+void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
+  if (c.x_type == Dtype::kDouble) forward_staged_rows<double>(c, s, begin, end);
+  else forward_staged_rows<float>(c, s, begin, end);
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu

@@ -1,0 +1,74 @@
+// The arithmetic of the forward row norms: one pass over a row for the statistics (cpu/moments.h), one for the result. The order of
+// every sum depends on the row length alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/chunk.h"
+#include "cpu/moments.h"
+#include "cpu/results.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted. Roots and
+// divisions, which take long, are done for all rows together.
+template <class T>
+void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
+  using A = AccOf<T>;
+  using V = Vectorized<double>;
+  double means[kMostRows] = {}, variances[kMostRows] = {};
+  if (are_read_twice<T>(c.cols, c.rms)) {
+    moments_read_twice(x, count, c.cols, means, variances);
+  } else if (are_joined(count, c.cols)) {
+    moments_together(x, count, c.cols, c.rms, means, variances);
+  } else {
+    A center[kMostRows] = {};
+    for (int64_t r = 0; !c.rms && r < count; ++r) center[r] = center_of(x[r], std::min(c.cols, kStretch));
+    for (int64_t r = 0; r < count; ++r) {
+      const Moments m = moments(x[r], c.cols, c.rms, center[r]);
+      means[r] = m.mean;
+      variances[r] = m.variance;
+    }
+  }
+  for (int64_t r = 0; r < count; r += V::size()) (V(1) / (V::loadu(variances + r) + V(c.eps)).sqrt()).store(variances + r);
+  std::copy_n(means, count, mean);
+  std::copy_n(variances, count, rstd);
+  if (c.mean) std::copy_n(mean, count, static_cast<A*>(c.mean) + first);
+  if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
+}
+
+// What `statistics` finds of one row, from the moments of its stretches.
+inline RowStatistics statistics_from(const Forward& c, const StretchMoments* stretches) {
+  JoinedMoments row;
+  for (int64_t start = 0; start < c.cols; start += kStretch)
+    row.add(stretches[start / kStretch], std::min(kStretch, c.cols - start), c.rms);
+  const auto [mean, variance] = row.total(1 / static_cast<double>(c.cols));
+  return {mean, 1 / std::sqrt(variance + c.eps)};
+}
+
+// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read
+// in its place, which is fetched into the L2 cache; 0: nothing is. Always inline, since `results` in memory would cost every row.
+template <class X, class W, class R>
+KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weight, const W* bias, int64_t n, R results,
+                         int64_t next = 0) {
+  const auto means = both(mean), rstds = both(rstd);
+  const auto write = [&](auto&& scale_shift) {
+    sweep<AccOf<X>>(n, [&](int64_t i, auto part) KF_INLINE_LAMBDA {
+      if constexpr (sizeof(X) == 2)
+        if (next) __builtin_prefetch(x + i + next, 0, 2);
+      results.put(i, scale_shift((load_pair(x + i, part) - means) * rstds, i, part), part);
+    });
+  };
+  if (weight && bias)
+    write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return fma(v, load_pair(weight + i, part), load_pair(bias + i, part)); });
+  else if (weight) write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return v * load_pair(weight + i, part); });
+  else if (bias) write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return v + load_pair(bias + i, part); });
+  else write([](auto v, int64_t, auto) { return v; });
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu

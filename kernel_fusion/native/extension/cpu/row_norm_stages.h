@@ -1,0 +1,56 @@
+// The stages before a norm, a row at a time, chunk by chunk (cpu/activation_loops.h); for the kernels, once per instruction set.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/activation_loops.h"
+#include "cpu/chunk.h"
+#include "cpu/results.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+template <class A, class F> void each_chunk(int64_t cols, F&& f) {
+  for (int64_t start = 0; start < cols; start += kChunk<A>) f(start, std::min(kChunk<A>, cols - start));
+}
+
+// What begins `start` elements later; of what is absent, nothing.
+template <class A> Source<A> from(Source<A> x, int64_t start) {
+  if (x.data) x.data = element(x.type, x.data, start);
+  return x;
+}
+template <class A> Target<A> from(Target<A> x, int64_t start) {
+  if (x.data) x.data = element(x.type, x.data, start);
+  return x;
+}
+
+// A strided row of any dtype; of A = double, doubles alone.
+template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLayout& rows, int64_t row) {
+  return {type, element(type, tensor, row_offset(rows, row))};
+}
+
+// Dropout of elements that begin at `position`, with the scale of those that are kept.
+template <class A> void drop(const Stages& s, int64_t position, int64_t n, ChainLoop<A>& loop, MaskOf<A>* kept) {
+  if (!s.dropout) return;
+  draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.dropout.last(), n, kept);
+  loop.kept.data = kept;
+  loop.scale = static_cast<A>(s.dropout.scale());
+}
+
+// out = dropout(pre_activation(x)) + addend of a chunk.
+template <class A>
+void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& addend, const Target<A>& out) {
+  ChainLoop<A> loop;
+  Chunk<MaskOf<A>> kept;
+  loop.activation = s.pre_activation;
+  loop.a = x;
+  loop.addend = addend;
+  loop.first = out;
+  drop(s, position, n, loop, kept);
+  run_values(loop, n);
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu
