@@ -7,7 +7,7 @@
 #                all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
 #   make coverage
 #                the tests of `make test` with the lines they run: fails below 95 % of those that need no GPU
-#   make lint    ruff and mypy
+#   make lint    ruff, mypy and clang-format
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
@@ -51,6 +51,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	git ls-files '*.cpp' '*.h' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build

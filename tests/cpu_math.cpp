@@ -1,6 +1,7 @@
-// Measures the float functions of native/extension/cpu/math.h against double, over one in a thousand of all floats in the range of
-// each function's contract, NaN and infinities besides, and the gelu of RoughMath over all bf16. Prints lines "name error", in ulp
-// of the result, those of erf in ulp of 1, that of gelu as RoughMath states it; and how many slopes their bits do not give back.
+// Measures the float functions of native/extension/cpu/math.h against double, over one in a thousand of all floats in the range
+// of each function's contract, NaN and infinities besides, and the gelu of RoughMath over all bf16. Prints lines "name error",
+// in ulp of the result, those of erf in ulp of 1, that of gelu as RoughMath states it; and how many slopes their bits do not
+// give back.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -69,9 +69,10 @@ double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&&
 }
 
 // The functions are inlined wherever they are called, so none has an address.
-#define KF_PRINT(name, xs, rough, single, exact, scale)                                              \
-  std::printf(name " %g\n", largest(                                                                 \
-      xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, [](double x) { return exact(x); }, scale));
+#define KF_PRINT(name, xs, rough, single, exact, scale)                                                  \
+  std::printf(name " %g\n", largest(                                                                     \
+                                xs, [](float x) { return rough(x); }, [](float x) { return single(x); }, \
+                                [](double x) { return exact(x); }, scale));
 
 template <class M> typename M::V phi_of(typename M::V x) {
   typename M::V power;
@@ -106,14 +107,14 @@ template <class M> void single(const std::vector<float>& xs) {
   KF_PRINT("fp32.power", xs, power_of<M>, power_of<Single>, power_of<Exact>, absolute)
 }
 
-// `half` an ulp of what is just below 1. What is compared with: half an ulp of the result or, where a formula cancels, of 1/64 of
-// its argument.
+// `half` an ulp of what is just below 1. What is compared with: half an ulp of the result or, where a formula cancels, of 1/64
+// of its argument.
 auto halves_of_an_ulp(double half) {
   return [half](float x, double want) { return half * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
 }
 
-#define KF_PRINT_BOTH(type, name, scale)                                                                                      \
-  KF_PRINT(type "." #name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale)        \
+#define KF_PRINT_BOTH(type, name, scale)                                                                               \
+  KF_PRINT(type "." #name ".value", xs, act::name::value<M>, act::name::value<Single>, act::name::value<Exact>, scale) \
   KF_PRINT(type "." #name ".slope", xs, act::name::slope<M>, act::name::slope<Single>, act::name::slope<Exact>, scale)
 
 template <class M> void activations(const std::vector<float>& xs) {

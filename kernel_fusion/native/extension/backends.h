@@ -25,11 +25,13 @@ struct Backend {
   SoftmaxKernel* softmax = nullptr;
   SoftmaxBwdKernel* softmax_bwd = nullptr;
 };
+// clang-format off
 inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, forward_cpu, backward_cpu, pointwise_cpu,
                               pointwise_bwd_cpu, pointwise_bwd_columns_cpu, reduce_cpu, softmax_cpu, softmax_bwd_cpu};
 inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
                                pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda};
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
+// clang-format on
 
 // The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null
 // where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.

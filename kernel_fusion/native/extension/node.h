@@ -37,8 +37,7 @@ inline variable_list differentiate(const Tensor& y, const variable_list& inputs,
 template <class T, class... Args> auto new_node(const Args&... args) {
   if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<Node>>)
     return std::shared_ptr<T>(new T(args...), [](T* node) { deleteNode(node); });  // without recursion in a deep graph
-  else
-    return c10::make_intrusive<T>(args...);
+  else return c10::make_intrusive<T>(args...);
 }
 
 // A node whose saved variables Derived::each_saved(f) hands to f, and whose backward is Derived::gradients(grads).

@@ -17,7 +17,8 @@ void check_memory(const Tensor& t) {
     for (int64_t d = 0; d < t.dim(); ++d) elements += (t.size(d) - 1) * t.stride(d);
   }
   const size_t needed = static_cast<size_t>(t.storage_offset() + elements) * t.element_size(), held = t.storage().nbytes();
-  if (needed <= held) [[likely]] return;
+  if (needed <= held) [[likely]]
+    return;
   // PyTorch's words, which it has for memory that is not there and for memory that is too small.
   TORCH_CHECK(held != 0, "The tensor has a non-zero number of elements, but its data is not allocated yet.");
   TORCH_CHECK(false, "sizes ", t.sizes(), ", strides ", t.strides(), ", storage offset ", t.storage_offset(), ", and itemsize ",

@@ -25,9 +25,7 @@ inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type(
 inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
 
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
-inline OptionalDtype dtype_of(const OptionalTensor& t) {
-  return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt;
-}
+inline OptionalDtype dtype_of(const OptionalTensor& t) { return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -62,8 +60,8 @@ struct Rows {
   Tensor tensor;
   int64_t rows, cols;
   RowLayout layout;
-  bool strided;  // more than one stride
-  int alignment; // of every row, in bytes, at most 16
+  bool strided;   // more than one stride
+  int alignment;  // of every row, in bytes, at most 16
 
   Rows(const Tensor& t, int64_t num_dims);
   const void* data() const { return tensor.const_data_ptr(); }

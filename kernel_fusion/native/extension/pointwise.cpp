@@ -30,9 +30,7 @@ Chain chain_of(const PointwiseCall& c) {
           dropout ? c.seed->const_data_ptr<int64_t>() : nullptr};
 }
 
-at::ScalarType result_type(const PointwiseCall& c) {
-  return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type();
-}
+at::ScalarType result_type(const PointwiseCall& c) { return present(c.b) ? at::result_type(c.a, *c.b) : c.a.scalar_type(); }
 
 }  // namespace
 
@@ -164,9 +162,9 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
                   dy.sizes().equals(second.defined() ? at::infer_size(a.sizes(), second.sizes()) : a.sizes().vec()) &&
                   (c.combine != "first" || dy.sizes().equals(a.sizes())),
               "kernel_fusion::pointwise_bwd: arguments that its kernels do not take");
-  TORCH_CHECK(!by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() &&
-                           call.a.numel() == ceil_div(dy.numel(), 8)),
-              "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
+  TORCH_CHECK(
+      !by_bits || (has_bits(c) && c.combine == "first" && call.a.is_contiguous() && call.a.numel() == ceil_div(dy.numel(), 8)),
+      "kernel_fusion::pointwise_bwd: bits that its kernels do not take");
   TORCH_CHECK(!dropout_of(c) || dy.is_non_overlapping_and_dense(),
               "kernel_fusion::pointwise_bwd: with dropout, dy must lie in memory as y did");
   if (dropout_of(c).drops_all() || dy.numel() == 0)

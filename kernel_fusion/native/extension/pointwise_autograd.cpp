@@ -118,14 +118,10 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
   std::vector<int64_t> strides;  // of y under dropout and of bits, where it is not contiguous
 
   PointwiseBackward(const PointwiseCall& c, Kept kept)
-      : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)),
-        kept(kept),
-        shared(shares_gradient(c)),
-        binary(present(c.b)),
+      : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)), kept(kept), shared(shares_gradient(c)), binary(present(c.b)),
         combine(kept == Kept::kOperands ? kCombineNames[static_cast<int32_t>(*combine_of(c.combine))] : "first"),
         activation(kActivationNames[activation_code(kept == Kept::kResult ? of_result(c.activation, c.a) : c.activation)]),
-        scale(c.scale),
-        dropout_p(c.dropout_p) {}
+        scale(c.scale), dropout_p(c.dropout_p) {}
 
   // After the history of y is set, because it may be kept.
   void save(const PointwiseCall& c, const Tensor& y, const Tensor& bits) {

@@ -104,13 +104,20 @@ struct Iteration {
 
 // What a chain with operands of these types computes. The first two are those of y and none, or in backward of da and db.
 PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype, kOperands>& types) {
-  return {.combine = chain.combine, .activation = chain.activation, .dropout = chain.seed != nullptr,
-          .a = chain.bits && backward ? Dtype::kBit : types[kA], .b = types[kB], .y = backward ? Dtype::kAbsent : types[kOut],
-          .dy = types[kDY], .da = backward ? types[kOut] : Dtype::kAbsent, .db = types[kOutB], .bits = chain.bits && !backward};
+  return {.combine = chain.combine,
+          .activation = chain.activation,
+          .dropout = chain.seed != nullptr,
+          .a = chain.bits && backward ? Dtype::kBit : types[kA],
+          .b = types[kB],
+          .y = backward ? Dtype::kAbsent : types[kOut],
+          .dy = types[kDY],
+          .da = backward ? types[kOut] : Dtype::kAbsent,
+          .db = types[kOutB],
+          .bits = chain.bits && !backward};
 }
 
-// `positions` is the slot whose offsets are the positions of dropout, kOut in forward and kDY in backward, and `origin` where its
-// tensor begins.
+// `positions` is the slot whose offsets are the positions of dropout, kOut in forward and kDY in backward, and `origin` where
+// its tensor begins.
 void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg, Slot positions,
                       const char* origin) {
   Iteration iteration(iter, arg);
@@ -141,8 +148,7 @@ void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const st
 
 void pointwise_cuda(const Chain& chain, at::TensorIteratorBase& iter) {
   const bool binary = chain.combine != Combine::kFirst;
-  launch_pointwise(chain, iter, {0, -1, -1, 1, binary ? 2 : -1}, kOut,
-                   static_cast<const char*>(iter.data_ptr(0)));
+  launch_pointwise(chain, iter, {0, -1, -1, 1, binary ? 2 : -1}, kOut, static_cast<const char*>(iter.data_ptr(0)));
 }
 
 void pointwise_bwd_cuda(const Chain& chain, at::TensorIteratorBase& iter, std::array<bool, 2> wants) {
@@ -176,9 +182,17 @@ void pointwise_bwd_columns_cuda(const ColumnCall& call, Tensor& da, Tensor& db) 
   const int64_t slabs = std::max<int64_t>(1, std::min(kernel.max_blocks / tiles, ceil_div(call.rows, lines)));
   const PartialRows partials(call.dy, slabs, call.cols);
   const void* a = chain.bits ? chain.bits : call.a.const_data_ptr();
-  const PointwiseColumnsArgs args{call.dy.const_data_ptr(), a, call.b.const_data_ptr(),
-                                  da.defined() ? da.data_ptr() : nullptr, partials.data(0), call.rows, call.cols,
-                                  partials.pitch, chain.seed, chain.scale, chain.dropout.last()};
+  const PointwiseColumnsArgs args{call.dy.const_data_ptr(),
+                                  a,
+                                  call.b.const_data_ptr(),
+                                  da.defined() ? da.data_ptr() : nullptr,
+                                  partials.data(0),
+                                  call.rows,
+                                  call.cols,
+                                  partials.pitch,
+                                  chain.seed,
+                                  chain.scale,
+                                  chain.dropout.last()};
   launch(kernel, tiles, slabs, on.stream, &args);
   sum_partials(partials, &db, nullptr, on.stream);
 }

@@ -90,7 +90,8 @@ struct Steps {
   // Reduces one group of levels to a dense tensor of `dtype`.
   void step(at::ScalarType dtype, double divisor) {
     const auto [begin, end] = innermost_reduced(levels);
-    const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end), inner = merged(levels, end, levels.size());
+    const auto outer = merged(levels, 0, begin), reduced = merged(levels, begin, end),
+               inner = merged(levels, end, levels.size());
     Tensor out = at::empty({outer->size * inner->size}, memory.options().dtype(dtype));
     backend.reduce({map, memory.const_data_ptr(), memory.scalar_type(), outer->size, reduced->size, inner->size, outer->stride,
                     reduced->stride, inner->stride, divisor, memory.device()},

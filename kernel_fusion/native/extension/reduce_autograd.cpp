@@ -53,11 +53,8 @@ struct ReduceBackward : SavingNode<ReduceBackward> {
   const bool keepdim, mean;
 
   explicit ReduceBackward(const ReduceVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input)),
-        input(c.input, /*is_output=*/false),
-        dim(c.dim.vec()),
-        keepdim(c.keepdim),
-        mean(c.kind == "mean_abs") {}
+      : SavingNode(torch::autograd::collect_next_edges(c.input)), input(c.input, /*is_output=*/false), dim(c.dim.vec()),
+        keepdim(c.keepdim), mean(c.kind == "mean_abs") {}
 
   std::string name() const override { return "ReduceBackward"; }
 

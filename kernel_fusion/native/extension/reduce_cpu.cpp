@@ -56,16 +56,21 @@ void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, T
     }
   });
   if (blocks == 1) return;
-  sum_rows(outer, blocks, args.inner, divisor, [&](int64_t o) {
-    return RowsToSum{partials.get() + o * blocks * args.inner, at::kDouble, out, o * args.inner};
-  });
+  sum_rows(outer, blocks, args.inner, divisor,
+           [&](int64_t o) { return RowsToSum{partials.get() + o * blocks * args.inner, at::kDouble, out, o * args.inner}; });
 }
 
 }  // namespace
 
 void reduce_cpu(const ReduceCall& call, Tensor& out) {
-  const cpu::Reduction args{call.map, static_cast<const char*>(call.in), cpu_dtype(call.in_type), call.reduced, call.inner,
-                            call.outer_stride, call.reduced_stride, call.inner_stride,
+  const cpu::Reduction args{call.map,
+                            static_cast<const char*>(call.in),
+                            cpu_dtype(call.in_type),
+                            call.reduced,
+                            call.inner,
+                            call.outer_stride,
+                            call.reduced_stride,
+                            call.inner_stride,
                             call.in_type == at::kDouble || out.scalar_type() == at::kDouble};
   count(Counter::kCpuForward);
   (call.inner == 1 ? reduce_rows : reduce_columns)(args, call.outer, call.divisor, out);

@@ -25,13 +25,23 @@ struct Reduction {
     return find_kernel({call.device, spec, access}, stream);
   }
   ReduceArgs args(void* out, int64_t chunks, int64_t chunk) const {
-    return {call.in, out, call.outer, call.reduced, call.inner, call.outer_stride, call.reduced_stride, call.inner_stride,
-            chunks, chunk, chunks == 1 ? call.divisor : 1.0};
+    return {call.in,
+            out,
+            call.outer,
+            call.reduced,
+            call.inner,
+            call.outer_stride,
+            call.reduced_stride,
+            call.inner_stride,
+            chunks,
+            chunk,
+            chunks == 1 ? call.divisor : 1.0};
   }
   // What is left to do once the chunks are summed: to add `chunks` contiguous values (or rows of values).
   Reduction rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {
     return {{Map::kNone, sums.const_data_ptr(), acc, outer, chunks, inner, chunks * inner, inner, 1, call.divisor, call.device},
-            acc, stream};
+            acc,
+            stream};
   }
 };
 
@@ -58,7 +68,8 @@ void reduce_rows(const Reduction& r, Tensor& out) {
 }
 
 // kColumnBlocks blocks of columns per multiprocessor, a constant and not what a kernel's registers allow: so the order of a
-// column's sum depends on its shape and the device alone. Rows are shared out among `chunks` blocks, as many as run at once, unless `whole`: then a block takes all of them.
+// column's sum depends on its shape and the device alone. Rows are shared out among `chunks` blocks, as many as run at once,
+// unless `whole`: then a block takes all of them.
 void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32,
   // the same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few
@@ -79,11 +90,13 @@ void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
   const int64_t wanted = std::min(places * kColumnBlocks / tiles, call.reduced / (kThreads / lanes * kRowsPerThread));
   const int64_t chunks = whole || few || alone ? 1 : std::max<int64_t>(1, wanted);
   const Tensor sums = chunks > 1 ? r.partials(call.outer * chunks * call.inner) : out;
-  const ReduceAccess access{
-      .vec = static_cast<int>(vec), .lanes = static_cast<int>(lanes),
-      .threads = static_cast<int>(few ? kFewThreads : alone ? kWholeThreads : kThreads),
-      .align = alignment_within(call.in, (call.outer_stride | call.reduced_stride) * size, vec * size),
-      .align_out = alignment_within(sums.data_ptr(), 0, vec * size_of(sums.scalar_type()))};
+  const ReduceAccess access{.vec = static_cast<int>(vec),
+                            .lanes = static_cast<int>(lanes),
+                            .threads = static_cast<int>(few     ? kFewThreads
+                                                        : alone ? kWholeThreads
+                                                                : kThreads),
+                            .align = alignment_within(call.in, (call.outer_stride | call.reduced_stride) * size, vec * size),
+                            .align_out = alignment_within(sums.data_ptr(), 0, vec * size_of(sums.scalar_type()))};
   const auto& kernel = r.kernel(sums.scalar_type(), access);
   const auto args = r.args(sums.data_ptr(), chunks, call.reduced);
   launch(kernel, tiles, chunks, r.stream, &args);
@@ -96,10 +109,8 @@ void reduce_cuda(const ReduceCall& call, Tensor& out) {
   const bool wide = call.in_type == at::kDouble || out.scalar_type() == at::kDouble;
   const OnDevice on(call.device);
   const Reduction reduction{call, wide ? at::kDouble : at::kFloat, on.stream};
-  if (call.inner > 1 && call.inner_stride == 1 && call.reduced > 0)
-    reduce_columns(reduction, out, false);
-  else
-    reduce_rows(reduction, out);
+  if (call.inner > 1 && call.inner_stride == 1 && call.reduced > 0) reduce_columns(reduction, out, false);
+  else reduce_rows(reduction, out);
 }
 
 }  // namespace kf

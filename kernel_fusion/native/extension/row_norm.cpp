@@ -88,8 +88,9 @@ bool consistent(const BackwardCall& c) {
 
 // The dispatcher goes by all tensors of a call, also those that it does not use.
 static void check_device(const Backend& backend, const Tensor& input) {
-  TORCH_CHECK(input.device().type() == backend.device, "kernel_fusion: expected all tensors to be on the same device, but found ",
-              input.device(), " and ", c10::DeviceTypeName(backend.device, /*lower_case=*/true));
+  TORCH_CHECK(input.device().type() == backend.device,
+              "kernel_fusion: expected all tensors to be on the same device, but found ", input.device(), " and ",
+              c10::DeviceTypeName(backend.device, /*lower_case=*/true));
 }
 
 // Whether y has the memory format of the input: as in PyTorch, of RMSNorm alone. (LayerNorm gives a contiguous result.)
@@ -117,9 +118,9 @@ BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) &&
-                  (call.has_residual || !wants_dresidual),
-              "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
+  TORCH_CHECK(
+      (present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_residual || !wants_dresidual),
+      "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
   const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call);
   Tensor dx, dweight, dbias, dresidual;
   if (wants_dx) dx = empty(backend, shape, call.input, call.x_dtype);

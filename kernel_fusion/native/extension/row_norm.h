@@ -80,8 +80,14 @@ inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residu
                                OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
                                double dropout_p, const OptionalTensor& seed) {
   const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout}, input, weight, bias, eps,
-          out_dtype, residual, dropout ? seed : kAbsent};
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout},
+          input,
+          weight,
+          bias,
+          eps,
+          out_dtype,
+          residual,
+          dropout ? seed : kAbsent};
 }
 
 // That of row_norm_bwd.
@@ -92,8 +98,19 @@ inline BackwardCall backward_call(const Tensor& dy, const Tensor& input, const T
                                   std::string_view pre_activation, std::string_view activation, double dropout_p,
                                   const OptionalTensor& seed) {
   const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout}, dy, input, stats, weight,
-          bias_dtype, wants, x_dtype.value_or(input.scalar_type()), dh, x, bias, has_residual, dropout ? seed : kAbsent};
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout},
+          dy,
+          input,
+          stats,
+          weight,
+          bias_dtype,
+          wants,
+          x_dtype.value_or(input.scalar_type()),
+          dh,
+          x,
+          bias,
+          has_residual,
+          dropout ? seed : kAbsent};
 }
 
 // f(the arguments that make this call).

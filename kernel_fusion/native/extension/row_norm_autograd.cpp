@@ -44,15 +44,9 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
 
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
       : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.residual)),
-        weight(call.weight, /*is_output=*/false),
-        bias(call.bias, /*is_output=*/false),
-        stats(call_stats, /*is_output=*/false),
-        seed(call.seed, /*is_output=*/false),
-        norm(call),
-        eps(call.eps),
-        x_dtype(call.input.scalar_type()),
-        y_dtype(call.y_dtype()),
-        has_residual(present(call.residual)) {
+        weight(call.weight, /*is_output=*/false), bias(call.bias, /*is_output=*/false), stats(call_stats, /*is_output=*/false),
+        seed(call.seed, /*is_output=*/false), norm(call), eps(call.eps), x_dtype(call.input.scalar_type()),
+        y_dtype(call.y_dtype()), has_residual(present(call.residual)) {
     if (has_residual && norm.pre_activation) x = SavedVariable(call.input, /*is_output=*/false);
   }
 

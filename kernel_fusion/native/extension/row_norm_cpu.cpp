@@ -84,18 +84,19 @@ struct StagedBackward {
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual) : x(call.x, call.num_dims) {
-    args = {common(call), call.has_residual, x.data(), nullptr, call.wants[3] ? dresidual.data_ptr() : nullptr,
-            x.layout(), cpu_dtype(call.x_dtype)};
+    args = {common(call), call.has_residual,      x.data(), nullptr, call.wants[3] ? dresidual.data_ptr() : nullptr,
+            x.layout(),   cpu_dtype(call.x_dtype)};
     if (call.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;
   }
 };
 
-// Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type: the
-// kernel of the bare norm takes these as they lie.
+// Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
+// the kernel of the bare norm takes these as they lie.
 bool is_bare(const BackwardCall& c) {
-  return c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout && !c.wants[3] && c.x_dtype == c.input.scalar_type();
+  return c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout && !c.wants[3] &&
+         c.x_dtype == c.input.scalar_type();
 }
 
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
@@ -113,15 +114,13 @@ void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
   const int64_t stretches = cpu::stretches_of(args.cols), pieces = rows * stretches;
   std::vector<cpu::StretchMoments> moments(pieces);
   std::vector<cpu::RowStatistics> statistics(rows);
-  share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().forward_moments(args, begin, end, moments.data());
-  });
+  share(pieces, cpu::kStretch,
+        [&](int64_t begin, int64_t end) { cpu::kernels().forward_moments(args, begin, end, moments.data()); });
   share(rows, kJoined * stretches, [&](int64_t begin, int64_t end) {
     cpu::kernels().forward_statistics(args, begin, end, moments.data(), statistics.data());
   });
-  share(pieces, cpu::kStretch, [&](int64_t begin, int64_t end) {
-    cpu::kernels().forward_stretches(args, begin, end, statistics.data());
-  });
+  share(pieces, cpu::kStretch,
+        [&](int64_t begin, int64_t end) { cpu::kernels().forward_stretches(args, begin, end, statistics.data()); });
 }
 
 constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
@@ -212,8 +211,19 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     rstd = call.rms ? mean : mean + x.rows * stats.element_size();
     if (call.rms) mean = nullptr;
   }
-  const cpu::Forward args{x.data(), weight.parameter, bias.parameter, y.data_ptr(), mean, rstd, x.cols, x.layout,
-                          call.eps, call.rms, x_type, y_type, past_caches(call.input.nbytes() + y.nbytes(), free_threads())};
+  const cpu::Forward args{x.data(),
+                          weight.parameter,
+                          bias.parameter,
+                          y.data_ptr(),
+                          mean,
+                          rstd,
+                          x.cols,
+                          x.layout,
+                          call.eps,
+                          call.rms,
+                          x_type,
+                          y_type,
+                          past_caches(call.input.nbytes() + y.nbytes(), free_threads())};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
@@ -223,15 +233,19 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const int64_t rows = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());  // of a thread
   const bool later = bare && rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
   // What is left to the kernel is prepared anew in each part, so a thread has one part then.
-  share_by(x.rows, x.cols, later ? rows : by_stretches ? cpu::kLongRowsTogether : step_of(x.cols), [&] {
-    return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) {
-      cpu::Forward mine = args;
-      mine.weight = w.parameter;
-      mine.bias = b.parameter;
-      if (bare) cpu::kernels().forward(mine, begin, end);
-      else cpu::kernels().forward_staged(mine, staged.args, begin, end);
-    };
-  });
+  share_by(x.rows, x.cols,
+           later          ? rows
+           : by_stretches ? cpu::kLongRowsTogether
+                          : step_of(x.cols),
+           [&] {
+             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) {
+               cpu::Forward mine = args;
+               mine.weight = w.parameter;
+               mine.bias = b.parameter;
+               if (bare) cpu::kernels().forward(mine, begin, end);
+               else cpu::kernels().forward_staged(mine, staged.args, begin, end);
+             };
+           });
 }
 
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
@@ -243,13 +257,13 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) +
-                       bytes_of(call.dh) + bytes_of(call.x);
+  const size_t moved =
+      bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) + bytes_of(call.x);
   // Not the caches of all threads: 16 take 0.46 ms so for 2048 x 2048 fp32 instead of 0.40 (Xeon).
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
-  cpu::Backward args{dy.data(), x.data(), mean, rstd, nullptr,
-                     call.wants[0] ? dx.data_ptr() : nullptr, nullptr, nullptr, x.cols, dh.data(), x.layout, dy.layout,
-                     dh.layout(), call.rms, x_type, dy_type, streams, is_far};
+  cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? dx.data_ptr() : nullptr,
+                     nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
+                     dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);

@@ -35,11 +35,19 @@ void check_length(int64_t cols) {
 }
 
 RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
-  return {.direction = call.wants_stats ? Direction::kForward : Direction::kInference, .rms = call.rms,
-          .cols = static_cast<int>(cols), .x = cpu_dtype(call.input.scalar_type()), .y = cpu_dtype(call.y_dtype()),
-          .weight = dtype_or_absent(dtype_of(call.weight)), .bias = dtype_or_absent(dtype_of(call.bias)),
-          .offset = call.weight_offset != 0.0, .grads = {}, .residual = dtype_or_absent(dtype_of(call.residual)),
-          .pre_activation = call.pre_activation, .activation = call.activation, .dropout = bool(call.dropout)};
+  return {.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
+          .rms = call.rms,
+          .cols = static_cast<int>(cols),
+          .x = cpu_dtype(call.input.scalar_type()),
+          .y = cpu_dtype(call.y_dtype()),
+          .weight = dtype_or_absent(dtype_of(call.weight)),
+          .bias = dtype_or_absent(dtype_of(call.bias)),
+          .offset = call.weight_offset != 0.0,
+          .grads = {},
+          .residual = dtype_or_absent(dtype_of(call.residual)),
+          .pre_activation = call.pre_activation,
+          .activation = call.activation,
+          .dropout = bool(call.dropout)};
 }
 
 }  // namespace
@@ -51,9 +59,12 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
   const void *w = data_or_null(weight), *b = data_or_null(bias);
   const auto row_bytes = (x.cols * y.element_size()) & 15;
-  const Access access{.x = x.alignment, .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
-                      .weight = std::min(alignment_or_full(w), alignment_or_full(b)), .strided_x = x.strided,
-                      .residual = residual ? residual->alignment : 16, .strided_residual = residual && residual->strided};
+  const Access access{.x = x.alignment,
+                      .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
+                      .weight = std::min(alignment_or_full(w), alignment_or_full(b)),
+                      .strided_x = x.strided,
+                      .residual = residual ? residual->alignment : 16,
+                      .strided_residual = residual && residual->strided};
   const OnDevice on(call.input.device());
   const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
   RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
@@ -94,28 +105,53 @@ struct BackwardInputs {
 
   RowNormSpec spec(const BackwardCall& call) const {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
-    return {.direction = Direction::kBackward, .rms = call.rms, .cols = static_cast<int>(x.cols),
-            .x = cpu_dtype(call.x_dtype), .y = cpu_dtype(call.dy.scalar_type()),
-            .weight = dtype_or_absent(dtype_of(call.weight)), .bias = dtype_or_absent(dtype_of(bias)),
-            .offset = call.weight_offset != 0.0, .grads = {wants_dx, wants_dweight, wants_dbias},
+    return {.direction = Direction::kBackward,
+            .rms = call.rms,
+            .cols = static_cast<int>(x.cols),
+            .x = cpu_dtype(call.x_dtype),
+            .y = cpu_dtype(call.dy.scalar_type()),
+            .weight = dtype_or_absent(dtype_of(call.weight)),
+            .bias = dtype_or_absent(dtype_of(bias)),
+            .offset = call.weight_offset != 0.0,
+            .grads = {wants_dx, wants_dweight, wants_dbias},
             .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
-            .pre_activation = call.pre_activation, .activation = call.activation, .dropout = bool(call.dropout),
-            .dh = dh.defined(), .dresidual = wants_dresidual};
+            .pre_activation = call.pre_activation,
+            .activation = call.activation,
+            .dropout = bool(call.dropout),
+            .dh = dh.defined(),
+            .dresidual = wants_dresidual};
   }
 
   Access access(const BackwardCall& call) const {
     const void* g = data_or_null(dh);
-    return {.x = x.alignment, .y = dy.alignment,
+    return {.x = x.alignment,
+            .y = dy.alignment,
             .weight = std::min(alignment_or_full(data_or_null(weight)), alignment_or_full(data_or_null(bias))),
-            .dx = own_alignment(x.cols, call.x_dtype), .strided_x = x.strided, .strided_y = dy.strided,
+            .dx = own_alignment(x.cols, call.x_dtype),
+            .strided_x = x.strided,
+            .strided_y = dy.strided,
             .residual = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16,
-            .pre_x = pre_x ? pre_x->alignment : 16, .strided_pre_x = pre_x && pre_x->strided};
+            .pre_x = pre_x ? pre_x->alignment : 16,
+            .strided_pre_x = pre_x && pre_x->strided};
   }
 
   RowNormBwdArgs args(const BackwardCall& call) const {
     const Stats s(stats, x.rows, call.rms);
-    RowNormBwdArgs args{dy.data(), x.data(), s.mean, s.rstd, data_or_null(weight), nullptr, nullptr, nullptr,
-                        x.rows, 0, x.layout, dy.layout, call.weight_offset, data_or_null(bias), data_or_null(dh)};
+    RowNormBwdArgs args{dy.data(),
+                        x.data(),
+                        s.mean,
+                        s.rstd,
+                        data_or_null(weight),
+                        nullptr,
+                        nullptr,
+                        nullptr,
+                        x.rows,
+                        0,
+                        x.layout,
+                        dy.layout,
+                        call.weight_offset,
+                        data_or_null(bias),
+                        data_or_null(dh)};
     if (pre_x) {
       args.pre_x = pre_x->data();
       args.pre_x_rows = pre_x->layout;

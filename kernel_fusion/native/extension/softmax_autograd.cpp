@@ -37,8 +37,7 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
   const bool leaves_out;
 
   explicit SoftmaxBackward(const SoftmaxVerbCall& c)
-      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)),
-        scale(c.scale),
+      : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)), scale(c.scale),
         leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
 
   // After the history of the result is set.

@@ -46,8 +46,9 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   const auto device = call.x.device();
   const OnDevice on(device);
   const auto& kernel = find_kernel({device, spec, access}, on.stream);
-  const SoftmaxArgs args{x.data(), masked ? mask.data() : nullptr, y.data_ptr(), x.rows, x.cols,
-                         call.causal ? call.x.size(-2) : 1, x.layout, mask.layout, call.scale};
+  const SoftmaxArgs args{x.data(),  masked ? mask.data() : nullptr,    y.data_ptr(), x.rows,
+                         x.cols,    call.causal ? call.x.size(-2) : 1, x.layout,     mask.layout,
+                         call.scale};
   launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
 }
 
@@ -56,14 +57,15 @@ void softmax_bwd_cuda(const SoftmaxBwdCall& call, Tensor& dx) {
   const Rows dy_rows(dy, 1), y_rows(y, 1);
   check_softmax_cols(y_rows.cols);
   const int64_t vec = dividing_power(y_rows.cols, kVectorBytes / size_of(y.scalar_type()));
-  const SoftmaxBwdSpec spec{cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()), cpu_dtype(dx.scalar_type()), call.leaves_out};
+  const SoftmaxBwdSpec spec{cpu_dtype(dy.scalar_type()), cpu_dtype(y.scalar_type()), cpu_dtype(dx.scalar_type()),
+                            call.leaves_out};
   const SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(y_rows.cols / vec), row_access(y_rows, vec),
                              row_access(dy_rows, vec)};
   const auto device = y.device();
   const OnDevice on(device);
   const auto& kernel = find_kernel({device, spec, access}, on.stream);
-  const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(), dx.data_ptr(), y_rows.rows, y_rows.cols, dy_rows.layout,
-                            y_rows.layout, call.scale};
+  const SoftmaxBwdArgs args{dy_rows.data(), y_rows.data(),  dx.data_ptr(), y_rows.rows,
+                            y_rows.cols,    dy_rows.layout, y_rows.layout, call.scale};
   launch(kernel, kernel.grid(y_rows.rows), 1, on.stream, &args);
 }
 

@@ -68,8 +68,8 @@ inline std::optional<Combine> combine_of(std::string_view name) {
 
 struct Chain {
   Combine combine;
-  int32_t activation;   // its position in KF_ACTIVATIONS
-  double scale;         // that of dropout included
+  int32_t activation;  // its position in KF_ACTIVATIONS
+  double scale;        // that of dropout included
   Dropout dropout;
   const int64_t* seed;  // where the tensors are; null without dropout
   // A bit for each element of y, in the order in which it lies in memory: whether the slope of the activation is that at 1.

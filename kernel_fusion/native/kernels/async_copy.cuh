@@ -38,13 +38,17 @@ __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(shared_address(b)),
+      "r"(parity)
+      : "memory");
 }
 
 // Starts copying `bytes` (a multiple of 16, both addresses too) and counts them on `b` when they are there.
 __device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(b)) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(b))
+      : "memory");
 }
 
 // Starts copying a word that is aligned to nothing more; copy_arrive() arrives on `b` when the words copied by this thread are
@@ -59,8 +63,8 @@ __device__ inline void copy_arrive(Mbarrier* b) {
 // By all threads that wrote to shared memory what is to be stored in bulk, before they meet.
 __device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies `count` elements from shared to global memory, by all threads of a block together. Where both lie alike within 16 bytes,
-// all but the ends goes in one instruction; thread 0 stays until the elements have been read.
+// Copies `count` elements from shared to global memory, by all threads of a block together. Where both lie alike within 16
+// bytes, all but the ends goes in one instruction; thread 0 stays until the elements have been read.
 template <class T> __device__ void bulk_store(T* global, const T* shared, int count) {
   constexpr int kSize = static_cast<int>(sizeof(T)), kWhole = 16 / kSize;
   const auto place = reinterpret_cast<unsigned long long>(global);
@@ -70,7 +74,9 @@ template <class T> __device__ void bulk_store(T* global, const T* shared, int co
     asm volatile(
         "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
         "cp.async.bulk.commit_group;\n"
-        "cp.async.bulk.wait_group.read 0;" ::"l"(global + head), "r"(shared_address(shared + head)), "r"(whole * kSize) : "memory");
+        "cp.async.bulk.wait_group.read 0;" ::"l"(global + head),
+        "r"(shared_address(shared + head)), "r"(whole * kSize)
+        : "memory");
   for (int i = threadIdx.x; i < head; i += blockDim.x) global[i] = shared[i];
   for (int i = head + whole + threadIdx.x; i < count; i += blockDim.x) global[i] = shared[i];
 }
@@ -81,7 +87,8 @@ __device__ inline void store_cluster_counted(float* p, unsigned rank, float firs
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(b)), "r"(rank));
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
-               "f"(first), "f"(second), "r"(barrier) : "memory");
+               "f"(first), "f"(second), "r"(barrier)
+               : "memory");
 }
 
 }  // namespace kf

@@ -3,9 +3,9 @@
 
 namespace kf {
 
-// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch of them loaded at a time; the first i that is not below. Of
-// the rest half as many, and so on, since slow loads are best waited for together; or one by one, which takes less code and, of
-// long bodies, fewer registers.
+// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch of them loaded at a time; the first i that is not below.
+// Of the rest half as many, and so on, since slow loads are best waited for together; or one by one, which takes less code and,
+// of long bodies, fewer registers.
 template <int kBatch, bool kHalves = true, class I, class Load, class Use>
 __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
   I i = first;

@@ -49,8 +49,8 @@ template <class S> struct Derivative {
 };
 
 // What takes the place of dy: with an activation, dy * activation'(z).
-template <class S> __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight,
-                                                       typename S::Acc bias) {
+template <class S>
+__device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight, typename S::Acc bias) {
   using A = typename S::Acc;
   if constexpr (S::kActivation != 0) {
     using M = typename MathFor<A, typename S::DY>::type;

@@ -1,7 +1,8 @@
 // The policies of elementary functions for shared/activations.h on scalars: `Math`, which is CUDA's own functions, `RoughMath`
 // for results that are rounded to fp16, in fewer instructions, and `RoughestMath` for bf16. `MathFor` chooses.
 //
-// SingleMath, of pointwise chains in fp32, has another normal_cdf, which errs by 2^-22, and a power that errs by 2^-21, absolutely.
+// SingleMath, of pointwise chains in fp32, has another normal_cdf, which errs by 2^-22, and a power that errs by 2^-21,
+// absolutely.
 //
 // RoughMath errs by far less than half an ulp of fp16, which is 2^-12 of the value at least:
 //
@@ -9,8 +10,8 @@
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
-// RoughestMath differs in the normal_cdf of a value: gelu then errs by far less than half an ulp of bf16, of the result or, in the
-// tail, of 1/64 of its argument.
+// RoughestMath differs in the normal_cdf of a value: gelu then errs by far less than half an ulp of bf16, of the result or, in
+// the tail, of 1/64 of its argument.
 //
 // NaN and infinities go through as they do through the exact functions. tests/test_cuda_math.py measures it, over all fp16 and
 // bf16 arguments, on instructions that err as far as their documentation allows.
@@ -119,11 +120,12 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
     // Between -0.25 and 0 it is not needed, and would be less exact.
     return x >= 0.0f && x < 0.25f ? near : kLn2 * Instructions::log2(1.0f + x);
   }
-  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2), with erf as in Abramowitz, Stegun: Handbook of Mathematical Functions,
-  // 7.1.26, and its coefficients halved.
+  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2), with erf as in Abramowitz, Stegun: Handbook of Mathematical
+  // Functions, 7.1.26, and its coefficients halved.
   static KF_INLINE float normal_cdf(float x, float& power) {
     const float t = reciprocal(1.0f + (0.3275911f * 0.70710678f) * ::fabsf(x));
-    const float series = t * (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f))));
+    const float series =
+        t * (0.127414796f + t * (-0.142248368f + t * (0.7107068705f + t * (-0.7265760135f + t * 0.5307027145f))));
     const float root = 0.84932180f * x;  // its square is x^2 / 2 log2(e)
     power = Instructions::exp2(-root * root);
     return 0.5f + ::copysignf(0.5f - series * power, x);
@@ -136,7 +138,8 @@ template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> 
   // x Phi(x) errs least against max(|x Phi(x)|, min(|x|, 1) / 64): by 2^-13.5. It grows beyond all bounds, which saves a clamp.
   static KF_INLINE float normal_cdf(float x) {
     const float s = x * x;
-    const float logit = x * (2.30164892f + s * (0.105772619f + s * (-5.58366848e-4f + s * (-6.29507079e-5f + s * 2.21579879e-6f))));
+    const float logit =
+        x * (2.30164892f + s * (0.105772619f + s * (-5.58366848e-4f + s * (-6.29507079e-5f + s * 2.21579879e-6f))));
     return Instructions::reciprocal(1.0f + Instructions::exp2(-logit));
   }
 };
@@ -147,15 +150,23 @@ using RoughestMath = RoughestMathOn<Hardware>;
 
 // The policy where a result computed in A is rounded to T.
 struct bf16;
-template <class A, class T> struct MathFor { using type = Math<A>; };
+template <class A, class T> struct MathFor {
+  using type = Math<A>;
+};
 template <class T>
   requires(sizeof(T) == 2)
-struct MathFor<float, T> { using type = RoughMath; };
-template <> struct MathFor<float, bf16> { using type = RoughestMath; };
+struct MathFor<float, T> {
+  using type = RoughMath;
+};
+template <> struct MathFor<float, bf16> {
+  using type = RoughestMath;
+};
 
 // The same of what no norm divides by a deviation, however small.
 template <class A, class T> struct ChainMathFor : MathFor<A, T> {};
-template <> struct ChainMathFor<float, float> { using type = SingleMath; };
+template <> struct ChainMathFor<float, float> {
+  using type = SingleMath;
+};
 
 // ---- Activations by their code, the position in KF_ACTIVATIONS -------------------------------------------------------------
 
@@ -169,7 +180,10 @@ namespace activation_codes {
 enum { KF_ACTIVATIONS(KF_CODE) };
 #undef KF_CODE
 }  // namespace activation_codes
-#define KF_BY_CODE(name) template <> struct Activation<activation_codes::k_##name> { using type = act::name; };
+#define KF_BY_CODE(name)                                      \
+  template <> struct Activation<activation_codes::k_##name> { \
+    using type = act::name;                                   \
+  };
 KF_ACTIVATIONS(KF_BY_CODE)
 #undef KF_BY_CODE
 

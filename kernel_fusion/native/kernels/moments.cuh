@@ -76,9 +76,10 @@ template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>
   return deviations.moments();
 }
 
-// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch of them loaded at a time. `inside`: the vector
-// lies within the row for sure, as in all batches but the last; asking takes an instruction or two of every element.
-template <class S, int kBatch, int kFirst, class Load, class Use> __device__ void batched_chunks(const Load& load, const Use& use) {
+// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch of them loaded at a time. `inside`: the
+// vector lies within the row for sure, as in all batches but the last; asking takes an instruction or two of every element.
+template <class S, int kBatch, int kFirst, class Load, class Use>
+__device__ void batched_chunks(const Load& load, const Use& use) {
   using P = Place<S>;
   constexpr int kSure = P::kCovers ? P::kVectors : P::kFull;
   constexpr int kRest = kSure > kFirst ? kSure - (kSure - kFirst) % kBatch : kFirst;
@@ -116,8 +117,8 @@ template <class S> __device__ Moments<S> join_moments(int lane, const typename S
   A mean = 0;
   if constexpr (!S::kRms) {
     const A base = slots[0][0];
-    mean = base + kPerCol<S> * Exchange<S>::sum(
-                      lane, [&](int w) { return static_cast<A>(P::cols_of(w)) * (slots[w][0] - base); });
+    mean =
+        base + kPerCol<S> * Exchange<S>::sum(lane, [&](int w) { return static_cast<A>(P::cols_of(w)) * (slots[w][0] - base); });
   }
   const A squares = Exchange<S>::sum(lane, [&](int w) {
     if constexpr (S::kRms) return slots[w][1];

@@ -24,7 +24,9 @@ template <class S> struct Pace {
   struct Shared {
     unsigned progress;  // steps of all blocks since this one began, as it last knew; 0 before init()
     unsigned begun;     // what pace_word held then
-    struct { unsigned due, on; } groups[S::kRows];  // due: the progress for the next step
+    struct {
+      unsigned due, on;
+    } groups[S::kRows];  // due: the progress for the next step
   };
 
   Shared& shared;

@@ -1,7 +1,7 @@
-// da and db of y = dropout(scale * f(a, b)) where b is a row that all rows of a share: db, its sum over the rows, is collected in
-// registers in the same pass. Memory: one read of dy and of a (or of the bits of the slope, as in pointwise_bwd.cuh), one write
-// of da; a partial row of db for each blockIdx.y, which sum_partials.cuh adds up. Block (t, s) takes column tile t and, a group
-// of lines at a time, rows s, s + gridDim.y, ...
+// da and db of y = dropout(scale * f(a, b)) where b is a row that all rows of a share: db, its sum over the rows, is collected
+// in registers in the same pass. Memory: one read of dy and of a (or of the bits of the slope, as in pointwise_bwd.cuh), one
+// write of da; a partial row of db for each blockIdx.y, which sum_partials.cuh adds up. Block (t, s) takes column tile t and, a
+// group of lines at a time, rows s, s + gridDim.y, ...
 #pragma once
 
 #include "batched.cuh"
@@ -51,8 +51,9 @@ template <class S> struct BwdColumns {
   }
 
   __device__ void add_rows(i64 first, i64 step) {
-    batched<S::kUnroll>(first, static_cast<i64>(args.rows), step, [&](i64 row) { return load_row(row); },
-                        [&](i64 row, const Loaded& loaded) { add_row(row, loaded); });
+    batched<S::kUnroll>(
+        first, static_cast<i64>(args.rows), step, [&](i64 row) { return load_row(row); },
+        [&](i64 row, const Loaded& loaded) { add_row(row, loaded); });
   }
 };
 

@@ -24,8 +24,8 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e; aligned ones are neighbours, of
-  // which the first is a multiple of the vector.
+  // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e; aligned ones are neighbours,
+  // of which the first is a multiple of the vector.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;

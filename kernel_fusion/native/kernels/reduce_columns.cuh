@@ -1,5 +1,6 @@
-// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r that chunk c takes, a group of lines at a time, in turn
-// with the other chunks. A second call adds up the chunks. Memory: one read. Block (o * tiles + t, c) takes column tile t of in[o].
+// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r that chunk c takes, a group of lines at a time, in
+// turn with the other chunks. A second call adds up the chunks. Memory: one read. Block (o * tiles + t, c) takes column tile t
+// of in[o].
 #pragma once
 
 #include "batched.cuh"
@@ -21,9 +22,10 @@ template <class S> __device__ void reduce_columns(const ReduceArgs& args) {
   wait_for_previous_kernel(column + line * args.reduced_stride);
   A sums[S::kVec] = {};
   if (col < args.inner)
-    batched<S::kUnroll>(line, static_cast<i64>(args.reduced), static_cast<i64>(args.chunks) * kLines,
-                        [&](i64 row) { return load_once<S::kAlign, S::kVec>(column + row * args.reduced_stride); },
-                        [&](i64, const Pack<typename S::In, S::kVec>& pack) { add_mapped<S::kMap>(sums, pack); });
+    batched<S::kUnroll>(
+        line, static_cast<i64>(args.reduced), static_cast<i64>(args.chunks) * kLines,
+        [&](i64 row) { return load_once<S::kAlign, S::kVec>(column + row * args.reduced_stride); },
+        [&](i64, const Pack<typename S::In, S::kVec>& pack) { add_mapped<S::kMap>(sums, pack); });
   tile.add_lines(sums);
   if (tile.line > 0 || col >= args.inner) return;
 #pragma unroll

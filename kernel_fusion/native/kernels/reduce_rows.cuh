@@ -1,12 +1,13 @@
-// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one chunk.
-// A second call adds up the chunks of longer ones. Memory: one read.
+// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one
+// chunk. A second call adds up the chunks of longer ones. Memory: one read.
 //
 // Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride, which adds up its own; then a
 // butterfly adds the lanes of a warp, and another the warps. So the order is a function of the length alone. A row has kLanes
 // threads: some lanes of a warp, each with kEach rows at once, or the block.
 //
-// Whether rows have several chunks, or two coordinates, is compiled in: divisions at run time, and an address carried in its terms,
-// took 55 registers instead of 32, and 8192x8192 in bf16 37.9 us instead of 31.5 (H200, torch 2.11.0+cu130, in no result file).
+// Whether rows have several chunks, or two coordinates, is compiled in: divisions at run time, and an address carried in its
+// terms, took 55 registers instead of 32, and 8192x8192 in bf16 37.9 us instead of 31.5 (H200, torch 2.11.0+cu130, in no result
+// file).
 #pragma once
 
 #include "batched.cuh"
@@ -39,10 +40,8 @@ template <class S> struct Stretch {
   }
 
   __device__ Pack<In, kVec> vector(int v) const {
-    if constexpr (S::kContiguous)
-      return load_once<S::kAlign, kVec>(p + v * kVec);
-    else
-      return some(v, kVec);
+    if constexpr (S::kContiguous) return load_once<S::kAlign, kVec>(p + v * kVec);
+    else return some(v, kVec);
   }
 
   // The first `count` elements of vector v; the others read as zero.
@@ -106,7 +105,8 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
     if (v == vectors && tail) add_mapped<S::kMap>(sums[k], stretch[k].some(v, tail));
     const A sum = sum_threads<S>(sum_elements(sums[k]));
     if (threadIdx.x % kLanes == 0 && inside(k))
-      static_cast<typename S::Out*>(args.out)[first + k * kGroups] = narrow<typename S::Out>(sum / static_cast<A>(args.divisor));
+      static_cast<typename S::Out*>(args.out)[first + k * kGroups] =
+          narrow<typename S::Out>(sum / static_cast<A>(args.divisor));
   }
 }
 

@@ -56,9 +56,10 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
         if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
-        // What needs no widening would be waited for where a row meets it, and with it, in every row, what shares the scoreboard of
-        // these loads: the read of `pace`. 4096x32768 bf16 beside fp32 took 211 us on an H200; with an instruction that waits here it
-        // takes 197 (torch 2.11.0+cu130; the former in no result file). Rows of fp32 wait for memory longer, and neither gain nor lose.
+        // What needs no widening would be waited for where a row meets it, and with it, in every row, what shares the
+        // scoreboard of these loads: the read of `pace`. 4096x32768 bf16 beside fp32 took 211 us on an H200; with an
+        // instruction that waits here it takes 197 (torch 2.11.0+cu130; the former in no result file). Rows of fp32 wait for
+        // memory longer, and neither gain nor lose.
         if constexpr (kPresent<T> && sizeof(T) == 4 && sizeof(typename S::X) < 4)
 #pragma unroll
           for (int e = 0; e < kVec; e += 4) wide[i][e] = __shfl_sync(0xffffffffu, wide[i][e], threadIdx.x % 32);
@@ -107,7 +108,9 @@ template <class S, int kVectors> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kPerQuad = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
   static constexpr int kQuads = S::kVec / kPerQuad;
-  struct alignas(kPerQuad * sizeof(A)) Quad { A v[kPerQuad]; };
+  struct alignas(kPerQuad * sizeof(A)) Quad {
+    A v[kPerQuad];
+  };
 
   A sums[2][S::kSums == KeptSums::kRegisters ? kVectors : 1][S::kVec];
   Quad* quads;  // [2][kVectors][kQuads][blockDim.x]
@@ -169,7 +172,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   extern __shared__ __align__(16) char shared[];
   Accumulators<S, kVectors> sums(shared);
   alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
-  if constexpr (S::kCluster > 1) {  // every block of the cluster runs before anyone writes to its shared memory
+  if constexpr (S::kCluster > 1) {                  // every block of the cluster runs before anyone writes to its shared memory
     cluster_arrive();
     cluster_wait();
   }
@@ -183,9 +186,9 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     A mean, rstd;
     bool live;
   };
-  // A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the last
-  // row again, which counts for nothing, in place of those that are not there. Of single elements too: what registers they save
-  // would let a further block in, and RMSNorm of 250980x255 fp16 take 121 us on an H200 instead of 113.
+  // A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the
+  // last row again, which counts for nothing, in place of those that are not there. Of single elements too: what registers they
+  // save would let a further block in, and RMSNorm of 250980x255 fp16 take 121 us on an H200 instead of 113.
   constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && kVec > 1;
   const auto is_live = [&](const Row& r) { return kAlone || S::kRows == 1 || r.live; };
   const auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
@@ -233,9 +236,18 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     }
     // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
     const Normalize<S> normalize{now.mean, is_live(now) ? now.rstd : A(0)};
-    auto x_at = [&](int i) { if constexpr (S::kResident) return now.x[i]; else return fetch_x(now, i); };
-    auto dy_at = [&](int i) { if constexpr (S::kResident) return now.dy[i]; else return fetch_dy(now, i); };
-    auto dh_at = [&](int i) { if constexpr (S::kResident) return now.dh[i]; else return fetch_dh(row, i); };
+    auto x_at = [&](int i) {
+      if constexpr (S::kResident) return now.x[i];
+      else return fetch_x(now, i);
+    };
+    auto dy_at = [&](int i) {
+      if constexpr (S::kResident) return now.dy[i];
+      else return fetch_dy(now, i);
+    };
+    auto dh_at = [&](int i) {
+      if constexpr (S::kResident) return now.dh[i];
+      else return fetch_dh(row, i);
+    };
 
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
@@ -290,8 +302,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if (is_live(now))
-          outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
+        if (is_live(now)) outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
       }
     }
   }

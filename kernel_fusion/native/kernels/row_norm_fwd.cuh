@@ -88,7 +88,8 @@ template <class S> struct ForwardRow {
     if constexpr (kAddsResidual<S>)
       if (live) store_cols<16, kVec, S::kCols, P::kCovers>(h, col, pack);
   }
-  template <bool kLast = false> __device__ void store_y(typename S::Y* y, int col, const Pack<typename S::Y, kVec>& pack) const {
+  template <bool kLast = false>
+  __device__ void store_y(typename S::Y* y, int col, const Pack<typename S::Y, kVec>& pack) const {
     if (live) store_cols<S::kAlignY, kVec, S::kCols, P::kCovers, kLast>(y, col, pack);
   }
 };
@@ -151,8 +152,8 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     row.store_h(h, at.col(i), resident[i]);
   }
 
-  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once: 2048x2048 bf16 on an H200
-  // takes 0.95 of the floor so, 1.04 otherwise.
+  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once: 2048x2048 bf16 on an
+  // H200 takes 0.95 of the floor so, 1.04 otherwise.
   const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
     if constexpr (!S::kRms) keep_packed(resident[k]);
     return resident[k];
@@ -165,7 +166,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     return at;
   }();
   auto* const y = row.y();
-  const auto y_at = [&](int i, A (&v)[kVec]) {
+  const auto y_at = [&](int i, A(&v)[kVec]) {
     const bool loaded = S::kAhead || (S::kEarly && i == 0);
     if (i % kTogether == 0 && !loaded) load_parameters(place, i);
     auto& pack = resident[i];

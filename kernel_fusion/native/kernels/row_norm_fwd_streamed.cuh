@@ -100,7 +100,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
     const Affine<S> affine{mean_and_rstd.first, mean_and_rstd.second};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
     auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
-    const auto y_at = [&](int i, A (&y)[kVec]) {
+    const auto y_at = [&](int i, A(&y)[kVec]) {
       if constexpr (kPresent<typename S::Weight>) keep_packed(weights[i]);
       if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
       const auto h = row_at(row, slot, i);

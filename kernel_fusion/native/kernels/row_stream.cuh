@@ -4,8 +4,8 @@
 // the threads do. With three slots or more it works on two rows at once: while the sums of a row travel between its warps, and
 // between the blocks of a cluster, the first pass over the next row is under way.
 //
-// What is done once for a row may have a warp of its own, so that the others need not wait for it: the combiner makes of the sums
-// of all warps what the second pass needs, the producer starts the copies.
+// What is done once for a row may have a warp of its own, so that the others need not wait for it: the combiner makes of the
+// sums of all warps what the second pass needs, the producer starts the copies.
 #pragma once
 
 #include "async_copy.cuh"
@@ -22,9 +22,7 @@ template <class T, int kAlign, int kCols> struct Piece {
 
   const T* source;
 
-  __device__ int lead() const {
-    return kAlign >= 16 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(source) & 15);
-  }
+  __device__ int lead() const { return kAlign >= 16 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(source) & 15); }
   __device__ unsigned copied_bytes(int cols) const { return (lead() + cols * static_cast<int>(sizeof(T)) + 15) & ~15u; }
   __device__ void copy(char* slot, int cols, Mbarrier* b) const {
     bulk_load(slot, reinterpret_cast<const char*>(source) - lead(), copied_bytes(cols), b);
@@ -52,14 +50,16 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using P = Place<S>;
   static constexpr int kSlots = S::kSlots;
   static constexpr int kLag = kSlots > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
-  static constexpr int kThreads = S::kWarps / S::kCluster * 32;  // of a group
+  static constexpr int kThreads = S::kWarps / S::kCluster * 32;           // of a group
   static constexpr int kCols = P::kLocalWarps * P::kVectors * P::kChunk;  // of a group at most
   // A warp that is ahead may announce its next two rows before another, or the combiner, has read the sums of this one.
   static constexpr int kBuffers = 4;
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
   static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
 
-  struct Pair { A first, second; };  // the sums of a warp, or what has been made of all of them
+  struct Pair {
+    A first, second;
+  };  // the sums of a warp, or what has been made of all of them
   struct Shared {
     Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
@@ -111,7 +111,9 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
   // The first column of this block, and how many it has.
-  __device__ static int first_col() { return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0; }
+  __device__ static int first_col() {
+    return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0;
+  }
   __device__ static int cols() {
     if constexpr (P::kCovers) return kCols;
     const int end = S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank() + 1) * P::kLocalWarps) : S::kCols;
@@ -123,8 +125,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   //   first_pass(row, slot) -> own  the warp's two sums
   //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all warps; of a single one as they are
   //   second_pass(row, slot, pair)  the slot is free after it
-  // start() fills the ring; what the caller loads before run() or run_few() overlaps with that. The producer calls produce() instead
-  // of them, the combiner combine_all().
+  // start() fills the ring; what the caller loads before run() or run_few() overlaps with that. The producer calls produce()
+  // instead of them, the combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
       // As a condition of the loop this made backward of 16384 columns take 2.4 times as long on an H200.
@@ -177,8 +179,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // run() where a group has no more rows than slots, so that start() has asked for all of them: one after the other, without the
-  // instructions that a ring and a second row take. Not beside a producer.
+  // run() where a group has no more rows than slots, so that start() has asked for all of them: one after the other, without
+  // the instructions that a ring and a second row take. Not beside a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
     static_assert(kSlots <= kBuffers);
@@ -227,12 +229,13 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
  private:
-  // This thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it keeps in
-  // registers of every lane what a warp has once.
+  // This thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it keeps
+  // in registers of every lane what a warp has once.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
   // What the second pass over a row needs, once all its sums are there; of a single warp its own.
-  template <class Combine> __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
+  template <class Combine>
+  __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
     if constexpr (kCombiner) {
       mbarrier_wait(&shared.combined[buffer], phase);
       return shared.results[buffer];

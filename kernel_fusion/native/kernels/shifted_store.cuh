@@ -1,8 +1,9 @@
 // Stores of rows that begin anywhere, by whole sectors of memory.
 //
 // A warp's single elements of such a row, neighbours in memory, mostly begin within a sector of 32 bytes, and end within one:
-// memory then takes up to a third more sectors, many of them in two pieces. So the warp's elements are shifted by up to a sector,
-// by shuffles, until each store begins with one. Elements of 16 bits go two to a lane, those of two chunks in one store.
+// memory then takes up to a third more sectors, many of them in two pieces. So the warp's elements are shifted by up to a
+// sector, by shuffles, until each store begins with one. Elements of 16 bits go two to a lane, those of two chunks in one
+// store.
 #pragma once
 
 #include "tree.cuh"
@@ -15,7 +16,7 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
   using P = Place<S>;
   static_assert(S::kVec == 1 && S::kLanes == 32 && sizeof(T) <= 4);
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements to a lane, and chunks to a store
-  constexpr int kWide = 32 * kEach;                        // columns of a store
+  constexpr int kWide = 32 * kEach;                       // columns of a store
   const int lane = at.lane, begin = at.first - lane, end = begin + P::cols_of(at.warp);
   // How far into its sector the warp's first column lies, in elements.
   const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(row + begin) % 32 / sizeof(T));

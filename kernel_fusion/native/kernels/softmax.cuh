@@ -1,11 +1,11 @@
 // y = softmax(scale * x + mask) over rows of run-time length, causal or not.
 //
-// The logits l = scale * x + mask are computed once and stay in registers: their maximum m and the sum s of e^(l - m) go through
-// the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; of causal rows only the
-// columns that are kept are read. Rows longer than a block's registers are read a second time (softmax_long.cuh).
+// The logits l = scale * x + mask are computed once and stay in registers: their maximum m and the sum s of e^(l - m) go
+// through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; of causal rows
+// only the columns that are kept are read. Rows longer than a block's registers are read a second time (softmax_long.cuh).
 //
-// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN. What
-// a boolean mask or causal leave out is zero, also in a row with NaN, since backward knows it by that.
+// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN.
+// What a boolean mask or causal leave out is zero, also in a row with NaN, since backward knows it by that.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -35,14 +35,13 @@ template <class S> struct Logits {
   A scale;
 
   __device__ Logits(const SoftmaxArgs& args, i64 row)
-      : x(static_cast<const X*>(args.x) + offset_of_row<S::kStridedX>(args.x_rows, row)),
-        kept(static_cast<int>(args.cols)),
+      : x(static_cast<const X*>(args.x) + offset_of_row<S::kStridedX>(args.x_rows, row)), kept(static_cast<int>(args.cols)),
         scale(static_cast<A>(args.scale)) {
     if constexpr (kPresent<MaskType>)
       mask = static_cast<const MaskType*>(args.mask) + offset_of_row<S::kStridedMask>(args.mask_rows, row);
     if constexpr (S::kCausal) {
-      const i64 place = row <= 0xffffffffll ? static_cast<unsigned>(row) % static_cast<unsigned>(args.causal_rows)
-                                            : row % args.causal_rows;
+      const i64 place =
+          row <= 0xffffffffll ? static_cast<unsigned>(row) % static_cast<unsigned>(args.causal_rows) : row % args.causal_rows;
       if (place + 1 < kept) kept = static_cast<int>(place) + 1;
     }
   }

@@ -1,6 +1,6 @@
-// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. What mask or causal left out has y = 0, and so dx = 0, where
-// some was (kLeavesOut) also in a row with NaN.
-// Memory: one read of dy and of y, one write of dx; rows longer than a block's registers are read a second time.
+// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. What mask or causal left out has y = 0, and so dx = 0,
+// where some was (kLeavesOut) also in a row with NaN. Memory: one read of dy and of y, one write of dx; rows longer than a
+// block's registers are read a second time.
 #pragma once
 
 #include "batched.cuh"
@@ -28,12 +28,9 @@ template <class S> struct SoftmaxBwdRow {
   __device__ SoftmaxBwdRow(const SoftmaxBwdArgs& args, i64 row)
       : dy(static_cast<const typename S::DY*>(args.dy) + offset_of_row<S::kStridedDY>(args.dy_rows, row)),
         y(static_cast<const typename S::Y*>(args.y) + offset_of_row<S::kStridedY>(args.y_rows, row)),
-        dx(static_cast<DX*>(args.dx) + row * args.cols),
-        scale(static_cast<A>(args.scale)) {}
+        dx(static_cast<DX*>(args.dx) + row * args.cols), scale(static_cast<A>(args.scale)) {}
 
-  __device__ Loaded load(int col) const {
-    return {kf::load<S::kAlignDY, kVec>(dy + col), kf::load<S::kAlignY, kVec>(y + col)};
-  }
+  __device__ Loaded load(int col) const { return {kf::load<S::kAlignDY, kVec>(dy + col), kf::load<S::kAlignY, kVec>(y + col)}; }
   __device__ static void add(const Loaded& loaded, A (&sums)[kVec]) {
     A g[kVec], p[kVec];
     widen_pack(loaded.dy, g);
@@ -83,7 +80,8 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
     const auto load_at = [&](int col) { return row.load(col); };
     batched<S::kUnroll, false>(lane * kVec, cols, kLanes * kVec, load_at, [&](int, const Loaded& l) { row.add(l, sums); });
     const A sum = sum_of_threads<kLanes>(sum_elements(sums), slots);
-    batched<S::kUnroll, false>(lane * kVec, cols, kLanes * kVec, load_at, [&](int col, const Loaded& l) { row.finish(col, l, sum); });
+    batched<S::kUnroll, false>(lane * kVec, cols, kLanes * kVec, load_at,
+                               [&](int col, const Loaded& l) { row.finish(col, l, sum); });
   }
 }
 

@@ -1,5 +1,5 @@
-// Softmax of rows that do not fit a block's registers: a block goes over a row once for maximum and sum, at once, and once more to
-// write. Memory: two reads of x and mask, the second from the L2 cache if the row is still there, and one write of y.
+// Softmax of rows that do not fit a block's registers: a block goes over a row once for maximum and sum, at once, and once more
+// to write. Memory: two reads of x and mask, the second from the L2 cache if the row is still there, and one write of y.
 #pragma once
 
 #include "batched.cuh"
@@ -31,13 +31,13 @@ template <class S> struct Running {
 // Calls `use(col, logits)` for each vector of the thread that begins among the columns kept.
 template <class S, class Use> __device__ void over_logits(const Logits<S>& logits, Use&& use) {
   using A = typename S::Acc;
-  batched<S::kUnroll, false>(static_cast<int>(threadIdx.x) * S::kVec, logits.kept, S::kThreads * S::kVec,
-                      [&](int col) { return logits.load(col); },
-                      [&](int col, const typename Logits<S>::Loaded& loaded) {
-                        A l[S::kVec];
-                        logits.compute(col, loaded, l);
-                        use(col, l);
-                      });
+  batched<S::kUnroll, false>(
+      static_cast<int>(threadIdx.x) * S::kVec, logits.kept, S::kThreads * S::kVec, [&](int col) { return logits.load(col); },
+      [&](int col, const typename Logits<S>::Loaded& loaded) {
+        A l[S::kVec];
+        logits.compute(col, loaded, l);
+        use(col, l);
+      });
 }
 
 template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {

@@ -1,5 +1,6 @@
-// What both directions of softmax share: a row of run-time length, cut into vectors that kLanes threads take in turn, and sums and
-// maxima over those threads. A row has some lanes of a warp, or a block. The order of a sum is a function of the length alone.
+// What both directions of softmax share: a row of run-time length, cut into vectors that kLanes threads take in turn, and sums
+// and maxima over those threads. A row has some lanes of a warp, or a block. The order of a sum is a function of the length
+// alone.
 #pragma once
 
 #include "math.cuh"
@@ -22,9 +23,7 @@ __device__ inline bool is_negative_zero(float v) { return __float_as_uint(v) == 
 __device__ inline bool is_negative_zero(double v) { return __double_as_longlong(v) == static_cast<long long>(1ull << 63); }
 
 // e^(v - max). The difference comes first: a product with log2(e) could overflow, as of a mask of the least finite number.
-__device__ inline float exp_below(float v, float max) {
-  return Hardware::exp2((v - max) * 1.44269504f);
-}
+__device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 
 // Divides the elements of a row: in float by one product each, in double, whose errors nothing hides, exactly.

@@ -42,14 +42,14 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
 //   kCluster                      the executor: kWarps == kCluster * (warps of the block), or, with kWarps == 1,
 //                                 one row per kLanes threads and kRows rows per block
 template <class S> struct Place {
-  static constexpr int kChunk = S::kLanes * S::kVec;                         // columns of one vector of every lane
-  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;        // of the row, the last one perhaps not whole
+  static constexpr int kChunk = S::kLanes * S::kVec;                   // columns of one vector of every lane
+  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;  // of the row, the last one perhaps not whole
   static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // the first kMore warps have one more
-  static constexpr int kVectors = kShare + (kMore > 0);                      // vectors per thread, at most
-  static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk; // every thread has that many
-  static constexpr int kMissing = kRowChunks * kChunk - S::kCols;            // columns that the last chunk lacks
-  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;  // chunks that every warp has whole
-  static constexpr int kLocalWarps = S::kWarps / S::kCluster;                // warps of this block
+  static constexpr int kVectors = kShare + (kMore > 0);                                  // vectors per thread, at most
+  static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk;             // every thread has that many
+  static constexpr int kMissing = kRowChunks * kChunk - S::kCols;                        // columns that the last chunk lacks
+  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;         // chunks that every warp has whole
+  static constexpr int kLocalWarps = S::kWarps / S::kCluster;                            // warps of this block
   // Of narrow vectors a thread has many. The compiler shall add their columns to one, not find each from the lane again.
   static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
@@ -99,12 +99,14 @@ template <class S> struct Place {
 
   // One over the number of columns that warp w has among its first kCount chunks; finite where it has none.
   template <class A, int kCount = kVectors> __device__ static A per_col_of(int w) {
-    constexpr int kMost = (kCount < kVectors ? kCount : kVectors) * kChunk, kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
+    constexpr int kMost = (kCount < kVectors ? kCount : kVectors) * kChunk,
+                  kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
     constexpr int kLast = kRowChunks < S::kWarps || kCount < kShare ? kFewer : kFewer - kMissing;
     const A most = A(1) / A(kMost), fewer = kFewer ? A(1) / A(kFewer) : A(0);
     if constexpr (kCovers) return most;
-    return w < kMore ? (kRowChunks < S::kWarps && w == kMore - 1 ? A(1) / A(kMost - kMissing) : most)
-                     : w == S::kWarps - 1 && kLast ? A(1) / A(kLast) : fewer;
+    return w < kMore                     ? (kRowChunks < S::kWarps && w == kMore - 1 ? A(1) / A(kMost - kMissing) : most)
+           : w == S::kWarps - 1 && kLast ? A(1) / A(kLast)
+                                         : fewer;
   }
 
   __device__ bool leader() const { return lane == 0 && warp == 0; }
@@ -133,8 +135,8 @@ template <class A> __device__ void split(A mine, bool odd, A& first, A& second) 
   second = odd ? mine : other;
 }
 
-// The same of two sums at once, in little more than half as many shuffles: after the first of them even lanes go on with one sum
-// and odd lanes with the other. The bits are those of two butterflies.
+// The same of two sums at once, in little more than half as many shuffles: after the first of them even lanes go on with one
+// sum and odd lanes with the other. The bits are those of two butterflies.
 template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   if constexpr (kLanes > 1) {
     const bool odd = threadIdx.x % 2;
@@ -149,7 +151,7 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
 // Step 3: two sums per warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
-  static constexpr int kPadded = power_of_two(S::kWarps);             // the tree has zeros where there is no warp
+  static constexpr int kPadded = power_of_two(S::kWarps);           // the tree has zeros where there is no warp
   static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // warps to a lane, if all lanes share them
 
   A (*slot)[2];  // shared, [kWarps][2]

@@ -7,10 +7,16 @@ namespace kf {
 using i64 = long long;
 using f32 = float;
 using f64 = double;
-struct f16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-struct b8 { unsigned char bits; };  // a boolean
-struct b1 {};  // a bit: eight of them to a byte, the first one lowest
+struct f16 {
+  unsigned short bits;
+};
+struct bf16 {
+  unsigned short bits;
+};
+struct b8 {
+  unsigned char bits;
+};  // a boolean
+struct b1 {};      // a bit: eight of them to a byte, the first one lowest
 struct absent {};  // the type of a tensor that is not there
 
 template <class T> inline constexpr bool kPresent = true;
@@ -19,8 +25,12 @@ template <> inline constexpr bool kPresent<absent> = false;
 template <class T> inline constexpr bool kIsBit = false;
 template <> inline constexpr bool kIsBit<b1> = true;
 
-template <class T, class Otherwise> struct PresentOr { using type = T; };
-template <class Otherwise> struct PresentOr<absent, Otherwise> { using type = Otherwise; };
+template <class T, class Otherwise> struct PresentOr {
+  using type = T;
+};
+template <class Otherwise> struct PresentOr<absent, Otherwise> {
+  using type = Otherwise;
+};
 
 template <class A> __device__ A widen(f32 v) { return v; }
 template <class A> __device__ A widen(f64 v) { return static_cast<A>(v); }
@@ -48,8 +58,7 @@ template <> __device__ inline f16 narrow<f16>(float v) {
 template <class T> __device__ T narrow(double v) {
   if constexpr (sizeof(T) == 2)
     return narrow<T>(static_cast<float>(v));  // as PyTorch converts: there is no rounding from 64 to 16 bits at once
-  else
-    return static_cast<T>(v);
+  else return static_cast<T>(v);
 }
 
 // Arithmetic that the compiler may not contract in its own way: a sum must not depend on which kernel adds it up.

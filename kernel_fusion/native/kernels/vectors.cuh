@@ -71,13 +71,21 @@ template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
 }
 
 template <int kBytes> struct Word;
-template <> struct Word<2> { using type = unsigned short; };
-template <> struct Word<4> { using type = unsigned; };
-template <> struct Word<8> { using type = uint2; };
-template <> struct Word<16> { using type = uint4; };
+template <> struct Word<2> {
+  using type = unsigned short;
+};
+template <> struct Word<4> {
+  using type = unsigned;
+};
+template <> struct Word<8> {
+  using type = uint2;
+};
+template <> struct Word<16> {
+  using type = uint4;
+};
 
-template <int kAlign, class T, int kVec> inline constexpr int kPieceBytes =
-    static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
+template <int kAlign, class T, int kVec>
+inline constexpr int kPieceBytes = static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
 
 // Loads kVec elements from p, which is aligned to kAlign bytes, in the widest pieces that this allows. Vectors of 16-bit
 // elements that begin anywhere come in the aligned words that hold them, shifted: loading 2 bytes costs as much as 4.
@@ -116,7 +124,8 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(cons
     for (int i = 0; i < static_cast<int>(sizeof(pack)) / 16; ++i) {
       uint4& w = reinterpret_cast<uint4*>(&pack)[i];
       asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(reinterpret_cast<const uint4*>(p) + i));
+                   : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                   : "l"(reinterpret_cast<const uint4*>(p) + i));
     }
     return pack;
   } else {
@@ -133,10 +142,8 @@ template <class T> __device__ T settled(T offset) {
 
 // `load` of elements [i, i + kVec) of `base`; of bits i is a multiple of kVec, so that one byte holds them all.
 template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
-  if constexpr (kIsBit<T>)
-    return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
-  else
-    return load<kAlign, kVec>(static_cast<const T*>(base) + i);
+  if constexpr (kIsBit<T>) return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
+  else return load<kAlign, kVec>(static_cast<const T*>(base) + i);
 }
 
 // Stores bits [i, i + kVec) of `base`. Neighbouring lanes put a byte together, so all lanes of a warp come here, each with the
@@ -172,9 +179,9 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
   }
 }
 
-// Stores the vectors of a warp's lanes, neighbours in a row of kCols columns; `row` is aligned as they are, and has room for two
-// where its last one stands alone. Every lane comes here, with the column of its vector. Of vectors of 32 bytes two lanes exchange
-// halves, so that an instruction fills each sector of memory that it touches instead of half of it.
+// Stores the vectors of a warp's lanes, neighbours in a row of kCols columns; `row` is aligned as they are, and has room for
+// two where its last one stands alone. Every lane comes here, with the column of its vector. Of vectors of 32 bytes two lanes
+// exchange halves, so that an instruction fills each sector of memory that it touches instead of half of it.
 template <int kCols, int kVec, class A> __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
   constexpr int kHalf = kVec / 2;
   if constexpr (kVec * sizeof(A) == 32) {

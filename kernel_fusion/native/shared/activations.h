@@ -45,9 +45,7 @@ struct from_tanh {
 
 // Of a value x of sigmoid, what has its slope there, x (1 - x).
 struct from_sigmoid {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return x * x * (M::of(0.5) - x * M::of(1.0 / 3));
-  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * x * (M::of(0.5) - x * M::of(1.0 / 3)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
 };
 
@@ -83,22 +81,15 @@ struct gelu {
   static constexpr double kRootHalf = 0.70710678118654752440;
   template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
     typename M::V power;
-    if constexpr (requires { M::normal_cdf(x); })
-      return M::normal_cdf(x);
-    else if constexpr (requires { M::erf(x); })
-      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf));
-    else
-      return phi<M>(x, power);
+    if constexpr (requires { M::normal_cdf(x); }) return M::normal_cdf(x);
+    else if constexpr (requires { M::erf(x); }) return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf));
+    else return phi<M>(x, power);
   }
   template <class M> static KF_INLINE typename M::V phi(typename M::V x, typename M::V& power) {
-    if constexpr (requires { M::normal_cdf(x, power); })
-      return M::normal_cdf(x, power);
-    else
-      return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf), power);
+    if constexpr (requires { M::normal_cdf(x, power); }) return M::normal_cdf(x, power);
+    else return M::of(0.5) + M::of(0.5) * M::erf(x * M::of(kRootHalf), power);
   }
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return x * phi<M>(x);
-  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * phi<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     typename M::V power;  // e^(-x^2 / 2)
     const auto p = phi<M>(x, power);
@@ -198,9 +189,7 @@ struct hardswish {
 
 // x for x > 0, else e^x - 1
 struct elu {
-  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
-    return M::where_gt(x, M::of(0), x, M::expm1(x));
-  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_gt(x, M::of(0), x, M::expm1(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::where_gt(x, M::of(0), M::of(1), M::exp(x));
   }

@@ -9,6 +9,6 @@
 #define KF_INLINE __attribute__((always_inline)) inline
 #endif
 
-// The same of a lambda, between its parameters and its body. One that is called from two places may otherwise stay a function, whose
-// captures the loops around it then read from memory.
+// The same of a lambda, between its parameters and its body. One that is called from two places may otherwise stay a function,
+// whose captures the loops around it then read from memory.
 #define KF_INLINE_LAMBDA __attribute__((always_inline))

@@ -6,7 +6,8 @@
 
 namespace kf {
 
-// Elements 2j and 2j + 1 of eight share word j: its bits are those of the odd one, and with its halves exchanged of the even one.
+// Elements 2j and 2j + 1 of eight share word j: its bits are those of the odd one, and with its halves exchanged of the even
+// one.
 struct RandomBits {
   unsigned word[4];
 };

@@ -21,8 +21,8 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
   return (static_cast<unsigned>(static_cast<unsigned long long>(n) * by.multiplier >> 32) + n) >> by.shift;
 }
 
-// y = dropout(scale * f(a, b)), or the gradients of it. Element i of the iteration, innermost dimension first, stands at the sum
-// of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
+// y = dropout(scale * f(a, b)), or the gradients of it. Element i of the iteration, innermost dimension first, stands at the
+// sum of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
 struct PointwiseArgs {
   static constexpr int kOperands = 5, kDims = 16;
   void* data[kOperands];  // y or da; db, or the bits that forward writes; dy; a, or bits; b
@@ -30,9 +30,9 @@ struct PointwiseArgs {
   long long position;     // dropout's, of the element at offset 0
   const void* seed;
   double scale;
-  unsigned dropout_last;  // elements whose random bits are at most this are dropped
-  FastDivisor dim[kDims];              // sizes
-  unsigned stride[kDims][kOperands];   // in elements
+  unsigned dropout_last;              // elements whose random bits are at most this are dropped
+  FastDivisor dim[kDims];             // sizes
+  unsigned stride[kDims][kOperands];  // in elements
 };
 
 // The gradients where b is a row: dy, a (or bits) and da are contiguous, and each block row writes a partial row of db.

@@ -9,7 +9,7 @@ struct ReduceArgs {
   void* out;
   long long outer, reduced, inner;
   long long outer_stride, reduced_stride, inner_stride;
-  long long chunks;      // along r: of `chunk` each when rows are summed, blocks that take turns when columns are
+  long long chunks;  // along r: of `chunk` each when rows are summed, blocks that take turns when columns are
   long long chunk;
   double divisor;
 };

@@ -20,12 +20,12 @@ template <class A> struct ChainLoop {
   bool to_bf16 = false;  // forward: y is rounded to bf16, here or where it is stored in the end
   A scale = 1;
   Source<A> a, b;
-  Source<A> kept;    // of dropout, as A: all bits set where an element is kept, none where it is dropped
-  Source<A> addend;  // forward: to what dropout leaves
-  Source<A> dy;      // backward
-  Target<A> first;   // y, or da
-  Target<A> second;  // y once more, or db
-  A* sums = nullptr; // backward: db is added to these too; whole pairs of them
+  Source<A> kept;     // of dropout, as A: all bits set where an element is kept, none where it is dropped
+  Source<A> addend;   // forward: to what dropout leaves
+  Source<A> dy;       // backward
+  Target<A> first;    // y, or da
+  Target<A> second;   // y once more, or db
+  A* sums = nullptr;  // backward: db is added to these too; whole pairs of them
 
   template <class F> void each_source(F&& f) {
     for (auto* source : {&a, &b, &kept, &addend, &dy})

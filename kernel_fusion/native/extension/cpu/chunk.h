@@ -108,7 +108,8 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// What load_chunk would load, to be read by a Source: where it lies, or else in `room`; in its own type if Source can read that.
+// What load_chunk would load, to be read by a Source: where it lies, or else in `room`; in its own type if Source can read
+// that.
 template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
   if (!Source<A>::reads(dtype)) {
     load_chunk(dtype, p, stride, n, room);
@@ -136,8 +137,8 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold does
-// not matter. A dropout of 4 million elements takes 3 ms less than with one block after the other.
+// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold
+// does not matter. A dropout of 4 million elements takes 3 ms less than with one block after the other.
 constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
 typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
 constexpr unsigned long long kLowerHalf = 0xffffffff;
@@ -174,8 +175,7 @@ inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* w
 template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
 
 // For the elements at position, position + 1, ...: whether each is kept. n at most kChunk<A>.
-template <class A>
-KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
+template <class A> KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
   constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
   const int64_t skip = static_cast<int64_t>(position % 8);
   uint32_t words[4 * kBlocks];

@@ -40,15 +40,16 @@ struct Parameter {
 inline constexpr int64_t kStretch = 2048;
 inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
 
-// Whether rows are so long that threads may share their columns; and how many such rows forward takes together, stretch by stretch.
+// Whether rows are so long that threads may share their columns; and how many such rows forward takes together, stretch by
+// stretch.
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
 // A thread that has so few shorter rows leaves weight and bias to the kernel too.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
-// weight and bias are prepared, or left to the kernel, which prepares them stretch by stretch or reads them as they are; with stages they
-// are prepared.
+// weight and bias are prepared, or left to the kernel, which prepares them stretch by stretch or reads them as they are; with
+// stages they are prepared.
 struct Forward {
   const void* x;
   Parameter weight, bias;
@@ -63,8 +64,8 @@ struct Forward {
   bool streams;  // y goes past the caches
 };
 
-// Where there is room for totals, so many rows of dweight and dbias are added up in the accumulator type, and these sums in double.
-// A multiple of the rows that are taken together.
+// Where there is room for totals, so many rows of dweight and dbias are added up in the accumulator type, and these sums in
+// double. A multiple of the rows that are taken together.
 inline constexpr int64_t kRowsSummed = 32;
 
 struct Backward {
@@ -81,13 +82,13 @@ struct Backward {
   RowLayout x_rows, dy_rows, dh_rows;
   bool rms;
   Dtype x_type, dy_type;
-  bool streams;  // dx and dresidual go past the caches
-  bool is_far;   // rows come from memory, or from a cache that they nearly fill
+  bool streams;              // dx and dresidual go past the caches
+  bool is_far;               // rows come from memory, or from a cache that they nearly fill
   double* totals = nullptr;  // room for twice `cols` sums; null: all rows are added up in the accumulator type
 };
 
-// Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, as it is given; dweight and dbias
-// are the results themselves.
+// Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, as it is given; dweight and
+// dbias are the results themselves.
 inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;
@@ -95,9 +96,9 @@ struct BackwardByColumns : Backward {
   Dtype dweight_type, dbias_type;
 };
 
-// Backward sums up a strip of columns at a time, the same by columns and by blocks of rows, lest dx of a row depend on the others: a
-// stretch, or in rows of fewer than 16 stretches that threads may share half of one, so that there is something for 16 threads. They
-// take 0.12 ms for 64 x 16384 fp16 instead of 0.16, and two threads as long as before (Xeon).
+// Backward sums up a strip of columns at a time, the same by columns and by blocks of rows, lest dx of a row depend on the
+// others: a stretch, or in rows of fewer than 16 stretches that threads may share half of one, so that there is something for
+// 16 threads. They take 0.12 ms for 64 x 16384 fp16 instead of 0.16, and two threads as long as before (Xeon).
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
@@ -130,8 +131,8 @@ struct BackwardStages : Stages {
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what its statistics are made of, at
-// moments[piece]; the statistics of the rows [begin, end), which are stored where they are wanted; and the results.
+// Of long rows the pieces [begin, end), where piece row * stretches + s is stretch s of a row: what its statistics are made of,
+// at moments[piece]; the statistics of the rows [begin, end), which are stored where they are wanted; and the results.
 struct StretchMoments {
   double center, rest, squares;  // of x - center: the mean, and the sum of the squares of the deviations from it; RMSNorm: of x
 };
@@ -139,11 +140,12 @@ struct RowStatistics {
   double mean, rstd;  // before they are rounded to the accumulator type
 };
 using RowNormForwardMoments = void(const Forward&, int64_t begin, int64_t end, StretchMoments* moments);
-using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments, RowStatistics* statistics);
+using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end, const StretchMoments* moments,
+                                      RowStatistics* statistics);
 using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
-// The strips [begin, end): what each row adds to the sums that it needs, at strip * rows + row, with the strip of dweight and dbias; and
-// dx, from the sums of the whole rows.
+// The strips [begin, end): what each row adds to the sums that it needs, at strip * rows + row, with the strip of dweight and
+// dbias; and dx, from the sums of the whole rows.
 struct RowSums {
   double g, gx;
 };

@@ -3,8 +3,8 @@
 //
 // Those of float are inlined here, because a call for every vector costs more than the arithmetic. They err by at most 1.5 ulp,
 // erf by three of 1, and by five beside its power (tests/test_cpu_math.py); results below the smallest normal number may be
-// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/interleaved.h's rounding to bf16: at::vec's
-// minimum and maximum have one that does not. Those of double are at::vec's (Sleef, 1 ulp).
+// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/interleaved.h's rounding to bf16:
+// at::vec's minimum and maximum have one that does not. Those of double are at::vec's (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -87,20 +87,23 @@ template <> struct Math<float> : VectorMath<float> {
 
   static KF_INLINE V tanh(V x) {
     const V size = x.abs(), square = x * x;
-    const V near = at::vec::fmadd(x, square * polynomial(square, -3.333331756e-01f, 1.333258614e-01f, -5.385230981e-02f,
-                                                         2.107167873e-02f, -6.274239146e-03f), x);
+    const V near = at::vec::fmadd(x,
+                                  square * polynomial(square, -3.333331756e-01f, 1.333258614e-01f, -5.385230981e-02f,
+                                                      2.107167873e-02f, -6.274239146e-03f),
+                                  x);
     const V bounded = where_gt(size, of(10), of(10), size);
     const V far = of(1) - of(2) * reciprocal(exp_bounded(bounded + bounded) + of(1));
     return where_gt(size, of(0.55), with_sign(far, x), near);  // NaN: near
   }
 
-  // x P(x^2) / Q(x^2), and 1 from where that is the nearest number: sums whose terms all have one sign, so that nothing cancels.
+  // x P(x^2) / Q(x^2), and 1 from where that is the nearest number: sums whose terms all have one sign, so that nothing
+  // cancels.
   static KF_INLINE V erf(V x) {
     const V square = x * x, size = x.abs();
     const V p = polynomial(square, 1.1283791455f, 1.9077820680e-01f, 5.2789503349e-02f, 3.7793561964e-03f, 2.8480102903e-04f,
                            2.0419902875e-06f);
-    const V q = polynomial(square, 1.0f, 5.0240550478e-01f, 1.1425516210e-01f, 1.4996933693e-02f, 1.1651477471e-03f,
-                           3.8003878720e-05f);
+    const V q =
+        polynomial(square, 1.0f, 5.0240550478e-01f, 1.1425516210e-01f, 1.4996933693e-02f, 1.1651477471e-03f, 3.8003878720e-05f);
     const V r = size * (p / q);
     return with_sign(where_gt(size, of(3.92), of(1), where_gt(r, of(1), of(1), r)), x);
   }
@@ -121,7 +124,7 @@ template <> struct Math<float> : VectorMath<float> {
   }
 
  private:
-  static constexpr int32_t kOne = 127 << 23;  // the bits of 1.0f
+  static constexpr int32_t kOne = 127 << 23;                                 // the bits of 1.0f
   static constexpr double kLn2High = 0.693359375, kLn2Low = -2.12194440e-4;  // the first has few bits: n times it is exact
 
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
@@ -137,8 +140,8 @@ template <> struct Math<float> : VectorMath<float> {
 #endif
   }
 
-  // The same for all lower x too: 0 where the result would lie below the smallest normal number. To scale to such a number takes
-  // 71 ns instead of 1 (Xeon), so those lanes are left out.
+  // The same for all lower x too: 0 where the result would lie below the smallest normal number. To scale to such a number
+  // takes 71 ns instead of 1 (Xeon), so those lanes are left out.
   static KF_INLINE V exp_or_zero(V x) {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -157,8 +160,8 @@ template <> struct Math<float> : VectorMath<float> {
     KF_INLINE V n() const { return shifted - of(12582912); }
     explicit KF_INLINE Power(V x) : shifted(at::vec::fmadd(x, of(1.44269504088896341), of(12582912))) {
       const V r = at::vec::fmadd(n(), of(-kLn2Low), at::vec::fmadd(n(), of(-kLn2High), x));
-      e = at::vec::fmadd(r * r, polynomial(r, 4.999999341e-01f, 1.666652011e-01f, 4.166839422e-02f, 8.368780429e-03f,
-                                           1.381446674e-03f), r);
+      e = at::vec::fmadd(
+          r * r, polynomial(r, 4.999999341e-01f, 1.666652011e-01f, 4.166839422e-02f, 8.368780429e-03f, 1.381446674e-03f), r);
     }
   };
 };
@@ -167,7 +170,8 @@ template <> struct Math<float> : VectorMath<float> {
 // the result or, in the tail, of 1/64 of its argument, as in native/kernels/math.cuh.
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 struct RoughMath : Math<float> {
-  // 1/2 + x P(x^2), with the P of eleven terms that errs least by this measure for x up to 4.8. Beyond, it leaves [0, 1] before 4.9.
+  // 1/2 + x P(x^2), with the P of eleven terms that errs least by this measure for x up to 4.8. Beyond, it leaves [0, 1]
+  // before 4.9.
   static KF_INLINE V normal_cdf(V x) {
     const V near = at::vec::clamp(x, of(-4.9), of(4.9)), centred = at::vec::fmadd(near * near, of(2 / (4.8 * 4.8)), of(-1));
     const V p = polynomial(centred, 0.147212625f, -0.0729774311f, 0.052911479f, -0.0406244285f, 0.030689422f, -0.0218282081f,

@@ -58,8 +58,8 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
 // Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// From the sums around `center`, which, rounded, leaves a small rest that corrects both moments: without it mean / std = 1e4 loses
-// digits.
+// From the sums around `center`, which, rounded, leaves a small rest that corrects both moments: without it mean / std = 1e4
+// loses digits.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
@@ -71,8 +71,8 @@ template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_m
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
-// One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose digits:
-// once more then, around the mean.
+// One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose
+// digits: once more then, around the mean.
 template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
@@ -127,13 +127,14 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
 // As many rows as are normalised together, at most.
 constexpr int64_t kMostRows = 16;
 
-// Whether so many rows of n elements are worth `moments_together`, which takes rows of one stretch: of fewer rows than it joins at
-// once, those that it fills up with cost more than is saved.
+// Whether so many rows of n elements are worth `moments_together`, which takes rows of one stretch: of fewer rows than it joins
+// at once, those that it fills up with cost more than is saved.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
-// Whether rows are so short that joining lanes takes longest: these are read twice, which joins two sums of each instead of three.
-// Of 16 bits, of which so few add up in fp32 without an error that would show in the mean. Rows of 64 take 10.5 ns forward instead
-// of 13, of 128 16 instead of 17; of 256 nothing is won, nor for RMSNorm by loops as plain as these (EPYC with AVX-512, 1 thread).
+// Whether rows are so short that joining lanes takes longest: these are read twice, which joins two sums of each instead of
+// three. Of 16 bits, of which so few add up in fp32 without an error that would show in the mean. Rows of 64 take 10.5 ns
+// forward instead of 13, of 128 16 instead of 17; of 256 nothing is won, nor for RMSNorm by loops as plain as these (EPYC with
+// AVX-512, 1 thread).
 template <class T> bool are_read_twice(int64_t n, bool rms) { return sizeof(T) == 2 && !rms && n <= 128; }
 
 // Mean and variance of such rows. Both have room for kMostRows, and hold zeros.

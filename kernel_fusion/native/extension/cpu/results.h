@@ -36,8 +36,8 @@ template <class A> struct AnyResults {
 };
 
 // Those of rows, at most kStretch at a time. Rows that begin and end anywhere in a cache line could seldom be streamed by
-// themselves, and a line of which some elements are streamed and others stored costs most of all. So they are put together in the
-// L1 cache and leave it in whole lines.
+// themselves, and a line of which some elements are streamed and others stored costs most of all. So they are put together in
+// the L1 cache and leave it in whole lines.
 class RowResults {
  public:
   RowResults(Dtype type, const void* first, int64_t cols, bool streams)

@@ -1,5 +1,5 @@
-// The arithmetic of the backward row norms: one pass over a row for the two sums and the weight gradients, one for dx. The order of
-// every sum depends on the row length alone.
+// The arithmetic of the backward row norms: one pass over a row for the two sums and the weight gradients, one for dx. The
+// order of every sum depends on the row length alone.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +25,19 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// Elements of rows taken together of which the second pass gets xhat and g from the first, which spares converting x and dy again: so
-// many that these, x, dy, dx and what belongs to the columns have room in the L1 cache.
+// Elements of rows taken together of which the second pass gets xhat and g from the first, which spares converting x and dy
+// again: so many that these, x, dy, dx and what belongs to the columns have room in the L1 cache.
 constexpr int64_t kKept = 2048;
 
-// How the rows of a call are taken, and what is fetched before it is read; decided once, by where rows lie and how long they are
-// (docs/cpu.md has the measurements).
+// How the rows of a call are taken, and what is fetched before it is read; decided once, by where rows lie and how long they
+// are (docs/cpu.md has the measurements).
 struct Passes {
-  // Rows go one by one: processors see ahead best in two streams of addresses without a gap, and the reads of a row overlap with the
-  // stores of the one before. Shorter rows share the joining of their sums instead, longer ones the loads of dweight and dbias.
+  // Rows go one by one: processors see ahead best in two streams of addresses without a gap, and the reads of a row overlap
+  // with the stores of the one before. Shorter rows share the joining of their sums instead, longer ones the loads of dweight
+  // and dbias.
   bool alone;
-  bool next_row;  // the first pass fetches x of the next row, the second its dy: processors stop seeing ahead at the end of a page
+  bool next_row;  // the first pass fetches x of the next row, the second its dy: processors stop seeing ahead at the end of a
+                  // page
   bool blocks;    // both passes fetch the next block of columns: processors hardly see ahead in the streams of several rows
   bool far;       // the first pass fetches two blocks ahead, and the second the rows after these, to the L2 cache
   bool rows;      // the second pass fetches both rows that come next, where there was no room to fetch blocks
@@ -53,9 +55,9 @@ struct Passes {
   }
 
  private:
-  // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there dweight and dbias ought to
-  // stay, beyond 2048 columns of fp32 too, and for very short rows of fp32 in the cache loading them takes longest. Two of 16 bits where
-  // these can be kept, but more cannot.
+  // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there dweight and dbias
+  // ought to stay, beyond 2048 columns of fp32 too, and for very short rows of fp32 in the cache loading them takes longest.
+  // Two of 16 bits where these can be kept, but more cannot.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -115,9 +117,10 @@ KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
 
-// Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the rows
-// are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to which they are
-// added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in dweight with them.
+// Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the
+// rows are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to
+// which they are added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in
+// dweight with them.
 template <bool keeps, class X, class DY, class R, size_t... r>
 void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, bool first, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
@@ -142,7 +145,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
     const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
     P dw = old_dweight ? load_pair(dweight + i, part) : both<A>(0), db = old_dbias ? load_pair(dbias + i, part) : both<A>(0);
-    const auto add_half = [&]<size_t kRow, V P::*kHalf>() KF_INLINE_LAMBDA {
+    const auto add_half = [&]<size_t kRow, V P::* kHalf>() KF_INLINE_LAMBDA {
       V v = load_pair(x[kRow] + i, part).*kHalf;
       if (relus.x) v = act::relu::value<Math<A>>(v);
       const V xhat = (v - mean[kRow]) * rstd[kRow];
@@ -185,8 +188,8 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of the columns [start, stop), once the sums are those of the whole row, to `results`, which begin at `start`. These are given
-// by value, so that no store can be taken for a change of them.
+// dx of the columns [start, stop), once the sums are those of the whole row, to `results`, which begin at `start`. These are
+// given by value, so that no store can be taken for a change of them.
 template <class X, class DY, class R, class Out>
 KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, int64_t start, int64_t stop,
                         Out results) {
@@ -244,8 +247,8 @@ template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backwar
   });
 }
 
-// dweight and dbias: with room for totals the error of a sum grows no faster with the rows than that of PyTorch's sums, which are
-// cascades.
+// dweight and dbias: with room for totals the error of a sum grows no faster with the rows than that of PyTorch's sums, which
+// are cascades.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
@@ -271,7 +274,8 @@ template <class A> class ColumnSums {
   [[gnu::noinline]] void add_to_totals() {
     each([&](A* sum, double* total) {
       if (empty) std::copy_n(sum, c.cols, total);
-      else for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
+      else
+        for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
     });
     empty = false;
   }
@@ -287,7 +291,8 @@ template <class A> class ColumnSums {
 
 // What `add_columns` adds, of any number of rows.
 template <bool keeps, class X, class DY, class R>
-void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int64_t count, bool first, int64_t start, int64_t stop) {
+void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int64_t count, bool first, int64_t start,
+                 int64_t stop) {
   int64_t r = 0;
   const auto add = [&]<size_t kRows>(std::index_sequence<kRows>) {
     for (; r + static_cast<int64_t>(kRows) <= count; r += kRows)
@@ -309,7 +314,8 @@ void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* 
 
 // These and dx of a few rows, likewise.
 template <class X>
-KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X, X>* rows, int count, bool first, RowResults& results) {
+KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X, X>* rows, int count, bool first,
+                                 RowResults& results) {
   using R = Results<X>;
   if constexpr (sizeof(X) == 2 && kHasRoom)
     if (c.dx && passes.together * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone

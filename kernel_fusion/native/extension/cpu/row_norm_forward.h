@@ -1,5 +1,5 @@
-// The arithmetic of the forward row norms: one pass over a row for the statistics (cpu/moments.h), one for the result. The order of
-// every sum depends on the row length alone.
+// The arithmetic of the forward row norms: one pass over a row for the statistics (cpu/moments.h), one for the result. The
+// order of every sum depends on the row length alone.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted. Roots and
-// divisions, which take long, are done for all rows together.
+// mean (0 for RMSNorm) and rstd of the rows x[0 ... count), which are those from `first` on, stored where they are wanted.
+// Roots and divisions, which take long, are done for all rows together.
 template <class T>
 void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
   using A = AccOf<T>;
@@ -49,8 +49,9 @@ inline RowStatistics statistics_from(const Forward& c, const StretchMoments* str
   return {mean, 1 / std::sqrt(variance + c.eps)};
 }
 
-// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be read
-// in its place, which is fetched into the L2 cache; 0: nothing is. Always inline, since `results` in memory would cost every row.
+// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x lies what will be
+// read in its place, which is fetched into the L2 cache; 0: nothing is. Always inline, since `results` in memory would cost
+// every row.
 template <class X, class W, class R>
 KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weight, const W* bias, int64_t n, R results,
                          int64_t next = 0) {
@@ -63,7 +64,8 @@ KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weig
     });
   };
   if (weight && bias)
-    write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return fma(v, load_pair(weight + i, part), load_pair(bias + i, part)); });
+    write([&](auto v, int64_t i, auto part)
+              KF_INLINE_LAMBDA { return fma(v, load_pair(weight + i, part), load_pair(bias + i, part)); });
   else if (weight) write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return v * load_pair(weight + i, part); });
   else if (bias) write([&](auto v, int64_t i, auto part) KF_INLINE_LAMBDA { return v + load_pair(bias + i, part); });
   else write([](auto v, int64_t, auto) { return v; });

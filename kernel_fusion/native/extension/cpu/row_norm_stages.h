@@ -1,4 +1,5 @@
-// The stages before a norm, a row at a time, chunk by chunk (cpu/activation_loops.h); for the kernels, once per instruction set.
+// The stages before a norm, a row at a time, chunk by chunk (cpu/activation_loops.h); for the kernels, once per instruction
+// set.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +41,8 @@ template <class A> void drop(const Stages& s, int64_t position, int64_t n, Chain
 
 // out = dropout(pre_activation(x)) + addend of a chunk.
 template <class A>
-void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& addend, const Target<A>& out) {
+void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& addend,
+                 const Target<A>& out) {
   ChainLoop<A> loop;
   Chunk<MaskOf<A>> kept;
   loop.activation = s.pre_activation;

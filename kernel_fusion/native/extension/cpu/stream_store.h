@@ -44,12 +44,16 @@ inline void finish_streams() {
 #if defined(CPU_CAPABILITY_AVX512)
 #define KF_HALVES
 using Halves = __m256i;
-KF_INLINE Halves halves(const Vectorized<float>& v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KF_INLINE Halves halves(const Vectorized<float>& v) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 KF_INLINE void stream(const Halves& v, c10::Half* p) { _mm256_stream_si256(reinterpret_cast<Halves*>(p), v); }
 #elif defined(CPU_CAPABILITY_AVX2)
 #define KF_HALVES
 using Halves = __m128i;
-KF_INLINE Halves halves(const Vectorized<float>& v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KF_INLINE Halves halves(const Vectorized<float>& v) {
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 KF_INLINE void stream(const Halves& v, c10::Half* p) { _mm_stream_si128(reinterpret_cast<Halves*>(p), v); }
 #endif
 

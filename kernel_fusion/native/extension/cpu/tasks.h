@@ -59,7 +59,8 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
   const int64_t elements = count * elements_each;
   const bool helps = steps >= 2 * threads && elements >= kMuch * threads && steps <= std::numeric_limits<int32_t>::max();
   if (is_small(elements) || threads <= 1 || !helps)
-    return at::parallel_for(0, count, is_small(elements) ? count : least, [&](int64_t begin, int64_t end) { make()(begin, end); });
+    return at::parallel_for(0, count, is_small(elements) ? count : least,
+                            [&](int64_t begin, int64_t end) { make()(begin, end); });
   std::vector<Portion> portions(threads);
   for (int64_t t = 0; t < threads; ++t) portions[t].set(t * steps / threads, (t + 1) * steps / threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
@@ -102,7 +103,8 @@ struct RowsToSum {
 // took 16 threads 132 us instead of 118 (Xeon).
 template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
   constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: so few columns that there are tiles for many threads
-  const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns), tiles = (cols + width - 1) / width;
+  const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns),
+                tiles = (cols + width - 1) / width;
   share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t start = tile % tiles * width, n = std::min(width, cols - start);

@@ -12,14 +12,13 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-inline int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2;
-}
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kDouble ? 8 : dtype == Dtype::kFloat ? 4 : 2; }
 
-template <class T> inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>          ? Dtype::kDouble
-                                                    : std::is_same_v<T, float>         ? Dtype::kFloat
-                                                    : std::is_same_v<T, c10::Half>     ? Dtype::kHalf
-                                                                                       : Dtype::kBFloat16;
+template <class T>
+inline constexpr Dtype kDtypeOf = std::is_same_v<T, double>      ? Dtype::kDouble
+                                  : std::is_same_v<T, float>     ? Dtype::kFloat
+                                  : std::is_same_v<T, c10::Half> ? Dtype::kHalf
+                                                                 : Dtype::kBFloat16;
 struct AnyType {};
 
 }  // namespace
@@ -60,8 +59,8 @@ template <class A> struct Source {
 
 template <class A> struct Target {
   Dtype type = kDtypeOf<A>;
-  void* data = nullptr;   // null: absent
-  bool streams = false;   // past the caches: for results that they could not keep
+  void* data = nullptr;  // null: absent
+  bool streams = false;  // past the caches: for results that they could not keep
 
   static constexpr uintptr_t kAlignment = sizeof(Vectorized<A>);
 
@@ -94,7 +93,9 @@ template <class A> struct Target {
   }
 
   template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Whole) const { store<T>(i, v); }
-  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Part part) const { store_part<T>(*this, i, v, part); }
+  template <class T = AnyType> KF_INLINE void store(int64_t i, const Pair<A>& v, Part part) const {
+    store_part<T>(*this, i, v, part);
+  }
 
   // A whole vector, as it is.
   template <class T> KF_INLINE void put(const Vectorized<T>& v, T* p) const {

@@ -15,10 +15,16 @@ namespace kf::cpu {
 // One table per variant, defined by kernels/dispatch_table.cpp under different settings. At address 0 where the library was
 // built without it, for another processor.
 #if defined(__x86_64__)
-namespace AVX512 { extern const Kernels kernels __attribute__((weak)); }
-namespace AVX2 { extern const Kernels kernels __attribute__((weak)); }
+namespace AVX512 {
+extern const Kernels kernels __attribute__((weak));
+}
+namespace AVX2 {
+extern const Kernels kernels __attribute__((weak));
+}
 #endif
-namespace DEFAULT { extern const Kernels kernels __attribute__((weak)); }
+namespace DEFAULT {
+extern const Kernels kernels __attribute__((weak));
+}
 
 namespace {
 

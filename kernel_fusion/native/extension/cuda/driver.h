@@ -32,7 +32,9 @@ struct LaunchAttribute {
   char padding[8 - sizeof(int)];
   union {
     char bytes[64];
-    struct { unsigned x, y, z; } cluster;
+    struct {
+      unsigned x, y, z;
+    } cluster;
     int flag;
   } value;
 };
@@ -51,8 +53,8 @@ struct Api {
   Result (*cuDevicePrimaryCtxRetain)(Context*, Device);
   Result (*cuCtxGetCurrent)(Context*);
   Result (*cuCtxSetCurrent)(Context);
-  Result (*cuLibraryLoadData)(Library*, const void* code, int* jit_options, void** jit_values, unsigned num_jit,
-                              int* options, void** values, unsigned num);
+  Result (*cuLibraryLoadData)(Library*, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* options,
+                              void** values, unsigned num);
   Result (*cuLibraryGetKernel)(Kernel*, Library, const char* name);
   Result (*cuKernelGetFunction)(Function*, Kernel);
   Result (*cuFuncLoad)(Function);

@@ -85,9 +85,16 @@ struct Configuration {
   driver::LaunchConfig config;
 
   Configuration(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream)
-      : config{static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1,
-               static_cast<unsigned>(kernel.threads), 1, 1,
-               static_cast<unsigned>(kernel.shared_bytes), stream, attributes, 0} {
+      : config{static_cast<unsigned>(grid_x),
+               static_cast<unsigned>(grid_y),
+               1,
+               static_cast<unsigned>(kernel.threads),
+               1,
+               1,
+               static_cast<unsigned>(kernel.shared_bytes),
+               stream,
+               attributes,
+               0} {
     if (kernel.cluster > 1) {
       auto& attribute = attributes[config.num_attributes++];
       attribute.id = driver::kAttributeClusterDimension;
@@ -121,7 +128,8 @@ int max_blocks(const LoadedKernel& kernel, int ordinal) {
     alone.config.num_attributes = 1;  // the cluster's
     driver::check(cu.cuOccupancyMaxActiveClusters(&count, kernel.function, &alone.config), "cuOccupancyMaxActiveClusters");
     if (count == 0)
-      driver::fail("this device has no room for a cluster of " + std::to_string(kernel.cluster) + " blocks, which rows of this "
+      driver::fail("this device has no room for a cluster of " + std::to_string(kernel.cluster) +
+                   " blocks, which rows of this "
                    "length need; the backend 'eager' computes them");
     return count * kernel.cluster;
   }
@@ -160,10 +168,12 @@ const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
   int capturing = driver::kCaptureStatusNone;
   driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
   if (capturing != driver::kCaptureStatusNone)
-    driver::fail("the first use of a kernel fell inside a CUDA graph capture, which cannot load code. Run the same call, forward "
-                 "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
+    driver::fail(
+        "the first use of a kernel fell inside a CUDA graph capture, which cannot load code. Run the same call, forward "
+        "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
   KernelPlan plan;
-  planner.load()(key.numbers, &plan.error, &plan.image, &plan.name, &plan.launch);  // may compile; no lock of ours is held, since it takes Python's
+  planner.load()(key.numbers, &plan.error, &plan.image, &plan.name,
+                 &plan.launch);  // may compile; no lock of ours is held, since it takes Python's
   if (plan.error) driver::fail(plan.error);
   const RelaxedCapture relaxed;
   auto loaded = load(key.device(), plan);
@@ -173,9 +183,7 @@ const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
 
 }  // namespace
 
-bool cuda_enabled(int device) {
-  return device < 64 && (able_devices.load(std::memory_order_relaxed) >> device & 1) != 0;
-}
+bool cuda_enabled(int device) { return device < 64 && (able_devices.load(std::memory_order_relaxed) >> device & 1) != 0; }
 
 OnDevice::OnDevice(c10::Device device) : guard(device), stream(stream_of(device)) {}
 
@@ -210,7 +218,8 @@ const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream) {
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
   const Configuration configuration(kernel, grid_x, grid_y, stream);
   void* parameters[] = {const_cast<void*>(args)};
-  driver::check(driver::api().cuLaunchKernelEx(&configuration.config, kernel.function, parameters, nullptr), "launching a kernel");
+  driver::check(driver::api().cuLaunchKernelEx(&configuration.config, kernel.function, parameters, nullptr),
+                "launching a kernel");
   count(Counter::kCudaLaunch);
 }
 

@@ -20,8 +20,8 @@ struct KernelKey {
   int numbers[2 + kKeyFields] = {};
 
   KernelKey() = default;
-  template <class S, class A> KernelKey(c10::Device device, const S& spec, const A& access)
-      : numbers{device.index(), S::kKernel} {
+  template <class S, class A>
+  KernelKey(c10::Device device, const S& spec, const A& access) : numbers{device.index(), S::kKernel} {
     static_assert(sizeof spec + sizeof access <= kKeyFields * sizeof(int));
     std::memcpy(numbers + 2, &spec, sizeof spec);
     std::memcpy(numbers + 2 + sizeof spec / sizeof(int), &access, sizeof access);

@@ -108,10 +108,12 @@ template <class F, class K, class A> [[gnu::noinline]] void gradients(const Chai
 }
 
 template <class F> inline constexpr bool kCheap = false;
+// clang-format off
 #define KF_CHEAP(name) template <> inline constexpr bool kCheap<act::name> = true;
 KF_CHEAP(identity) KF_CHEAP(sign) KF_CHEAP(from_tanh) KF_CHEAP(from_sigmoid) KF_CHEAP(relu) KF_CHEAP(relu_squared)
 KF_CHEAP(leaky_relu) KF_CHEAP(hardswish)
 #undef KF_CHEAP
+// clang-format on
 
 template <class A> using Loop = void(const ChainLoop<A>, int64_t);
 
@@ -121,17 +123,15 @@ template <class A> struct LoopsOf {
   Loop<A>* plain[4] = {};  // at the position of the Dtype; null: use `any`
 };
 
-#define KF_LOOPS(direction)                                                            \
-  template <class F, class A> constexpr LoopsOf<A> loops_of_##direction() {            \
-    LoopsOf<A> loops{direction<F, AnyChain, A>};                                       \
-    if constexpr (std::is_same_v<A, float>) {                                          \
-      const auto add = [&]<class T>(T) {                                               \
-        loops.plain[static_cast<int>(kDtypeOf<T>)] = direction<F, PlainChain<T>, A>;   \
-      };                                                                               \
-      add(c10::BFloat16{});                                                            \
-      if constexpr (kCheap<F>) add(float{}), add(c10::Half{});                         \
-    }                                                                                  \
-    return loops;                                                                      \
+#define KF_LOOPS(direction)                                                                                              \
+  template <class F, class A> constexpr LoopsOf<A> loops_of_##direction() {                                              \
+    LoopsOf<A> loops{direction<F, AnyChain, A>};                                                                         \
+    if constexpr (std::is_same_v<A, float>) {                                                                            \
+      const auto add = [&]<class T>(T) { loops.plain[static_cast<int>(kDtypeOf<T>)] = direction<F, PlainChain<T>, A>; }; \
+      add(c10::BFloat16{});                                                                                              \
+      if constexpr (kCheap<F>) add(float{}), add(c10::Half{});                                                           \
+    }                                                                                                                    \
+    return loops;                                                                                                        \
   }
 KF_LOOPS(values)
 KF_LOOPS(gradients)

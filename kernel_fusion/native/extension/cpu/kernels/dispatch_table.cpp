@@ -24,10 +24,12 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
+// clang-format off
 const Kernels kernels{prepare, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
                       forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
+// clang-format on
 
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

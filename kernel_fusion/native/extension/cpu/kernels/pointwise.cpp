@@ -1,8 +1,8 @@
-// CPU pointwise chains, forward and backward: which stretches of the operands the loops of cpu/activation_loops.h run over. Compiled once per
-// instruction set.
+// CPU pointwise chains, forward and backward: which stretches of the operands the loops of cpu/activation_loops.h run over.
+// Compiled once per instruction set.
 //
-// A region of two dimensions is cut into tiles: whole rows where all operands can be read and written in place, else parts of one
-// row, or several short rows, of at most kChunk elements.
+// A region of two dimensions is cut into tiles: whole rows where all operands can be read and written in place, else parts of
+// one row, or several short rows, of at most kChunk elements.
 #include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
@@ -30,8 +30,7 @@ template <class F> inline void for_tiles(const Region& region, int64_t chunk, bo
 template <class F> inline void for_stretches(const Region& region, int k, int64_t element, const Tile& tile, F&& run) {
   const int64_t inner = region.inner[k], outer = region.outer[k];
   char* start = region.data[k] + tile.inner * inner + tile.outer * outer;
-  if (tile.outer_size == 1 || outer == tile.inner_size * inner)
-    return run(start, inner / element, tile.size(), int64_t{0});
+  if (tile.outer_size == 1 || outer == tile.inner_size * inner) return run(start, inner / element, tile.size(), int64_t{0});
   for (int64_t row = 0; row < tile.outer_size; ++row)
     run(start + row * outer, inner / element, tile.inner_size, row * tile.inner_size);
 }

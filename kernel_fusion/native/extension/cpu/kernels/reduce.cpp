@@ -1,7 +1,7 @@
 // CPU reductions on chunks (cpu/chunk.h). Compiled once per instruction set.
 //
-// Sums within a chunk, or of a few rows, are kept in the compute type in as many lanes as a vector has, and joined in double: the
-// error of a sum does not grow with its length. Every order is a function of the arguments alone.
+// Sums within a chunk, or of a few rows, are kept in the compute type in as many lanes as a vector has, and joined in double:
+// the error of a sum does not grow with its length. Every order is a function of the arguments alone.
 #include <algorithm>
 #include <cmath>
 
@@ -94,12 +94,11 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
 }
 
 // Calls the instance of `function` for the map and the compute type.
-#define KF_REDUCE(function, ...)                                                          \
-  switch (c.map) {                                                                        \
-    case Map::kSquare:                                                                    \
-      return (c.wide ? function<Map::kSquare, double> : function<Map::kSquare, float>)(__VA_ARGS__); \
-    case Map::kAbs: return (c.wide ? function<Map::kAbs, double> : function<Map::kAbs, float>)(__VA_ARGS__); \
-    case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__); \
+#define KF_REDUCE(function, ...)                                                                                      \
+  switch (c.map) {                                                                                                    \
+    case Map::kSquare: return (c.wide ? function<Map::kSquare, double> : function<Map::kSquare, float>)(__VA_ARGS__); \
+    case Map::kAbs: return (c.wide ? function<Map::kAbs, double> : function<Map::kAbs, float>)(__VA_ARGS__);          \
+    case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__);       \
   }
 
 // Of eight rows at a time, and then of these sums; of kWidth columns, as many as registers hold.
@@ -133,8 +132,7 @@ void reduce_rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begi
   KF_REDUCE(rows, c, blocks, block, begin, end, sums)
 }
 
-void reduce_columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
-                    double* sums) {
+void reduce_columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   KF_REDUCE(columns, c, outer, begin, end, left, right, sums)
 }
 

@@ -50,7 +50,8 @@ template <class A> void store_gradient(const A* sum, int64_t start, int64_t n, D
   with_type_of<A>(type, [&](auto* null) { narrow(sum, n, static_cast<std::remove_pointer_t<decltype(null)>*>(out) + start); });
 }
 
-// Each strip prepares its weight and rounds its dweight and dbias: all of them at once would be written and read in other caches.
+// Each strip prepares its weight and rounds its dweight and dbias: all of them at once would be written and read in other
+// caches.
 template <class T> void sums_of_strips(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
   using A = AccOf<T>;
   const int64_t width = strip_width(c.cols);

@@ -1,7 +1,8 @@
-// CPU row norms backward with stages around them, or of rows of two types. Compiled once per instruction set (-DCPU_CAPABILITY=...).
+// CPU row norms backward with stages around them, or of rows of two types. Compiled once per instruction set
+// (-DCPU_CAPABILITY=...).
 //
-// What was normalised, and the gradient before the activation, are made again where they were not kept, in buffers, and the loops of
-// the bare norm find them there.
+// What was normalised, and the gradient before the activation, are made again where they were not kept, in buffers, and the
+// loops of the bare norm find them there.
 #include <memory>
 
 #include "cpu/row_norm_backward.h"
@@ -14,8 +15,8 @@ namespace {
 
 bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
 
-// How a call finds what was normalised, and dz: as they lie in memory, through relu where that alone stands between; or in buffers of
-// the accumulator type, where they have to be made again, or where the loops do not know the two types together.
+// How a call finds what was normalised, and dz: as they lie in memory, through relu where that alone stands between; or in
+// buffers of the accumulator type, where they have to be made again, or where the loops do not know the two types together.
 struct Reading {
   bool has_u, makes_h, makes_dz;
   Relus relus;

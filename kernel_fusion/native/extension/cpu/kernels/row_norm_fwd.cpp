@@ -15,8 +15,8 @@ namespace {
 // Whether a parameter can be read like x, which widens it to the values that preparing it gives.
 template <class T> bool is_like(const Parameter& p) { return !p.data || (p.type == kDtypeOf<T> && p.offset == 0); }
 
-// Calls f with a stretch of weight and bias: prepared, or as they are given where it is for so few rows that preparing takes longer
-// than it saves.
+// Calls f with a stretch of weight and bias: prepared, or as they are given where it is for so few rows that preparing takes
+// longer than it saves.
 template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int64_t rows, int64_t start, int64_t n, F&& f) {
   using A = AccOf<T>;
   if constexpr (sizeof(T) == 2) {
@@ -28,9 +28,9 @@ template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int
   f(stretch_of(c.weight, start, n, room[0]), stretch_of(c.bias, start, n, room[1]));
 }
 
-// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Long ones
-// pass by a stretch of weight and bias together. The rows of 16 bits that come next are fetched while others are written, when no row
-// is read.
+// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Long
+// ones pass by a stretch of weight and bias together. The rows of 16 bits that come next are fetched while others are written,
+// when no row is read.
 template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<T>;
   constexpr int64_t kBytes = 16384;
@@ -69,8 +69,9 @@ template <class F> void each_piece(const Forward& c, int64_t begin, int64_t end,
   }
 }
 
-template <class A> void statistics_of_rows(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
-                                           RowStatistics* statistics) {
+template <class A>
+void statistics_of_rows(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
+                        RowStatistics* statistics) {
   for (int64_t row = begin; row < end; ++row) {
     statistics[row] = statistics_from(c, moments + row * stretches_of(c.cols));
     if (c.mean) static_cast<A*>(c.mean)[row] = static_cast<A>(statistics[row].mean);
@@ -97,7 +98,8 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
   if (!s.residual && !s.pre_activation && !s.dropout) return x;
   const int64_t first = row * c.cols;
-  const Target<A> h = s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
+  const Target<A> h =
+      s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
@@ -105,7 +107,8 @@ template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, in
   return {h.type, h.data};
 }
 
-template <class A, class T> void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, RowResults& results) {
+template <class A, class T>
+void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, RowResults& results) {
   A mean, rstd;
   statistics(c, &h, row, 1, &mean, &rstd);
   const auto *weight = static_cast<const A*>(c.weight.data), *bias = static_cast<const A*>(c.bias.data);
@@ -131,7 +134,9 @@ template <class A> void forward_staged_rows(const Forward& c, const ForwardStage
   RowResults results(c.y_type, c.y, c.cols, c.streams);
   for (int64_t row = begin; row < end; ++row) {
     const Source<A> h = make_h(c, s, row, buffer.get());
-    with_type_of<A>(h.type, [&](auto* type) { finish_row<A>(c, s, row, static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data), results); });
+    with_type_of<A>(h.type, [&](auto* type) {
+      finish_row<A>(c, s, row, static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data), results);
+    });
   }
 }
 
@@ -151,13 +156,15 @@ void forward_moments(const Forward& c, int64_t begin, int64_t end, StretchMoment
   });
 }
 
-void forward_statistics(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments, RowStatistics* statistics) {
+void forward_statistics(const Forward& c, int64_t begin, int64_t end, const StretchMoments* moments,
+                        RowStatistics* statistics) {
   if (c.x_type == Dtype::kDouble) statistics_of_rows<double>(c, begin, end, moments, statistics);
   else statistics_of_rows<float>(c, begin, end, moments, statistics);
 }
 
 void forward_stretches(const Forward& c, int64_t begin, int64_t end, const RowStatistics* statistics) {
-  with_type(c.x_type, [&](auto* type) { forward_pieces<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, statistics); });
+  with_type(c.x_type,
+            [&](auto* type) { forward_pieces<Alike<std::remove_pointer_t<decltype(type)>>>(c, begin, end, statistics); });
 }
 
 void forward_staged(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {

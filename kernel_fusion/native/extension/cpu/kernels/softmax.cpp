@@ -1,7 +1,7 @@
 // CPU softmax over rows, forward and backward. Compiled once per instruction set.
 //
-// Forward: the maximum of a row's logits, the exponentials and their sum, the quotients; in y itself, or in a buffer where that is
-// of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
+// Forward: the maximum of a row's logits, the exponentials and their sum, the quotients; in y itself, or in a buffer where that
+// is of another type. Backward: dx = scale * (dy - sum(dy * y)) * y, in two sweeps. Sums are joined over chunks in double.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -69,9 +69,8 @@ template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t 
 // The largest logit; NaN if one of them is.
 template <class A> A largest_of(const Logits<A>& logits, int64_t n) {
   auto largest = both(kNothing<A>);
-  logits.each_pair(0, n, [&](int64_t, const Pair<A>& x) {
-    largest = {at::vec::maximum(largest.a, x.a), at::vec::maximum(largest.b, x.b)};
-  });
+  logits.each_pair(
+      0, n, [&](int64_t, const Pair<A>& x) { largest = {at::vec::maximum(largest.a, x.a), at::vec::maximum(largest.b, x.b)}; });
   A lanes[Pair<A>::kStep], result = kNothing<A>;
   store_pair(lanes, largest);
   for (const A lane : lanes) result = lane > result || lane != lane ? lane : result;
@@ -148,7 +147,8 @@ template <class T, class A> void softmax_bwd_rows(const SoftmaxBackward& c, int6
     const Source<A> dy{c.dy_type, c.dy + row * c.cols * dy_element}, y{c.type, c.y + row * c.cols * element};
     const auto dx = Target<A>::streamed(c.type, c.dx + row * c.cols * element, c.streams);
     double sum = 0;
-    for (int64_t start = 0; start < c.cols; start += kChunk<A>) sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
+    for (int64_t start = 0; start < c.cols; start += kChunk<A>)
+      sum += dot<T>(dy, y, start, std::min(c.cols, start + kChunk<A>));
     const auto sums = both(static_cast<A>(sum)), scales = both(static_cast<A>(c.scale));
     const auto gradient = [&](const Pair<A>& d, const Pair<A>& p) { return (d - sums) * p * scales; };
     sweep<A>(c.cols, [&](int64_t i, auto part) {
