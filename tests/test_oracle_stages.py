@@ -47,6 +47,26 @@ def test_dtype_mixes(case: StagedNormCase, target: Target) -> None:
     check(case, target)
 
 
+# Grid rationale. CPU loops apply relu to rows as they read them, and take buffers for other activations, for dropout
+# and for rows of two types: which of them meet decides about the way of a row.
+@pytest.mark.parametrize(("dtype", "out"), [(F32, None), (BF16, None), (BF16, F32), (F32, BF16)])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("pre_activation", [None, "relu", "tanh"])
+def test_stages_meet(
+    pre_activation: str | None, activation: str | None, dtype: torch.dtype, out: torch.dtype | None, target: Target
+) -> None:
+    """Any activation before the norm goes with any after it, with dropout and a residual and without."""
+    stages: dict[str, Any] = {"pre_activation": pre_activation, "activation": activation, "weight": F32, "bias": F32}
+    for dropout_p, residual in product((0.0, 0.25), (None, BF16)):
+        verb = "add_layer_norm" if residual else "layer_norm"
+        if dropout_p and not residual:
+            continue  # dropout stands before a residual alone
+        check(
+            StagedNormCase(verb, (65, 65), dtype, out_dtype=out, residual=residual, dropout_p=dropout_p, **stages),
+            target,
+        )
+
+
 # Grid rationale. As for the plain norms: vectors, tails, warps, clusters, and rows that do not stay on chip. There are
 # many of the short rows, because the ones with the least variance decide about the largest error. Rows of one element
 # are LayerNorm's alone, whose result there is exact.

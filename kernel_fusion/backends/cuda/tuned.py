@@ -92,8 +92,9 @@ class Facts:
 def table(arch: int, direction: str) -> dict[str, list[Row]]:
     """The rows of each knob, of an architecture and of any."""
     rows: dict[str, list[Row]] = {}
-    for path in (TABLES / f"sm_{arch}.json", TABLES / "any.json"):
-        stored = json.loads(path.read_text()) if path.exists() else {}
-        for knob, own in stored.get("backward" if direction == "backward" else "forward", {}).items():
-            rows.setdefault(knob, []).extend(map(tuple, own))
+    own = TABLES / f"sm_{arch}.json"
+    for path in (*([own] if own.exists() else []), TABLES / "any.json"):
+        stored = json.loads(path.read_text())
+        for knob, listed in stored.get("backward" if direction == "backward" else "forward", {}).items():
+            rows.setdefault(knob, []).extend(map(tuple, listed))
     return rows

@@ -11,7 +11,7 @@
 
 namespace kf {
 
-// Without kernels a device stands for tracing: shapes and dtypes alone, and those of the norms only (operators/schemas.py has
+// Without kernels a device stands for tracing: shapes and dtypes alone, and those of the norms only (operators/meta.py has
 // others).
 struct Backend {
   c10::DispatchKey key;

@@ -1,5 +1,5 @@
 // Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Shapes for tracing come from
-// Python (operators/schemas.py).
+// Python (operators/meta.py).
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

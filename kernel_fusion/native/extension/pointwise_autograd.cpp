@@ -212,7 +212,7 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const Optio
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/schemas.py).
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("pointwise", pointwise_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("pointwise", pointwise_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("pointwise", pointwise_autograd); }

@@ -85,7 +85,7 @@ Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArr
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/schemas.py).
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("reduce", reduce_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("reduce", reduce_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("reduce", reduce_autograd); }

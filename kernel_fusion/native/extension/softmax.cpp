@@ -1,4 +1,4 @@
-// Softmax below autograd: checks, allocation, registration. Shapes for tracing come from Python (operators/schemas.py).
+// Softmax below autograd: checks, allocation, registration. Shapes for tracing come from Python (operators/meta.py).
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 

@@ -94,7 +94,7 @@ Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const Opt
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/schemas.py).
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("softmax", softmax_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("softmax", softmax_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("softmax", softmax_autograd); }

@@ -23,10 +23,12 @@ struct Reading {
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
     has_u = !s.has_residual && (s.pre_activation || s.dropout);  // what was normalised was kept nowhere
-    relus = {has_u && is_relu(s.pre_activation) && !s.dropout, is_relu(s.activation)};
+    // z is computed again from what was normalised, without relu on the way.
+    const bool remakes_z = s.activation && !(is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type));
+    relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z;
     makes_h = has_u && !relus.x;
-    makes_dz = (s.activation && !relus.z) || !(c.dy_type == acc || (c.dy_type == c.x_type && !makes_h));
-    if (makes_dz) relus.z = false;
+    makes_dz = remakes_z || !(c.dy_type == acc || (c.dy_type == c.x_type && !makes_h));
+    relus.z = is_relu(s.activation) && !makes_dz;
   }
 };
 
