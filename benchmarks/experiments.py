@@ -90,7 +90,7 @@ def tree_bits() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for cols in (4096, 12288, 32768):
         x = torch.randn(37, cols, device="cuda")
-        y0 = torch.ops.kernel_fusion.row_norm_fwd(x, None, 1, None, None, 1e-5, 0.0, None, False)
+        y0 = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, False)
         for cluster in (1, 2, 4):
 
             def change(spec: RowNormSpec, plan: Plan, cluster: int = cluster) -> Plan:
@@ -99,7 +99,7 @@ def tree_bits() -> dict[str, Any]:
                 )
 
             with override_plan(change):
-                y1 = torch.ops.kernel_fusion.row_norm_fwd(x, None, 1, None, None, 1e-5, 0.0, None, False)
+                y1 = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, False)
             name = f"N={cols}: {cluster} blocks per row"
             results[name] = all(torch.equal(a, b) for a, b in zip(y0, y1, strict=True))
     return results

@@ -116,7 +116,7 @@ def test_backward_operator_computes_what_the_mask_says(verb: str, mask: tuple[bo
     x, weight, bias = (t.detach() for t in leaves(target))
     rms = verb == "rms_norm"
     with target.ran(forward=1, backward=1):
-        _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, None, 1, weight, bias, 1e-5, 0.0, None, rms)
+        _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, 1, weight, bias, 1e-5, 0.0, None, rms)
         results = torch.ops.kernel_fusion.row_norm_bwd(
             torch.randn_like(x), x, stats, 1, weight, bias.dtype, 0.0, rms, [*mask, False]
         )
@@ -451,7 +451,7 @@ def test_statistics_are_mean_and_rstd(verb: str, target: Target) -> None:
     """`row_norm_fwd` returns mean and rstd (rstd alone for RMSNorm) of each row, in float32 for bf16 input."""
     x = torch.randn(2, 3, 255, device=target.device, dtype=torch.bfloat16)
     with target.ran(forward=1):
-        _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, None, 1, None, None, 1e-5, 0.0, None, verb == "rms_norm")
+        _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, verb == "rms_norm")
 
     def pytorch(x: Tensor) -> Tensor:
         # Of float32 input, since the statistics are those of the widened rows.

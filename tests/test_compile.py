@@ -74,7 +74,7 @@ def test_opcheck_of_the_verbs(verb: str, sample: str, target: Target) -> None:
 def test_opcheck_of_the_parts(rms: bool, dtype: torch.dtype, target: Target) -> None:
     """The operators below autograd pass PyTorch's check too."""
     x, weight, bias = (torch.randn(s, device=target.device, dtype=dtype) for s in ((3, 8), (8,), (8,)))
-    forward = (x, None, 1, weight, bias, 1e-5, 0.0, None, rms)
+    forward = (x, 1, weight, bias, 1e-5, 0.0, None, rms)
     with target.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
         y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(*forward)

@@ -69,7 +69,7 @@ def test_shapes_it_announces() -> None:
         x = torch.empty(2, 5, 32, dtype=torch.bfloat16, device="meta")
         weight = torch.empty(32, device="meta")
         for rms, kept in ((False, 2), (True, 1)):
-            y, stats, _ = ops.row_norm_fwd(x, None, 1, weight, None, 1e-5, 0.0, torch.float16, rms)
+            y, stats, _ = ops.row_norm_fwd(x, 1, weight, None, 1e-5, 0.0, torch.float16, rms)
             assert (y.shape, y.dtype) == (x.shape, torch.float16)
             assert (stats.shape, stats.dtype) == ((kept, 2, 5), torch.float32)
             for wants in ([True, True, True, False], [False, False, True, False]):

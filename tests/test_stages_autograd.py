@@ -359,7 +359,7 @@ def test_opcheck_of_the_parts() -> None:
     """The operators below autograd pass PyTorch's check with every stage."""
     x, residual, weight, bias = (t.detach() for t in make("add_layer_norm", (3, 8), BF16, F32))
     stages = ("silu", "tanh", 0.5, torch.tensor([5]))
-    forward = (x, residual, 1, weight, bias, 1e-5, 0.0, None, False, *stages)
+    forward = (x, 1, weight, bias, 1e-5, 0.0, None, False, residual, *stages)
     with CPU.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
         y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(*forward)
@@ -372,7 +372,7 @@ def test_opcheck_of_the_parts() -> None:
 def test_backward_operator_computes_what_the_mask_says(mask: tuple[bool, ...]) -> None:
     """`row_norm_bwd` gives no elements for a gradient that its mask leaves out, and the same bits for the others."""
     x, residual, weight, bias = (t.detach() for t in make("add_layer_norm", (7, 17), BF16, F32))
-    y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(x, residual, 1, weight, bias, 1e-5, 0.0, None, False, "silu")
+    y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(x, 1, weight, bias, 1e-5, 0.0, None, False, residual, "silu")
     args = (torch.randn_like(y), h, stats, 1, weight, bias.dtype, 0.0, False)
     with CPU.ran(forward=0, backward=2):
         everything, some = (

@@ -36,7 +36,8 @@ VERBS = {
 # have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x
 # itself where there are a residual and a pre-activation, and bias where there is an activation.
 PARTS = {
-    "row_norm_fwd": f"(Tensor input, Tensor? residual, {_AFFINE}, {_PART_STAGES}) "
+    # Compiled graphs that PyTorch has cached hold calls of these by position: their arguments may grow, but not move.
+    "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {_PART_STAGES}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "

@@ -161,7 +161,6 @@ def _stats_addresses(stats: Tensor, rms: bool) -> tuple[int | None, int]:  # pra
 
 def row_norm_fwd(  # pragma: gpu
     input: Tensor,
-    residual: None,
     num_dims: int,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -264,9 +263,9 @@ class RowNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Arguments as for `kernel_fusion::row_norm_fwd`, without the residual."""
+        """Arguments as for `kernel_fusion::row_norm_fwd`."""
         input, num_dims, weight, bias, eps, weight_offset, _, rms = args
-        y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(input, None, *args[1:])
+        y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(*args)
         ctx.save_for_backward(input, weight, bias, stats)
         ctx.call = num_dims, eps, weight_offset, rms
         return y  # type: ignore[no-any-return]
@@ -295,7 +294,7 @@ class RowNorm(torch.autograd.Function):
         return results[0], None, results[1], results[2], None, None, None, None
 
 
-def _fwd_meta(input: Tensor, residual: None, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fwd_meta(input: Tensor, num_dims: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, _, _, out_dtype, rms = rest
     y = input.new_empty(input.shape, dtype=out_dtype)
     return y, _empty_stats(input, num_dims, rms), input.new_empty(0)
@@ -313,18 +312,16 @@ def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: An
     )
 
 
-def _takes_forward(
-    input: Tensor, residual: Tensor | None, num_dims: int, weight: Tensor | None, bias: Tensor | None, *rest: Any
-) -> bool:
+def _takes_forward(input: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> bool:
     _, _, out_dtype, _, *stages = rest
-    if residual is not None or stages or not 1 <= num_dims <= input.dim() or out_dtype not in (None, *checks.FLOATING):
+    if stages or not 1 <= num_dims <= input.dim() or out_dtype not in (None, *checks.FLOATING):
         return False
     return floating(input, weight, bias) and shaped(input.shape[input.dim() - num_dims :], weight, bias)
 
 
 def _takes_backward(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, weight: Tensor | None, *rest: Any) -> bool:
     bias_dtype, offset, rms, wants, *stages = rest
-    if stages or not _takes_forward(input, None, num_dims, weight, None, 0.0, offset, None, rms):
+    if stages or not _takes_forward(input, num_dims, weight, None, 0.0, offset, None, rms):
         return False
     rows = (1 if rms else 2, *input.shape[: input.dim() - num_dims])
     dtypes = floating(dy) and bias_dtype in (None, *checks.FLOATING) and stats.dtype == compute_dtype(input.dtype)

@@ -170,7 +170,7 @@ template <const Backend& backend> void implement_row_norm(torch::Library& m) {
   m.impl("layer_norm", Implementation<plain_call<double>, inference<backend, Tensor>>::run);
   m.impl("rms_norm", Implementation<plain_call<std::optional<double>>, inference<backend, Tensor>>::run);
   m.impl("staged_row_norm", Implementation<staged_call, inference<backend, StagedResult>>::run);
-  m.impl("row_norm_fwd", Implementation<staged_call, row_norm_fwd<backend>>::run);
+  m.impl("row_norm_fwd", Implementation<forward_call, row_norm_fwd<backend>>::run);
   m.impl("row_norm_bwd", Implementation<backward_call, row_norm_bwd<backend>>::run);
 }
 

@@ -1,6 +1,6 @@
 // The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the
 // norm with nothing around it. The lists of the operators' arguments stand here and nowhere else: the
-// types of the operators are those of `plain_call`, `staged_call` and `backward_call`.
+// types of the operators are those of `plain_call`, `staged_call`, `forward_call` and `backward_call`.
 #pragma once
 
 #include <array>
@@ -74,7 +74,7 @@ ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTens
   return {{num_dims, weight_offset, !std::is_same_v<Eps, double>}, input, weight, bias, resolve_eps(input, eps), out_dtype};
 }
 
-// That of staged_row_norm, its definition and row_norm_fwd.
+// That of staged_row_norm and its definition.
 inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
                                OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
@@ -88,6 +88,15 @@ inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residu
           out_dtype,
           residual,
           dropout ? seed : kAbsent};
+}
+
+// That of row_norm_fwd, where the residual stands behind what every norm has.
+inline ForwardCall forward_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
+                                double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
+                                const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
+                                double dropout_p, const OptionalTensor& seed) {
+  return staged_call(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, pre_activation, activation,
+                     dropout_p, seed);
 }
 
 // That of row_norm_bwd.

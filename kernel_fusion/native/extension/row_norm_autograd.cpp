@@ -16,8 +16,12 @@ namespace {
 // ---- Below autograd ------------------------------------------------------------------------------------------------
 
 ForwardResult call_forward(const ForwardCall& c) {
-  static const auto op = find_op<ForwardResult>("kernel_fusion::row_norm_fwd", staged_call);
-  auto result = call_operator(op, c);
+  static const auto op = find_op<ForwardResult>("kernel_fusion::row_norm_fwd", forward_call);
+  auto result = with_arguments(c, [&](const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
+                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                      double weight_offset, OptionalDtype out_dtype, bool rms, const auto&... stages) {
+    return op.call(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, residual, stages...);
+  });
   if (!present(c.residual)) std::get<2>(result) = Tensor();  // which the operator gives no elements
   return result;
 }
