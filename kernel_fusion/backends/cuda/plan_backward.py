@@ -11,8 +11,8 @@ from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree,
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
-# Of x, per thread. Each element has two accumulators: 16 elements of fp16 or bf16 take 32 of the 128 registers that a
-# thread of 512 has. Longer rows of wider elements take twice as much before they take a cluster.
+# Bytes of x per thread. Each element has two accumulators: 16 elements of fp16 or bf16 take 32 of the 128 registers
+# that a thread of 512 has. Longer rows of wider elements take twice as much before they take a cluster.
 _THREAD_BYTES = 32
 _SHORT_ROW_BYTES = 512  # up to which a thread takes one vector, and a direct plan twice as many threads
 _NARROW_ELEMENTS = 6  # per thread of short rows of narrow vectors

@@ -13,7 +13,7 @@ from kernel_fusion.core.spec import ITEMSIZE, ReduceAccess, ReduceSpec
 _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
 _LOADS = 4  # that a thread has in flight
-# Of columns the extension launches four blocks of so many threads to a multiprocessor, 64 KB in flight.
+# A launch over columns has four blocks of so many threads to a multiprocessor, with 64 KB in flight.
 # Or one of more threads, which takes all rows, or small ones where rows are few.
 COLUMN_THREADS, COLUMN_BLOCKS = 256, 4
 _MANY_LOADS = 8  # in blocks of other sizes, and of narrow vectors

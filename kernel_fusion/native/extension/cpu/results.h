@@ -1,4 +1,4 @@
-// Where the row norms find their rows and leave their results; for the kernels, once per instruction set.
+// The addresses that row norms read from, and the places for their results; for the kernels, once per instruction set.
 #pragma once
 
 #include <cstring>
@@ -16,7 +16,7 @@ inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
 }
 inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
-// What begins `start` elements later; of what is absent, nothing.
+// The address `start` elements further on; null stays null.
 template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
 
 // Side by side, as elements T.

@@ -30,7 +30,7 @@ constexpr int64_t kLongRow = 32768;
 constexpr int64_t kKept = 2048;
 
 // How the rows of a call are taken, and what is fetched before it is read; decided once, by where rows lie and how long they
-// are (docs/cpu.md has the measurements).
+// are.
 struct Passes {
   // Rows go one by one: processors see ahead best in two streams of addresses without a gap, and the reads of a row overlap
   // with the stores of the one before. Shorter rows share the joining of their sums instead, longer ones the loads of dweight
@@ -55,9 +55,9 @@ struct Passes {
   }
 
  private:
-  // Of short rows so few that they are still in the cache for the second pass. Long ones never are: there dweight and dbias
-  // ought to stay, beyond 2048 columns of fp32 too, and for very short rows of fp32 in the cache loading them takes longest.
-  // Two of 16 bits where these can be kept, but more cannot.
+  // Short rows: so few that they are still in the cache for the second pass. Long ones never are; dweight and dbias ought to
+  // stay instead, also for fp32 beyond 2048 columns. Loading these takes longest for very short rows of fp32 in the cache. Two
+  // rows of fp16 or bf16 if these can be kept, but more cannot.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -77,7 +77,7 @@ struct NoRelus {  // as the loops of the bare norm know when they are compiled
   static constexpr bool x = false, z = false;
 };
 
-// What backward reads and writes of one row. dx may be dy.
+// The part of one row in backward: what is read, where dx goes, and its sums. dx may be dy.
 template <class X, class DY> struct Row {
   using A = AccOf<X>;
   const X* x;
@@ -289,7 +289,7 @@ template <class A> class ColumnSums {
   bool empty = true;  // the totals
 };
 
-// What `add_columns` adds, of any number of rows.
+// Calls `add_columns` for any number of rows.
 template <bool keeps, class X, class DY, class R>
 void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int64_t count, bool first, int64_t start,
                  int64_t stop) {

@@ -20,7 +20,7 @@ inline void restore(float* sum, int64_t cols) {
   }
 }
 
-// What was added up, from the order of `Interleaved`.
+// Restores both sums from the order of `Interleaved`.
 template <class T> void restore_sums(const Backward& c) {
   if constexpr (std::is_same_v<T, Interleaved>)
     for (void* sum : {c.dweight, c.dbias})

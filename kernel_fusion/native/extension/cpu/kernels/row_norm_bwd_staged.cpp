@@ -1,7 +1,7 @@
 // CPU row norms backward with stages around them, or of rows of two types. Compiled once per instruction set
 // (-DCPU_CAPABILITY=...).
 //
-// What was normalised, and the gradient before the activation, are made again where they were not kept, in buffers, and the
+// Buffers hold what was normalised, and the gradient before the activation, where these were not kept and are made again. The
 // loops of the bare norm find them there.
 #include <memory>
 
@@ -15,8 +15,8 @@ namespace {
 
 bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
 
-// How a call finds what was normalised, and dz: as they lie in memory, through relu where that alone stands between; or in
-// buffers of the accumulator type, where they have to be made again, or where the loops do not know the two types together.
+// How a call finds h and dz. They are read as they lie in memory, through relu if nothing else stands between. Buffers of the
+// accumulator type hold them if they have to be made again, or if no loop knows the two types together.
 struct Reading {
   bool has_u, makes_h, makes_dz;
   Relus relus;
@@ -32,7 +32,7 @@ struct Reading {
   }
 };
 
-// What was normalised of a row, in `room`. dy, which is read next, is fetched meanwhile.
+// Makes h of a row again, in `room`, and fetches dy meanwhile, which is read next.
 template <class A> const A* make_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row), dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
@@ -42,7 +42,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   return room;
 }
 
-// dz of a row, in `room`: where an activation follows the norm, its argument is computed again.
+// Makes dz of a row, in `room`. If an activation follows the norm, its argument is computed again.
 template <class X, class DY>
 const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room) {
   using A = AccOf<X>;

@@ -92,8 +92,8 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// What is normalised, a row of it: h = residual + u, rounded to the residual's dtype and stored there, or u where there is no
-// residual. Where it lies already, or in `room`.
+// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u without a residual. It lies in
+// memory already, or else in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
   if (!s.residual && !s.pre_activation && !s.dropout) return x;
