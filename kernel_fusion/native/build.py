@@ -34,7 +34,7 @@ Library = TypeVar("Library")
 # Libraries that stay in the cache, those used last: of several versions of PyTorch, compilers and processors that share
 # a home, or of states of the sources.
 _KEPT = 8
-# From as many on, headers that every unit compiles again cost less than a long unit.
+# From as many on, headers that several units compile cost less than a long unit.
 _MANY_CORES = 6
 
 NATIVE = Path(__file__).parent
@@ -250,22 +250,26 @@ def _workplaces() -> list[Path]:
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
     """What is compiled together, and with which flags; the longest first.
 
-    Files that include the same headers share the time these take, so on few cores there are few units. With many cores
-    the longest unit decides, and every file is one.
+    Files that include the same headers share the time these take. So with many cores, where the longest unit decides,
+    only the long files stand alone; on few cores there are few units.
     """
-    host = sorted(path for folder in (".", "cpu", "cuda") for path in (_SOURCES / folder).glob("*.cpp"))
+    files = sorted(_SOURCES.glob("*.cpp"))
+    autograd = [path for path in files if path.stem.endswith("_autograd")]
+    cpu = [path for path in files if path.stem.endswith("_cpu")] + sorted((_SOURCES / "cpu").glob("*.cpp"))
+    cuda = [path for path in files if path.stem.endswith("_cuda")] + sorted((_SOURCES / "cuda").glob("*.cpp"))
+    operators = [path for path in files if path not in (*autograd, *cpu, *cuda)]
     kernels = sorted(_CPU_KERNELS.glob("*.cpp"))
+    backward = [path for path in kernels if path.stem.startswith("row_norm_bwd")]
+    forward = [path for path in kernels if path.stem in ("row_norm_fwd", "activation_loops")]
+    short = [path for path in kernels if path not in (*backward, *forward)]
     if cores >= _MANY_CORES:
-        host.sort(key=lambda path: "_autograd" not in path.name)
-        host_units = [[path] for path in host]
-        kernel_units = [[path] for path in kernels]
+        host_units = [*([path] for path in autograd), operators, cpu, cuda]
+        kernel_units = [*([path] for path in backward + forward), short]
     else:
-        backward = [path for path in kernels if path.name.startswith("row_norm_bwd")]
-        forward = [path for path in kernels if path.name in ("row_norm_fwd.cpp", "activation_loops.cpp")]
-        host_units = [host]
-        kernel_units = [backward, forward, [path for path in kernels if path not in backward and path not in forward]]
-    units = [(files, _include_flags()) for files in host_units]
-    return units + [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
+        host_units = [autograd + operators + cpu + cuda]
+        kernel_units = [backward, forward, short]
+    units = [(files, cpu_flags(variant)) for files in kernel_units for variant in variants]
+    return [(files, _include_flags()) for files in host_units] + units
 
 
 def _include_flags() -> list[str]:
