@@ -35,6 +35,10 @@ template <int kSign> struct Worst {
     const double exact = ::log2(flushed(x));
     return off(exact, 0x1p-22 * (x > 0.5f && x < 2.0f ? 1.0 : fabs(exact)));
   }
+  static float sqrt(float x) {
+    const double exact = ::sqrt(flushed(x));
+    return off(exact, exact * 0x1p-23);
+  }
   static float reciprocal(float x) {
     const double exact = 1.0 / flushed(x);
     int exponent;

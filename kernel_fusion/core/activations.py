@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+
+def _squareplus(x: Tensor) -> Tensor:
+    """(x + sqrt(x^2 + 4)) / 2; of negative x 2 / (sqrt(x^2 + 4) - x), where the sum would cancel."""
+    two, negative = torch.full_like(x, 2), x < 0
+    above, below = torch.where(negative, 0, x), torch.where(negative, x, 0)
+    return torch.where(negative, 2 / (torch.hypot(below, two) - below), above / 2 + torch.hypot(above, two) / 2)
+
+
 # Each maps a tensor to one of the same dtype, is differentiable (twice), and takes NaN and infinities as PyTorch does.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -28,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "hardswish": F.hardswish,
     "elu": F.elu,
+    "squareplus": _squareplus,
 }
 
 # What an absent activation is called in specs and operators; the slope of |x|, which backward of `mean_abs` takes; and

@@ -67,6 +67,14 @@ def _softplus(x: Array) -> Array:
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
 
 
+def _squareplus_root(x: Array) -> Array:
+    return np.asarray(np.hypot(x, 2 * _ONE))
+
+
+def _squareplus(x: Array) -> Array:
+    return np.asarray(2 / (_squareplus_root(x) + np.abs(x)) + np.maximum(x, 0))
+
+
 def _mish_slope(x: Array) -> Array:
     t = np.tanh(np.log1p(np.exp(x)))
     return np.asarray(t + x * (1 - t**2) * _sigmoid(x))
@@ -91,6 +99,7 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda x: np.where(x <= -3, 0 * _ONE, np.where(x >= 3, _ONE, x / 3 + _ONE / 2)),
     ),
     "elu": Activation(lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), lambda x: np.exp(np.minimum(x, 0))),
+    "squareplus": Activation(_squareplus, lambda x: _squareplus(x) / _squareplus_root(x)),
 }
 
 

@@ -6,7 +6,7 @@
 //
 // RoughMath errs by far less than half an ulp of fp16, which is 2^-12 of the value at least:
 //
-//   exp, reciprocal       2^-18 of the value for |x| < 32, then the argument's own rounding; below 2^-126 zero
+//   exp, sqrt, reciprocal 2^-18 of the value for |x| < 32, then the argument's own rounding; below 2^-126 zero
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
@@ -41,6 +41,7 @@ template <> struct Math<float> : ScalarMath<float> {
     power = ::expf(-x * x);
     return ::erff(x);
   }
+  static KF_INLINE float sqrt(float x) { return ::sqrtf(x); }
   static KF_INLINE float reciprocal(float x) { return 1.0f / x; }
 };
 
@@ -53,11 +54,12 @@ template <> struct Math<double> : ScalarMath<double> {
     power = ::exp(-x * x);
     return ::erf(x);
   }
+  static KF_INLINE double sqrt(double x) { return ::sqrt(x); }
   static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
 // The hardware's approximations, one instruction each; subnormal numbers count as zero. Errors as in the PTX ISA: exp2 2^-22 of
-// the value, log2 2^-22 of the value (between 0.5 and 2 absolutely), reciprocal 1 ulp.
+// the value, log2 2^-22 of the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
 struct Hardware {
   static KF_INLINE float exp2(float x) {
     float r;
@@ -67,6 +69,11 @@ struct Hardware {
   static KF_INLINE float log2(float x) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+  }
+  static KF_INLINE float sqrt(float x) {
+    float r;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
   }
   static KF_INLINE float reciprocal(float x) {
@@ -101,6 +108,7 @@ template <class Instructions> struct SingleMathOn : Math<float> {
 template <class Instructions> struct RoughMathOn : ScalarMath<float> {
   static constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 
+  static KF_INLINE float sqrt(float x) { return Instructions::sqrt(x); }
   static KF_INLINE float reciprocal(float x) { return Instructions::reciprocal(x); }
   static KF_INLINE float exp(float x) { return Instructions::exp2(kLog2E * x); }
 

@@ -4,7 +4,7 @@
 // vector on the CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
 //
 //   of(c)                                    a constant
-//   exp, expm1, log1p, tanh, reciprocal
+//   exp, expm1, log1p, tanh, sqrt, reciprocal
 //   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
 //   erf(x) or normal_cdf(x)                  if there is a better or faster one without the power
@@ -192,6 +192,21 @@ struct elu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_gt(x, M::of(0), x, M::expm1(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::where_gt(x, M::of(0), M::of(1), M::exp(x));
+  }
+};
+
+// (x + s) / 2 with s = sqrt(x^2 + 4), as max(x, 0) + 2 / (s + |x|), which cancels nothing. From 2^30 on s is |x|.
+struct squareplus {
+  template <class M> static KF_INLINE typename M::V size(typename M::V x) { return M::where_gt(M::of(0), x, M::of(0) - x, x); }
+  template <class M> static KF_INLINE typename M::V root(typename M::V x) {
+    return M::where_gt(size<M>(x), M::of(1 << 30), size<M>(x), M::sqrt(x * x + M::of(4)));
+  }
+  template <class M> static KF_INLINE typename M::V value(typename M::V x) {
+    return relu::value<M>(x) + M::reciprocal(M::of(0.5) * root<M>(x) + M::of(0.5) * size<M>(x));
+  }
+  // The quarters keep the reciprocal a normal number. x - x makes the slope NaN at infinities, as the definition has it.
+  template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
+    return M::of(0.25) * value<M>(x) * M::reciprocal(M::of(0.25) * root<M>(x)) + (x - x);
   }
 };
 

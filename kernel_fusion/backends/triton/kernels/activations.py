@@ -32,6 +32,7 @@ NAMES = (
     "softplus",
     "hardswish",
     "elu",
+    "squareplus",
 )
 
 
@@ -62,6 +63,18 @@ def _mish_n(x):
     """n = e^x (e^x + 2), of which n / (n + 2) is tanh(log(1 + e^x)): 1 to the last digit from 20 on."""
     e = exp(tl.where(x > 20.0, 20.0, x))
     return e * (e + 2.0)
+
+
+@triton.jit
+def _squareplus_root(x):
+    """s = sqrt(x^2 + 4), which from 2^30 on is |x|."""
+    return tl.where(tl.abs(x) > 2.0**30, tl.abs(x), tl.sqrt(x * x + 4.0))
+
+
+@triton.jit
+def _squareplus(x):
+    """(x + s) / 2, as max(x, 0) + 2 / (s + |x|), which cancels nothing."""
+    return _relu(x) + 1.0 / (0.5 * _squareplus_root(x) + 0.5 * tl.abs(x))
 
 
 @triton.jit
@@ -100,9 +113,11 @@ def value(x, NAME: tl.constexpr):
         y = tl.where(x > 20.0, x, log1p(exp(x)))
     elif NAME == "hardswish":
         y = x * tl.where(x < -3.0, 0.0, tl.where(x > 3.0, 6.0, x + 3.0)) / 6.0
-    else:
-        tl.static_assert(NAME == "elu")
+    elif NAME == "elu":
         y = tl.where(x > 0.0, x, expm1(x))
+    else:
+        tl.static_assert(NAME == "squareplus")
+        y = _squareplus(x)
     return y
 
 
@@ -152,9 +167,11 @@ def slope(x, NAME: tl.constexpr):
         d = tl.where(x > 20.0, 1.0, _sigmoid(x))
     elif NAME == "hardswish":
         d = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x / 3.0 + 0.5))
-    else:
-        tl.static_assert(NAME == "elu")
+    elif NAME == "elu":
         d = tl.where(x > 0.0, 1.0, exp(x))
+    else:
+        tl.static_assert(NAME == "squareplus")
+        d = _squareplus(x) / _squareplus_root(x) + (x - x)  # at infinities NaN, as the definition has it
     return d.to(x.dtype)
 
 

@@ -21,6 +21,7 @@ namespace CPU_CAPABILITY {
 template <class A> struct VectorMath {
   using V = at::vec::Vectorized<A>;
   static V of(double c) { return V(static_cast<A>(c)); }
+  static V sqrt(V x) { return x.sqrt(); }
   static V reciprocal(V x) { return x.reciprocal(); }
 #if defined(CPU_CAPABILITY_AVX512)  // at::vec takes a comparison from its mask register to a vector, and back to select by it
   static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
