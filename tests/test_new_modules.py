@@ -46,10 +46,12 @@ def _rms_norm(m: nn.Module, h: Tensor) -> Tensor:
     return F.rms_norm(h, (8,), m.weight + m.weight_offset, _EPS)
 
 
+# PyTorch 2.11 does not say whether there is a bias.
+_LAYER_NORM = nn.LayerNorm(8).extra_repr()
 MODULES = {
     "layer_norm": Module(
         lambda device: kf.FusedLayerNorm(8, activation="relu", device=device),
-        "(8,), eps=1e-05, elementwise_affine=True, bias=True, activation='relu'",
+        f"{_LAYER_NORM}, activation='relu'",
         lambda m, x: torch.relu(_layer_norm(m, x)),
     ),
     "rms_norm": Module(
@@ -59,7 +61,7 @@ MODULES = {
     ),
     "add_layer_norm": Module(
         lambda device: kf.FusedAddLayerNorm(hidden_size=8, activation="silu", device=device),
-        "(8,), eps=1e-05, elementwise_affine=True, bias=True, activation='silu'",
+        f"{_LAYER_NORM}, activation='silu'",
         lambda m, x, r: (F.silu(_layer_norm(m, r + x)), r + x),
         ((3, 8), (3, 8)),
     ),
@@ -71,7 +73,7 @@ MODULES = {
     ),
     "layer_norm_begins": Module(
         lambda device: kf.FusedAddLayerNorm(8, pre_activation="gelu", activation="silu", device=device),
-        "(8,), eps=1e-05, elementwise_affine=True, bias=True, pre_activation='gelu', activation='silu'",
+        f"{_LAYER_NORM}, pre_activation='gelu', activation='silu'",
         lambda m, x: (F.silu(_layer_norm(m, F.gelu(x))), F.gelu(x)),
     ),
     "rms_norm_begins": Module(
