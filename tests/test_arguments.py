@@ -244,6 +244,11 @@ _OF_DTYPE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "mean_abs": ("input", lambda x: kf.mean_abs(x), lambda x: x.abs().mean()),
     "softmax": ("input", lambda x: kf.softmax(x), lambda x: torch.softmax(x, -1)),
 }
+# What PyTorch's chain of these computes in float8, by operations that know it for once.
+_BEYOND_PYTORCH = {
+    "mul_act": lambda x: kf.mul_act(x, x, None),
+    "mean_abs": lambda x: kf.mean_abs(x, dtype=torch.float32),
+}
 _FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 
 
@@ -267,10 +272,20 @@ def test_dtypes_without_kernels(name: str, dtype: torch.dtype) -> None:
 
 
 def test_float8_is_refused_everywhere() -> None:
-    """No verb computes in float8, since none of PyTorch's calls does."""
+    """No verb computes in float8, as hardly any of PyTorch's operations does."""
     x = _ONES(4, 8).to(torch.float8_e4m3fn)
-    for name, (_, ours, _) in _OF_DTYPE.items():
+    for name, ours in ({name: ours for name, (_, ours, _) in _OF_DTYPE.items()} | _BEYOND_PYTORCH).items():
         assert isinstance(outcome(lambda ours=ours: ours(x)), tuple), name
+
+
+@_BACKENDS
+def test_scores_of_integers_are_refused(backend: str | None) -> None:
+    """PyTorch's attention refuses integers; its product of them takes the scale for an integer, here 0."""
+    x = torch.ones(4, 8, dtype=torch.int64)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(x, x, x)
+    text = f"`attention_scores`: `query` must be {_FLOATING}, got int64"
+    assert outcome(lambda: kf.attention_scores(x, x, backend=backend)) == ("RuntimeError", text)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)

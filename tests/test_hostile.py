@@ -9,18 +9,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import hostile
 import pytest
 import torch
-from support import TRITON, Target
+from support import CPU, EAGER, TRITON, Target
 from torch import Tensor
 from verbs import Verb, gradients, results
 
 import kernel_fusion as kf
 from kernel_fusion.config import cxx_compiler
-from kernel_fusion.operators import fallback
+from kernel_fusion.operators import fallback, loader, schemas, stubs
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,23 @@ def _filled_memory() -> Iterator[None]:
 def test_hostile_arguments(operator: str, argument: str, target: Target) -> None:
     """Every value of an argument gives what the definition gives, or a sentence; then a right call works."""
     _check(operator, argument, target)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("operator", "argument"), [pair for pair in hostile.operators() if pair[0] in schemas.VERBS])
+def test_hostile_arguments_without_the_extension(operator: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stubs, which serve calls where there is no compiler, check as much as the extension does."""
+    stub = stubs._verb_stub(operator)
+    monkeypatch.setattr(loader, "is_loaded", lambda: False)
+    monkeypatch.setattr(loader, "load", lambda: False)
+    for _, call in hostile.hostile_calls(operator, argument, "cpu"):
+        given = schemas.bind(schemas.overload(operator), (), call)
+        assert hostile.judge(operator, call, partial(stub, *given)) in ("served", "refused")
+
+
+def test_every_operator_has_right_calls() -> None:
+    """A new operator stands in the table of hostile.py too."""
+    assert {name for name, _ in hostile.operators()} == {*schemas.VERBS, *schemas.PARTS, *schemas._REFERENCES}
 
 
 # On a GPU these are tests of its kernels; without one, of the interpreter's.
@@ -87,6 +105,28 @@ def test_freed_arguments(operation: Verb, part: float, target: Target) -> None:
             assert re.search(_NO_MEMORY, str(error))  # noqa: PT017
         else:
             torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", ["eager", "func"])
+def test_freed_arguments_of_the_definition(operation: Verb, way: str) -> None:
+    """The definition is made of operations that look at no memory, so its arguments are looked at before."""
+    for place in range(len(operation.leaves(CPU)) if operation.exact else 0):
+        leaves = operation.leaves(CPU)
+        _free(leaves[place], 0)
+        with pytest.raises(RuntimeError, match=_NO_MEMORY):
+            operation.on(EAGER)(*leaves) if way == "eager" else torch.func.vjp(operation.on(CPU), *leaves)
+
+
+def test_freed_cotangents_of_a_differentiated_backward(operation: Verb, target: Target) -> None:
+    """Nor do the operations of a backward that is itself differentiated."""
+    leaves = [t.detach().requires_grad_() for t in operation.leaves(target)]
+    y = operation.on(target)(*leaves)
+    if not operation.exact:
+        return
+    dys = [torch.ones_like(one) for one in results(y)]
+    _free(dys[0], 0)
+    with pytest.raises(RuntimeError, match=_NO_MEMORY):
+        gradients(y, leaves, dys, create_graph=True)
 
 
 def test_freed_weight_raises_as_in_pytorch(verb: str, target: Target) -> None:

@@ -78,6 +78,8 @@ def memory(t: Tensor) -> None:
     Libraries free the storage of parameters and activations and fill it again later. PyTorch's elementwise operations
     read it all the same.
     """
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
     if not _has_memory(t) or t.numel() == 0:
         return
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
@@ -99,7 +101,6 @@ def _has_memory(t: Tensor) -> bool:
         and t.layout == torch.strided
         and not (t.is_nested or t.is_meta or t._is_zerotensor())
         and not torch._is_functional_tensor(t)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     )
 
 

@@ -32,12 +32,15 @@ def tensor(verb: str, argument: str, value: object) -> None:
 
 
 def matrices(verb: str, **tensors: object) -> None:
-    """Raise unless all are tensors with rows and columns."""
+    """Raise unless all are tensors with rows and columns, of floating-point numbers."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             tensor(verb, name, value)
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
+        elif value.dtype not in FLOATING:  # PyTorch's product of integers takes the scale for one
+            choices = " or ".join(map(_short, FLOATING))
+            raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {_short(value.dtype)}")
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
@@ -66,8 +69,17 @@ def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
     try:
         return torch.broadcast_to(mask, shape)
     except RuntimeError as error:
+        if _broadcast(mask.shape, shape):
+            raise  # its memory is the reason
         text = f"`{verb}`: `mask` must broadcast to shape {list(shape)}, got {list(mask.shape)}: {error}"
         raise RuntimeError(text) from error
+
+
+def not_float8(operation: str, *dtypes: torch.dtype) -> None:
+    """Raise, in PyTorch's words, of float8, in which its operations but a few do not compute either."""
+    for dtype in dtypes:
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
 
 
 def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -118,7 +130,7 @@ def activation(verb: str, argument: str, name: str | None) -> str:
     """The activation's name, or that of its absence; raise where there is no such activation."""
     if name is None or name == IDENTITY:
         return IDENTITY
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         choices = ", ".join(repr(choice) for choice in ACTIVATIONS)
         raise ValueError(f"`{verb}`: `{argument}` must be one of {choices}, got {name!r}")
     return name

@@ -77,6 +77,7 @@ class _AddStages(_Stages):
         """The residual; where a stream begins, one row of negative zeros for all rows, which changes no bit of u."""
         if residual is not None:
             return residual
+        checks.tensor("add_layer_norm" if isinstance(self, nn.LayerNorm) else "add_rms_norm", "input", input)
         row = input.shape[input.dim() - len(self.normalized_shape) :]  # where it is another shape, the verb says so
         return input.new_full(row, -0.0).expand_as(input)
 

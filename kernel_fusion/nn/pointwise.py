@@ -119,6 +119,7 @@ class FusedGatedAct(nn.Module):
 
 
 def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
+    checks.tensor("gated_act", "gate", input)
     if input.dim() == 0 or input.size(dim) % 2:
         nn.functional.glu(input, dim)  # raises, in PyTorch's words
     return input.chunk(2, dim)

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from kernel_fusion.backends import availability, triton
 from kernel_fusion.backends.availability import PLAIN_TENSORS, refusal
 from kernel_fusion.config import check_backend_name, state
+from kernel_fusion.core import arguments
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import loader, schemas
 from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
@@ -48,7 +49,8 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":
-        return partial(schemas.reference_call, name)
+        definition = partial(schemas.reference_call, name)
+        return definition if is_dynamo_compiling() else arguments.checked(_OVERLOADS[name], definition)
     if backend is not None and (reason := obstacle(backend, verb, tensors)):
         raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return partial(triton.serve, name) if backend == "triton" else _by_device(name)

@@ -33,7 +33,7 @@ def _verb_stub(name: str) -> Callable[..., Any]:
         given = schemas.bind(operator, args, kwargs)
         if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
             return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
-        return fallback.serve(name, *given)
+        return arguments.checked(operator, partial(fallback.serve, name))(*given)
 
     return stub
 

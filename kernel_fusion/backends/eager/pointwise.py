@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core.activations import formula
-from kernel_fusion.core.checks import FLOATING
+from kernel_fusion.core.checks import FLOATING, not_float8
 from kernel_fusion.core.spec import compute_dtype
 
 _Act = Callable[[Tensor], Tensor]
@@ -34,6 +34,7 @@ def pointwise(
     dtype = a.dtype if b is None else _promoted(a, b)
     act = formula(activation)
     if dtype not in FLOATING:  # other numbers are PyTorch's affair
+        not_float8("pointwise", dtype)
         y = COMBINES[combine](act, a, a if b is None else b)
         y = y if scale == 1.0 else y * scale
         return y if seed is None else torch.nn.functional.dropout(y, dropout_p)

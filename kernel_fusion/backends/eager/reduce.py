@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernel_fusion.core.checks import FLOATING
+from kernel_fusion.core.checks import FLOATING, not_float8
 from kernel_fusion.core.spec import compute_dtype
 
 # kind -> (x, dims, keepdim, dtype) -> result
@@ -21,6 +21,7 @@ def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: t
     """The definition, over the dimensions `dim`; none of them means all, as in `torch.sum`."""
     reduction, result = _KINDS[kind], dtype or input.dtype
     if input.dtype not in FLOATING or result not in FLOATING:
+        not_float8("reduce", input.dtype, result)
         return reduction(input, dim, keepdim, dtype)  # PyTorch's result, or its error
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else result)
     return reduction(input.to(wide), dim, keepdim, None).to(result)

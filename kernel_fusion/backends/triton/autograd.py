@@ -51,6 +51,9 @@ def differentiable(
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """The wanted gradients of outputs that the definition has computed, themselves differentiable."""
+    for dy in cotangents:
+        if dy is not None:
+            arguments.memory(dy)
     pairs = [(y, dy) for y, dy in zip(outputs, cotangents, strict=True) if dy is not None and y.requires_grad]
     leaves = [t for t, wanted in zip(inputs, wants, strict=True) if wanted and t is not None]
     found = iter(

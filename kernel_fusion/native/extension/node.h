@@ -50,6 +50,9 @@ template <class Derived> struct SavingNode : Node {
   }
 
   variable_list apply(variable_list&& grads) override {
+    if (at::GradMode::is_enabled())  // the definition's operations look at no memory
+      for (const Tensor& grad : grads)
+        if (direct(keys_of(grad))) check_memory(grad);
     const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables
     return self().gradients(std::move(grads));
   }
