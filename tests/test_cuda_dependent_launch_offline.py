@@ -55,7 +55,7 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "pointwise": (PointwiseSpec(**_CHAIN, y="bf16"), PointwiseAccess(1, 8)),
     "pointwise_bwd": (_GRADIENTS, PointwiseAccess(1, 8)),
     "pointwise_bwd_columns": (_GRADIENTS, PointwiseAccess(1, 8, lanes=32)),
-    "reduce_rows": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(8, capacity=128)),
+    "reduce_rows": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(capacity=128)),
     "reduce_columns": (ReduceSpec("square", "bf16", "f32", "f32"), ReduceAccess(8, lanes=16, threads=256)),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 128)),
     "softmax_long": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 49152)),

@@ -22,6 +22,7 @@ from support import PACKAGE
 
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.spec import (
@@ -67,8 +68,10 @@ def _pointwise_kernels() -> Iterator[Kernel]:
             access,
         )
     for t, mode, dims in product(_DTYPES, ("vector", "broadcast", "strided", "gather"), (2, 4)):
-        other = Operand(mode, ITEMSIZE[t])
-        access = PointwiseAccess(dims, _vec(t), (Operand(),) * 3 + (other, other))
+        other, looked_up = Operand(mode, ITEMSIZE[t]), mode == "gather"
+        access = PointwiseAccess(
+            *(dims, _vec(t), (Operand(),) * 3 + (other, other)), divisor=int(looked_up), repeats=looked_up
+        )
         yield PointwiseSpec("mul", "gelu", True, t, t, y=t), access
         yield PointwiseSpec("add", "leaky_relu", False, t, t, y=t, bits=True), access
         yield PointwiseSpec("mul", "gelu", True, t, t, dy=t, da=t, db=t), access
@@ -95,12 +98,12 @@ def _reduce_kernels() -> Iterator[Kernel]:
     for kind, t in product(("square", "abs", "none"), _DTYPES):
         spec = ReduceSpec(kind, t, t, "f64" if t == "f64" else "f32")
         for capacity in (1, 2, 8, 64, 128, 256, 512, 1024, 4096):
-            yield spec, ReduceAccess(_vec(t), capacity=capacity)
+            yield spec, ReduceAccess(capacity=capacity)
         for lanes, vec in product((1, 8, 16, 64), {1, _vec(t)}):
             for threads in (64,) if lanes == 64 else (256, 512):
                 yield spec, ReduceAccess(vec, lanes=lanes, threads=threads, align_out=ITEMSIZE[t])
     for capacity, contiguous, nested in product((8, 128, 4096), (True, False), (True, False)):
-        whole = ReduceAccess(8, capacity=capacity, contiguous=contiguous, chunked=capacity == 4096, nested=nested)
+        whole = ReduceAccess(capacity=capacity, contiguous=contiguous, chunked=capacity == 4096, nested=nested)
         for access in (whole, replace(whole, align=2)):
             yield ReduceSpec("square", "bf16", "f32", "f32"), access
             yield ReduceSpec("abs", "f16", "f64", "f64"), access
@@ -142,6 +145,20 @@ def test_vectors_of_a_chain_that_are_on_their_way(dtype: str, dropout: bool, vec
     spec = PointwiseSpec("first", "gelu", dropout, dtype, None, y=dtype)
     plan = planner.plan_for(spec, PointwiseAccess(1, _vec(dtype)), _SM90)
     assert plan.unroll == vectors
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
+    """Operands that caches hold are looked up by element beside whole vectors; else all vectors are cut smaller."""
+    spec = PointwiseSpec("add", "relu", False, "bf16", "f32", y="bf16")
+    operands = (Operand(), Operand(), Operand(), Operand(), Operand("vector", 16))
+    plan = planner.plan_for(spec, PointwiseAccess(2, 4, operands, divisor=2, repeats=repeats), _SM90)
+    if repeats:
+        assert (plan.vec, plan.operands) == (4, (*operands[:4], Operand("gather")))
+    else:
+        assert plan.vec == 2
+        assert [each.align for each in plan.operands] == [4, 16, 16, 4, 8]  # there is no db, and no dy
+    assert plan.per_block == plan.threads * plan.vec * plan.unroll
 
 
 @each_generation
@@ -232,10 +249,11 @@ def test_bits_are_written_whole(size: int, vec: int, unroll: int) -> None:
 @settings(max_examples=100, deadline=None)
 def test_row_reductions_reach_every_element_once(reduced: int, dtype: str, rows: int) -> None:
     """Chunks, lanes, vectors and the tail of a row, and which block takes which rows: kernels/reduce_rows.cuh."""
-    vec, chunk = _vec(dtype), 65536 // ITEMSIZE[dtype]
+    vec, chunk = _vec(dtype), ReduceRule().chunk_bytes // ITEMSIZE[dtype]
     chunks = max(1, -(-reduced // chunk))
     capacity = 1 << (max(1, -(-min(reduced, chunk) // vec)) - 1).bit_length()
-    plan = planner.plan_for(ReduceSpec("square", dtype, dtype, dtype), ReduceAccess(vec, capacity=capacity), _SM90)
+    plan = planner.plan_for(ReduceSpec("square", dtype, dtype, dtype), ReduceAccess(capacity=capacity), _SM90)
+    assert plan.vec == vec
     groups = plan.threads // plan.lanes
     assert plan.lanes & (plan.lanes - 1) == 0
     assert plan.per_block == groups * plan.each

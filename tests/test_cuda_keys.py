@@ -57,7 +57,7 @@ KEYS: dict[str, tuple[Any, Any]] = {
     "sum_partials": (SumPartialsSpec(96, "f32", "bf16", None), Access()),
     "pointwise": (
         PointwiseSpec("gate", "silu", True, "bf16", "f32", y="bf16"),
-        PointwiseAccess(2, 8, (*(Operand(),) * 4, Operand("strided", 4))),
+        PointwiseAccess(2, 8, (*(Operand(),) * 4, Operand("strided", 4)), divisor=2, repeats=True),
     ),
     "pointwise_fwd": (
         PointwiseSpec("first", "relu", False, "bf16", None, y="bf16", bits=True),

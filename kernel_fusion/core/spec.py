@@ -21,6 +21,7 @@ from kernel_fusion.core.fields import Names, Several
 DTYPES = ("f16", "bf16", "f32", "f64")
 BOOLEAN, BITS = "b8", "b1"
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+VECTOR_BYTES = 16  # the most that one instruction reads
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 # Types by the digits that a result keeps.
@@ -35,7 +36,7 @@ Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
 # act(a), act(a + b), act(a * b), act(a) * b
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
 # How an operand meets a vector of the iteration: it lies in the order of the iteration; its rows (innermost dimension)
-# are contiguous, repeat one element or have a stride, and are whole vectors; or each element is looked up.
+# are contiguous, repeat one element or have a stride; or, which plans say and no access, each element is looked up.
 Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
 # What a reduction sums.
 Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
@@ -208,7 +209,10 @@ class Operand:
     """How an operand meets the iteration, and the alignment of its vectors in bytes."""
 
     mode: Mode = "linear"
-    align: int = 16
+    align: int = VECTOR_BYTES
+
+
+Operands = Annotated[tuple[Operand, ...], Several(Operand, 5)]
 
 
 @dataclass(frozen=True)
@@ -217,17 +221,22 @@ class PointwiseAccess:
 
     Attributes:
         dims: dimensions of the iteration, as far as an operand is addressed by coordinates.
-        vec: elements per vector.
+        vec: elements in the largest vector of the widest operand that is read by vectors.
         operands: y or da; db, or bits that are written; dy; a, or bits that are read; b.
-        lanes: where db is summed over rows, the threads along the columns; else 0.
+        lanes: where db is summed over rows, which are whole vectors, their length rounded to threads of a block that go
+            along it; else 0.
         aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
+        divisor: where rows are not whole vectors, the largest power of two that divides them; else 0.
+        repeats: whether then all operands but the linear ones repeat elements, so that caches hold them.
     """
 
     dims: int = 1
     vec: int = 4
-    operands: Annotated[tuple[Operand, ...], Several(Operand, 5)] = (Operand(),) * 5
+    operands: Operands = (Operand(),) * 5
     lanes: int = 0
     aligned_positions: bool = True
+    divisor: int = 0
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,25 +254,24 @@ class ReduceAccess:
     """How a reduction reads.
 
     Attributes:
-        vec: elements per vector, along the row where rows are summed, else across the columns.
-        lanes: where columns are summed, the threads along them; 0 where rows are.
-        threads: of a block, where columns are summed.
-        capacity: of rows: vectors per chunk of a row, rounded up to a power of two.
+        vec, lanes, threads: where columns are summed, elements per vector across them, threads along them, and threads
+            of a block, as `ReduceRule` (backends/cuda/reduce.py) has them for these lengths; 0 where rows are.
+        capacity: of rows: largest vectors per chunk of a row, rounded up to a power of two.
         contiguous: whether neighbours of a row are neighbours in memory.
         chunked: whether rows have several chunks.
         nested: whether rows are addressed by two coordinates.
         align, align_out: alignment of vectors in bytes.
     """
 
-    vec: int
+    vec: int = 0
     lanes: int = 0
     threads: int = 0
     capacity: int = 0
     contiguous: bool = True
     chunked: bool = False
     nested: bool = False
-    align: int = 16
-    align_out: int = 16
+    align: int = VECTOR_BYTES
+    align_out: int = VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -299,7 +307,7 @@ class SoftmaxBwdSpec:
 class RowAccess:
     """The rows of one tensor: alignment in bytes, and whether they have several strides."""
 
-    align: int = 16
+    align: int = VECTOR_BYTES
     strided: bool = False
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from kernel_fusion.backends.cuda import reduce
+from kernel_fusion.backends.cuda import sum_partials
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
+from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
-from kernel_fusion.core.spec import PointwiseSpec
+from kernel_fusion.core.spec import VECTOR_BYTES, PointwiseSpec
 
 _NATIVE = Path(__file__).parents[2] / "native"
 _FRAME = """// {about}
@@ -88,12 +89,12 @@ def texts() -> dict[Path, str]:
     """The headers, by their paths."""
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
     keys = [_structs(owner) for spec, kernel in KERNELS.items() for owner in (spec, kernel.access)]
-    structs = [*dict.fromkeys(each for owners in keys for each in owners), Launch]
+    structs = [*dict.fromkeys(each for owners in keys for each in owners), ReduceRule, Launch]
     fields = [kind for owner in (*structs, Plan) for kind in map(_inner, kinds(owner).values())]
     enumerations = dict.fromkeys([COUNTERS, *(kind for kind in fields if isinstance(kind, Names) and kind.cpp)])
     lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}
     longest = max(count(spec) + count(kernel.access) for spec, kernel in KERNELS.items())
-    constants = {"KeyFields": longest, "ColumnThreads": reduce.COLUMN_THREADS, "ColumnBlocks": reduce.COLUMN_BLOCKS}
+    constants = {"key_fields": longest, "vector_bytes": VECTOR_BYTES, "partial_cols": sum_partials.COLS}
     names = _FRAME.format(
         about="The names that fields have (core/spec.py), and lists of names in the order of their codes.",
         includes="".join(_list(name, of) for name, of in lists.items()),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import BITS, ITEMSIZE, PointwiseAccess, PointwiseSpec
+from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES, Operand, Operands, PointwiseAccess, PointwiseSpec
 
 # 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
 # smaller blocks come and go too fast, 1.24. In bf16 the sums of columns of bias+gelu take 1.16 in blocks of 256, 1.08.
@@ -24,32 +24,57 @@ _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
 # Dropout of 16-bit results waits for arithmetic, not for memory. With 64 registers, which suffice where addresses are
 # simple, and so twice the warps, bias+gelu+dropout in bf16 takes 1.14 of the floor instead of 1.35 (trial).
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
+_CONTIGUOUS = ("linear", "vector")
 
 
 @dataclass(frozen=True)
 class PointwisePlan(Launch):
-    """How a pointwise kernel runs: `unroll` vectors, or rows of columns, of each operand at a time."""
+    """How a pointwise kernel runs.
 
+    Attributes:
+        vec: elements per vector.
+        operands: how operands meet these vectors.
+        unroll: vectors, or rows of columns, of each operand at a time.
+    """
+
+    vec: int
+    operands: Operands
     unroll: int = 1
 
 
 def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> PointwisePlan:
     """Enough vectors per thread to keep memory busy; fewer where the operands are several."""
-    min_blocks = _min_blocks(spec, access)
+    access = _by_vectors(spec, access)
+    vec, operands, min_blocks = access.vec, access.operands, _min_blocks(spec, access)
     if access.lanes:
-        per_block = access.lanes * access.vec
-        return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=_MAX_UNROLL, min_blocks=min_blocks)
+        per_block = access.lanes * vec
+        return PointwisePlan(vec, operands, _MAX_UNROLL, threads=_THREADS, per_block=per_block, min_blocks=min_blocks)
     dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits add next to nothing
-    read = [(t, operand) for t, operand in zip(dtypes, access.operands[2:], strict=True) if t]
+    read = [(t, operand) for t, operand in zip(dtypes, operands[2:], strict=True) if t]
     # Beside operands that lie in the order of the iteration the others are mostly repeated, and in the cache.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
     narrow_dropout = spec.dropout and ITEMSIZE[spec.result] == 2
     has_more_to_do = narrow_dropout or (access.dims > 1 and not _has_simple_addresses(spec, access))
     wanted = 2 * _BYTES_IN_FLIGHT if has_more_to_do else _BYTES_IN_FLIGHT
-    unroll = wanted // (sum(ITEMSIZE[t] for t in linear) * access.vec)
+    unroll = wanted // (sum(ITEMSIZE[t] for t in linear) * vec)
     unroll = min(_MAX_UNROLL, max(_MIN_UNROLL, unroll))
-    per_block = _THREADS * access.vec * unroll
-    return PointwisePlan(threads=_THREADS, per_block=per_block, unroll=unroll, min_blocks=min_blocks)
+    per_block = _THREADS * vec * unroll
+    return PointwisePlan(vec, operands, unroll, threads=_THREADS, per_block=per_block, min_blocks=min_blocks)
+
+
+def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess:
+    """The vectors of a kernel. Rows that are not whole ones are looked up where caches serve that, else cut smaller."""
+    if not access.divisor:
+        return access
+    if access.repeats:
+        read = [each if each.mode == "linear" else Operand("gather") for each in access.operands]
+        return replace(access, operands=tuple(read))
+    dtypes = (spec.da or spec.y, spec.db, spec.dy, spec.dy if spec.a == BITS else spec.a, spec.b)
+    cut = [
+        replace(each, align=min(each.align, access.divisor * ITEMSIZE[t])) if t and each.mode in _CONTIGUOUS else each
+        for t, each in zip(dtypes, access.operands, strict=True)
+    ]
+    return replace(access, vec=access.divisor, operands=tuple(cut))
 
 
 def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
@@ -57,7 +82,7 @@ def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
     if spec.dy is not None or not access.aligned_positions:
         return False
     y, _, _, a, b = access.operands
-    row = spec.b is None or (b.mode in ("linear", "vector") and b.align == 16)
+    row = spec.b is None or (b.mode in _CONTIGUOUS and b.align == VECTOR_BYTES)
     return y.mode == "linear" and a.mode == "linear" and row
 
 
@@ -76,16 +101,15 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
     """What the kernel is compiled from."""
     backward = spec.dy is not None
     names = ("DA", "DB", "DY", "A", "B") if backward else ("Y", "Bits", None, "A", "B")
-    second = BITS if spec.bits else spec.db
-    dtypes = (spec.da if backward else spec.y, second, spec.dy, spec.a, spec.b)
+    dtypes = (spec.da if backward else spec.y, BITS if spec.bits else spec.db, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
     # Rows of several dimensions are whole vectors, unless something is looked up by element; where bits are written
     # whole warps run past the end.
-    partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in access.operands)
-    known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "unroll")
-    known |= constants(access, "dims", "vec", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}
-    for name, operand in zip(names, access.operands, strict=True):
+    partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in plan.operands)
+    known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "vec", "unroll")
+    known |= constants(access, "dims", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}
+    for name, operand in zip(names, plan.operands, strict=True):
         if name:
             known |= {f"{key}{name}": value for key, value in constants(operand, "mode", "align").items()}
     header = "pointwise" if not backward else "pointwise_bwd_columns" if access.lanes else "pointwise_bwd"

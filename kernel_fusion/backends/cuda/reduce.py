@@ -8,15 +8,50 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import ITEMSIZE, ReduceAccess, ReduceSpec
+from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, ReduceAccess, ReduceSpec
 
 _WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
 _LOADS = 4  # that a thread has in flight
-# A launch over columns has four blocks of so many threads to a multiprocessor, with 64 KB in flight.
-# Or one of more threads, which takes all rows, or small ones where rows are few.
-COLUMN_THREADS, COLUMN_BLOCKS = 256, 4
-_MANY_LOADS = 8  # in blocks of other sizes, and of narrow vectors
+_MANY_LOADS = 8  # in blocks of few or of all rows, and of narrow vectors
+
+
+@dataclass(frozen=True)
+class ReduceRule:
+    """What the launcher divides a reduction by.
+
+    How many chunks a column has depends on the number of rows and of multiprocessors, which are in no key; so C++
+    (native/extension/reduce_cuda.cpp) compares, with these numbers.
+
+    Attributes:
+        chunk_bytes: of a chunk of a row, so that the order of its sum depends on its length alone.
+        column_threads: per block where rows are shared out in chunks, among as many blocks as run at once.
+        column_blocks: that a multiprocessor then has, a constant and not what registers allow: so the order of a
+            column's sum depends on its shape and the device alone.
+        rows_per_thread: at least, so that few rows have few chunks to be added up.
+        lanes: threads along the columns at most. Wider tiles leave more chunks.
+        lanes_of_chunks: the same where chunks are added up, of which there are many and of columns few.
+        few_rows, few_threads: so few rows leave nothing to add up between lines of threads. A block is one small line
+            then, with a column of chunks to a thread: many multiprocessors share the wait.
+        all_threads: where a block takes all rows, so that no chunks are left.
+        filled: that is where tiles occupy so many of so many multiprocessors, and none twice.
+        all_bytes: and vectors have so many bytes at least, as narrower ones would have too few in flight.
+    """
+
+    chunk_bytes: int = 65536
+    column_threads: int = 256
+    column_blocks: int = 4
+    rows_per_thread: int = 8
+    lanes: int = 16
+    lanes_of_chunks: int = 8
+    few_rows: int = 16
+    few_threads: int = 64
+    all_threads: int = 512
+    filled: tuple[int, int] = (5, 9)
+    all_bytes: int = 8
+
+
+_RULE = ReduceRule()
 
 
 @dataclass(frozen=True)
@@ -24,11 +59,13 @@ class ReducePlan(Launch):
     """How a reduction runs.
 
     Attributes:
+        vec: elements per vector.
         lanes: threads per row, or along the columns.
         each: rows that a thread sums up at once.
         unroll: vectors of a row, or rows of a column, at once.
     """
 
+    vec: int
     lanes: int
     each: int = 1
     unroll: int = _LOADS
@@ -38,14 +75,17 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
     """Columns by tiles; short rows by lanes of a warp, long ones by a block."""
     if access.lanes:
         # Vectors of fewer bytes need more of them on their way.
-        narrow = access.vec * ITEMSIZE[spec.input] < 8
+        narrow = access.vec * ITEMSIZE[spec.input] < _RULE.all_bytes
+        in_chunks = access.threads == _RULE.column_threads
         return ReducePlan(
+            vec=access.vec,
             threads=access.threads,
             per_block=access.lanes * access.vec,
             lanes=access.lanes,
-            unroll=_MANY_LOADS if narrow or access.threads != COLUMN_THREADS else _LOADS,
-            min_blocks=COLUMN_BLOCKS if access.threads <= COLUMN_THREADS else 1,
+            unroll=_LOADS if in_chunks and not narrow else _MANY_LOADS,
+            min_blocks=1 if access.threads == _RULE.all_threads else _RULE.column_blocks,
         )
+    vec = VECTOR_BYTES // ITEMSIZE[spec.input]
     if access.capacity <= _WARP_CAPACITY:
         # Two vectors to a lane where there are so many: neighbouring lanes then still read 32 bytes and more in a row.
         threads, lanes = _WARP_THREADS, min(32, max(1, access.capacity // 2))
@@ -55,10 +95,11 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
     each = _LOADS // unroll
     # As many threads as a multiprocessor holds: 32 registers suffice where one row is read by whole vectors, into at
     # most 8 registers of sums.
-    lean = each == 1 and access.contiguous and access.align == 16 and access.vec * ITEMSIZE[spec.acc] <= 32
+    lean = each == 1 and access.contiguous and access.align == VECTOR_BYTES and vec * ITEMSIZE[spec.acc] <= 32
     return ReducePlan(
         threads=threads,
         per_block=threads // lanes * each,
+        vec=vec,
         lanes=lanes,
         each=each,
         unroll=unroll,
@@ -78,7 +119,7 @@ def _block_threads(capacity: int) -> int:
 def source(spec: ReduceSpec, access: ReduceAccess, plan: ReducePlan) -> Source:
     """What the kernel is compiled from."""
     types: dict[str, str | None] = {"In": spec.input, "Out": spec.out, "Acc": spec.acc}
-    known = constants(spec, "map") | constants(access, "vec", "align") | constants(plan, "threads", "lanes", "unroll")
+    known = constants(spec, "map") | constants(access, "align") | constants(plan, "threads", "vec", "lanes", "unroll")
     header = "reduce_columns" if access.lanes else "reduce_rows"
     if access.lanes:
         known |= constants(access, "align_out")

@@ -12,7 +12,7 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import ITEMSIZE, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
+from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
 
 _MAX_THREADS = 1024
 _ROWS_THREADS = 128  # of a block that takes several rows
@@ -40,7 +40,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     """
     backward = isinstance(spec, SoftmaxBwdSpec)
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
-    whole = access.vec * itemsize == 16  # vectors of fewer bytes take a register for each element
+    whole = access.vec * itemsize == VECTOR_BYTES  # vectors of fewer bytes take a register for each element
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
     if isinstance(spec, SoftmaxSpec) and spec.causal and spec.x == "f32" and whole:
         elements *= 2

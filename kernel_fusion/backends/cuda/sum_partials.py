@@ -8,7 +8,7 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, SumPartialsSpec
 
-_COLS = 32  # of a block
+COLS = 32  # of a block; partial rows are padded to them
 _THREADS = 256
 # Backward of a norm of so few columns has several blocks to a multiprocessor, which leave a thousand partial rows and
 # more for few blocks to add.
@@ -21,8 +21,8 @@ _MANY_COLS = 8192
 def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
     """32 columns per block, the partial rows spread over its threads."""
     if spec.cols <= _FEW_COLS:
-        return Launch(threads=_THREADS_OF_FEW, per_block=_COLS, min_blocks=1)
-    return Launch(threads=_THREADS, per_block=_COLS, min_blocks=4 if spec.cols <= _MANY_COLS else 6)
+        return Launch(threads=_THREADS_OF_FEW, per_block=COLS, min_blocks=1)
+    return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if spec.cols <= _MANY_COLS else 6)
 
 
 def source(spec: SumPartialsSpec, access: Access, plan: Launch) -> Source:

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
 
 #include <optional>
 #include <string_view>
@@ -23,6 +24,17 @@ inline at::ScalarType acc_dtype(const Tensor& input) { return input.scalar_type(
 
 // The element types that kernels know.
 inline bool supported(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
+
+inline Dtype cpu_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return Dtype::kHalf;
+    case at::kBFloat16: return Dtype::kBFloat16;
+    case at::kFloat: return Dtype::kFloat;
+    case at::kDouble: return Dtype::kDouble;
+    default: TORCH_CHECK_TYPE(false, "kernel_fusion: kernels know float16, bfloat16, float32 and float64, not ", type);
+  }
+}
+inline Dtype dtype_or_absent(const OptionalDtype& type) { return type ? cpu_dtype(*type) : Dtype::kAbsent; }
 
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 inline OptionalDtype dtype_of(const OptionalTensor& t) { return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt; }

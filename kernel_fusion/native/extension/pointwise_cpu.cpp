@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/tasks.h"

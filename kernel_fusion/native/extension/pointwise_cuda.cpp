@@ -2,10 +2,8 @@
 #include <algorithm>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cuda/launcher.h"
 #include "cuda/sum_partials.h"
-#include "cuda/vectors.h"
 #include "shared/pointwise_args.h"
 
 namespace kf {
@@ -28,7 +26,7 @@ struct Iteration {
     bool all_linear = true;
     for (int k = 0; k < kOperands; ++k) all_linear = all_linear && (!has(k) || linear(k));
     if (all_linear) shape.assign(1, iter.numel());
-    choose_vector();
+    describe_vectors();
     for (int k = 0; k < kOperands; ++k) describe(k);
     access.dims = static_cast<int>(shape.size());
   }
@@ -53,23 +51,22 @@ struct Iteration {
     return false;
   }
 
-  // Vectors of 16 bytes of the widest operand that is read by vectors. If rows are not whole vectors, operands that follow them
-  // are looked up by element where caches serve that, and else all vectors become narrower.
-  void choose_vector() {
+  void describe_vectors() {
     int64_t widest = 2;
-    bool cached = true;
+    bool all_repeat = true;
     for (int k = 0; k < kOperands; ++k) {
       if (!has(k)) continue;
       if (linear(k) || stride(k, 0) == bytes(k)) widest = std::max(widest, bytes(k));
-      if (!linear(k) && !repeats(k)) cached = false;
+      if (!linear(k) && !repeats(k)) all_repeat = false;
     }
     access.vec = static_cast<int>(kVectorBytes / widest);
-    if (shape.size() > 1 && !cached) access.vec = static_cast<int>(dividing_power(shape[0], access.vec));
+    if (shape.size() == 1 || shape[0] % access.vec == 0) return;
+    access.divisor = static_cast<int>(dividing_power(shape[0], access.vec));
+    access.repeats = all_repeat;
   }
 
   Mode mode(int k) const {
     if (linear(k)) return Mode::kLinear;
-    if (shape.size() > 1 && shape[0] % access.vec != 0) return Mode::kGather;
     if (stride(k, 0) == 0) return Mode::kBroadcast;
     return stride(k, 0) == bytes(k) ? Mode::kVector : Mode::kStrided;
   }

@@ -3,7 +3,6 @@
 #include <memory>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
 

@@ -5,9 +5,8 @@
 #include <bit>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/vectors.h"
+#include "cuda/sum_partials.h"
 #include "shared/reduce_args.h"
 
 namespace kf {
@@ -45,16 +44,15 @@ struct Reduction {
   }
 };
 
-// A chunk of a row has 64 KB, so that the order of a row's sum depends on its length alone.
-constexpr int64_t kChunkBytes = 65536;
+constexpr ReduceRule kRule;
 
 void reduce_rows(const Reduction& r, Tensor& out) {
   const auto& call = r.call;
-  const int64_t size = size_of(call.in_type), rows = call.outer * call.inner, chunk = kChunkBytes / size;
+  const int64_t size = size_of(call.in_type), rows = call.outer * call.inner, chunk = kRule.chunk_bytes / size;
   const int64_t chunks = std::max<int64_t>(1, ceil_div(call.reduced, chunk));
   const Tensor sums = chunks > 1 ? r.partials(rows * chunks) : out;
-  ReduceAccess access{.vec = static_cast<int>(kVectorBytes / size)};
-  const int64_t vectors = std::max<int64_t>(1, ceil_div(std::min(call.reduced, chunk), access.vec));
+  ReduceAccess access;
+  const int64_t vectors = std::max<int64_t>(1, ceil_div(std::min(call.reduced, chunk) * size, kVectorBytes));
   access.capacity = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(vectors)));
   access.contiguous = call.reduced_stride == 1 || call.reduced == 1;
   access.chunked = chunks > 1;
@@ -67,34 +65,29 @@ void reduce_rows(const Reduction& r, Tensor& out) {
   if (chunks > 1) reduce_rows(r.rest(sums, rows, chunks, 1), out);
 }
 
-// kColumnBlocks blocks of columns per multiprocessor, a constant and not what a kernel's registers allow: so the order of a
-// column's sum depends on its shape and the device alone. Rows are shared out among `chunks` blocks, as many as run at once,
-// unless `whole`: then a block takes all of them.
-void reduce_columns(const Reduction& r, Tensor& out, bool whole) {
-  // Tiles of 256 bytes: those of 512 leave twice as many chunks to add up, and took 7.2 us instead of 6.7 at 2048x2048 fp32,
-  // the same at 8192x8192 (H200, torch 2.11.0+cu130, in no result file). Many partial rows want many lines: there are few
-  // columns. Few rows leave nothing to add up between lines: a block is one line then. A small one, and of partial rows a
-  // column to a thread, so that many multiprocessors share the wait, and the next kernel's blocks find room beside it. Where
-  // tiles occupy five in nine multiprocessors, and none of them twice, a large block takes all rows of a tile, which leaves
-  // nothing to add up either: 8192x8192 fp32, 128 tiles, 63.5 us and, so, 61.5; 512x12288 bf16, 96 tiles, 6.3 and 5.8; but of
-  // 67 tiles 8000x4288 fp32 33.8 and 34.5. Not of narrow vectors, which would have fewer bytes in flight. Elsewhere a thread
-  // has at least eight rows, so that 2048 of them have few shares: 2048x2048 bf16 6.0 us with 32 and 5.6 with 16.
-  constexpr int64_t kThreads = kColumnThreads, kRowsPerThread = 8, kFewRows = 16, kFewThreads = 64, kWholeThreads = 512;
+// A tile of columns is taken by one block, or by several that share its rows. How many depends on lengths that are in no key,
+// since each new one would be a new kernel. So the arithmetic is here; the planner has the numbers and the reasons
+// (backends/cuda/reduce.py).
+void reduce_columns(const Reduction& r, Tensor& out, bool of_chunks) {
   const auto& call = r.call;
-  const int64_t size = size_of(call.in_type), most = whole && call.reduced <= kFewRows ? 1 : kVectorBytes / size;
-  const int64_t vec = dividing_power(call.inner, most), vectors = call.inner / vec;
-  const bool few = call.reduced <= kFewRows && vectors >= kFewThreads;
-  const int64_t lanes = few ? kFewThreads : std::min<int64_t>(whole ? 8 : 16, tile_lanes(vectors));
-  const int64_t tiles = ceil_div(vectors, lanes) * call.outer, places = multiprocessors(call.device);
-  const bool alone = !whole && !few && vec * size >= 8 && tiles <= places && tiles * 9 >= places * 5;
-  const int64_t wanted = std::min(places * kColumnBlocks / tiles, call.reduced / (kThreads / lanes * kRowsPerThread));
-  const int64_t chunks = whole || few || alone ? 1 : std::max<int64_t>(1, wanted);
+  const int64_t size = size_of(call.in_type), places = multiprocessors(call.device);
+  const bool few_rows = call.reduced <= kRule.few_rows;
+  const int64_t vec = dividing_power(call.inner, of_chunks && few_rows ? 1 : kVectorBytes / size), vectors = call.inner / vec;
+  const bool few = few_rows && vectors >= kRule.few_threads;
+  const int64_t lanes =
+      few ? kRule.few_threads : std::min<int64_t>(of_chunks ? kRule.lanes_of_chunks : kRule.lanes, tile_lanes(vectors));
+  const int64_t tiles = ceil_div(vectors, lanes) * call.outer;
+  const bool all = !of_chunks && !few && vec * size >= kRule.all_bytes && tiles <= places &&
+                   tiles * kRule.filled[1] >= places * kRule.filled[0];
+  const int64_t wanted =
+      std::min(places * kRule.column_blocks / tiles, call.reduced / (kRule.column_threads / lanes * kRule.rows_per_thread));
+  const int64_t chunks = of_chunks || few || all ? 1 : std::max<int64_t>(1, wanted);
   const Tensor sums = chunks > 1 ? r.partials(call.outer * chunks * call.inner) : out;
   const ReduceAccess access{.vec = static_cast<int>(vec),
                             .lanes = static_cast<int>(lanes),
-                            .threads = static_cast<int>(few     ? kFewThreads
-                                                        : alone ? kWholeThreads
-                                                                : kThreads),
+                            .threads = few   ? kRule.few_threads
+                                       : all ? kRule.all_threads
+                                             : kRule.column_threads,
                             .align = alignment_within(call.in, (call.outer_stride | call.reduced_stride) * size, vec * size),
                             .align_out = alignment_within(sums.data_ptr(), 0, vec * size_of(sums.scalar_type()))};
   const auto& kernel = r.kernel(sums.scalar_type(), access);

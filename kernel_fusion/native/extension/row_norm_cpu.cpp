@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/tasks.h"

@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cuda/launcher.h"
 #include "cuda/sum_partials.h"
 

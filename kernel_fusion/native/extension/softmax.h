@@ -5,6 +5,12 @@
 
 namespace kf {
 
+// Of a mask: absent, kBool for what to keep, else the type of what is added.
+inline Dtype mask_dtype(const Tensor& mask) {
+  if (!mask.defined()) return Dtype::kAbsent;
+  return mask.scalar_type() == at::kBool ? Dtype::kBool : cpu_dtype(mask.scalar_type());
+}
+
 // y = softmax(scale * x + mask), contiguous. `mask` has the shape of x (its strides may be 0), is boolean or floating point,
 // or undefined. Causal: column j of row i, counted within the last two dimensions, is kept where j <= i. With a mask or causal,
 // a row whose logits are all -inf gives zeros. What a boolean mask or causal leave out is 0, also in a row with NaN.

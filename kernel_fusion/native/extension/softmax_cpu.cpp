@@ -1,6 +1,5 @@
 // Softmax on the CPU: threads share the rows.
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/tasks.h"
@@ -35,12 +34,10 @@ void softmax_cpu(const SoftmaxCall& call, Tensor& y) {
   args.causal_rows = call.causal ? x.size(-2) : 0;
   args.scale = call.scale;
   args.type = cpu_dtype(x.scalar_type());
+  args.mask_type = mask_dtype(call.mask);
   if (call.mask.defined()) {
-    const bool keep = call.mask.scalar_type() == at::kBool;
     args.mask_rows = row_strides(call.mask);
     args.mask_stride = call.mask.stride(-1);
-    args.mask_kind = keep ? cpu::MaskKind::kKeep : cpu::MaskKind::kAdd;
-    if (!keep) args.mask_type = cpu_dtype(call.mask.scalar_type());
   }
   count(Counter::kCpuForward);
   prefer_huge_pages(y);

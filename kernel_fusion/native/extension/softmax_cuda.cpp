@@ -3,10 +3,8 @@
 #include <bit>
 
 #include "backends.h"
-#include "cpu/dtype.h"
 #include "cuda/launcher.h"
-#include "cuda/vectors.h"
-#include "shared/softmax_args.h"
+#include "shared/reduce_args.h"
 
 namespace kf {
 namespace {
@@ -36,10 +34,9 @@ void softmax_cuda(const SoftmaxCall& call, Tensor& y) {
   const bool masked = call.mask.defined(), repeats = masked && call.mask.stride(-1) == 0;
   const Rows mask = masked ? Rows(repeats ? call.mask.narrow(-1, 0, 1) : call.mask, 1) : x;
   const int64_t vec = dividing_power(x.cols, kVectorBytes / size_of(call.x.scalar_type()));
-  SoftmaxSpec spec{.x = cpu_dtype(call.x.scalar_type()), .causal = call.causal};
+  const SoftmaxSpec spec{cpu_dtype(call.x.scalar_type()), mask_dtype(call.mask), call.causal};
   SoftmaxAccess access{static_cast<int>(vec), softmax_capacity(x.cols / vec), row_access(x, vec)};
   if (masked) {
-    spec.mask = mask.tensor.scalar_type() == at::kBool ? Dtype::kBool : cpu_dtype(mask.tensor.scalar_type());
     access.other = repeats ? RowAccess{.strided = mask.strided} : row_access(mask, vec);
     access.mask_repeats = repeats;
   }

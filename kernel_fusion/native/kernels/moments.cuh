@@ -8,7 +8,6 @@
 // warp's.
 #pragma once
 
-#include "batched.cuh"
 #include "tree.cuh"
 #include "vectors.cuh"
 

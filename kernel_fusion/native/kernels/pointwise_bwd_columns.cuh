@@ -4,12 +4,10 @@
 // group of lines at a time, rows s, s + gridDim.y, ...
 #pragma once
 
-#include "batched.cuh"
 #include "dependent_launch.cuh"
-#include "column_sums.cuh"
 #include "pointwise_chain.cuh"
 #include "shared/pointwise_args.h"
-#include "vectors.cuh"
+#include "sums.cuh"
 
 namespace kf {
 

@@ -3,11 +3,9 @@
 // of in[o].
 #pragma once
 
-#include "batched.cuh"
 #include "dependent_launch.cuh"
-#include "column_sums.cuh"
-#include "reduce_map.cuh"
 #include "shared/reduce_args.h"
+#include "sums.cuh"
 
 namespace kf {
 

@@ -10,10 +10,9 @@
 // file).
 #pragma once
 
-#include "batched.cuh"
 #include "dependent_launch.cuh"
-#include "reduce_map.cuh"
 #include "shared/reduce_args.h"
+#include "sums.cuh"
 #include "tree.cuh"
 
 namespace kf {

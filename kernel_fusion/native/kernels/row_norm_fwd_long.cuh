@@ -9,7 +9,6 @@
 // without one x goes through its stages again.
 #pragma once
 
-#include "batched.cuh"
 #include "row_norm_fwd.cuh"
 
 namespace kf {

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "dependent_launch.cuh"
-#include "shared/softmax_args.h"
+#include "shared/reduce_args.h"
 #include "softmax_rows.cuh"
 
 namespace kf {

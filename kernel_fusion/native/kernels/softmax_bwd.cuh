@@ -3,9 +3,8 @@
 // block's registers are read a second time.
 #pragma once
 
-#include "batched.cuh"
 #include "dependent_launch.cuh"
-#include "shared/softmax_args.h"
+#include "shared/reduce_args.h"
 #include "softmax_rows.cuh"
 
 namespace kf {

@@ -2,7 +2,6 @@
 // to write. Memory: two reads of x and mask, the second from the L2 cache if the row is still there, and one write of y.
 #pragma once
 
-#include "batched.cuh"
 #include "softmax.cuh"
 
 namespace kf {

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "math.cuh"
-#include "reduce_map.cuh"
 #include "rows.cuh"
+#include "sums.cuh"
 
 namespace kf {
 

@@ -5,7 +5,6 @@
 // blockIdx.y chooses between the two sums of a call (dweight, dbias).
 #pragma once
 
-#include "batched.cuh"
 #include "dependent_launch.cuh"
 #include "shared/row_norm_args.h"
 #include "vectors.cuh"

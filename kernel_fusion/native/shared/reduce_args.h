@@ -1,5 +1,7 @@
-// The arguments of the reductions: written by the host, read by the device. Plain data, as in row_norm_args.h.
+// The arguments of the reductions and of softmax: written by the host, read by the device. Plain data, as in row_norm_args.h.
 #pragma once
+
+#include "shared/row_norm_args.h"
 
 namespace kf {
 
@@ -12,6 +14,29 @@ struct ReduceArgs {
   long long chunks;  // along r: of `chunk` each when rows are summed, blocks that take turns when columns are
   long long chunk;
   double divisor;
+};
+
+// y = softmax(scale * x + mask), y contiguous. Where causal, row r of each `causal_rows` rows keeps columns 0 ... r.
+struct SoftmaxArgs {
+  const void* x;
+  const void* mask;
+  void* y;
+  long long rows, cols;
+  long long causal_rows;
+  RowLayout x_rows;
+  RowLayout mask_rows;
+  double scale;
+};
+
+// dx = scale * (dy - sum(dy * y)) * y, dx contiguous.
+struct SoftmaxBwdArgs {
+  const void* dy;
+  const void* y;
+  void* dx;
+  long long rows, cols;
+  RowLayout dy_rows;
+  RowLayout y_rows;
+  double scale;
 };
 
 }  // namespace kf

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "stages.h"
-#include "cpu/dtype.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -217,8 +216,6 @@ using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-enum class MaskKind : int32_t { kNone, kKeep, kAdd };
-
 // The offset of a row in elements, for leading dimensions of any strides, innermost first.
 struct RowStrides {
   static constexpr int kMaxDims = 64;
@@ -242,8 +239,7 @@ struct Softmax {
   int64_t cols, mask_stride;  // x's columns lie side by side
   int64_t causal_rows;        // rows of each matrix, of which row i keeps columns 0 ... i; 0: not causal
   double scale;
-  MaskKind mask_kind;
-  Dtype type, mask_type;
+  Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else what is added
 };
 
 // Contiguous rows.

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/dtype.h"
 #include "cpu/kernels.h"
+#include "operators.h"
 
 namespace kf {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu/dtype.h"
+#include "shared/names.h"
 #include "cpu/simd.h"
 #include "cpu/stream_store.h"
 

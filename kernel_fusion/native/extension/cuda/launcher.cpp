@@ -11,8 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "operators.h"
-
 namespace kf {
 namespace {
 

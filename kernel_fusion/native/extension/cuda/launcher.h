@@ -6,13 +6,30 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
 #include "cuda/driver.h"
 #include "cuda/specs.h"
+#include "operators.h"
 
 namespace kf {
+
+inline int64_t size_of(at::ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
+
+// The largest power of two that divides n and is at most `most`, itself one.
+inline int64_t dividing_power(int64_t n, int64_t most) {
+  while (n % most != 0) most /= 2;
+  return most;
+}
+
+// The alignment of everything at p plus multiples of `steps` bytes, as far as vectors of so many bytes care.
+inline int32_t alignment_within(const void* p, int64_t steps, int64_t vector_bytes) {
+  const auto bits = reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(steps);
+  return std::min<int32_t>(alignment_of(reinterpret_cast<const void*>(bits)),
+                           static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vector_bytes))));
+}
 
 // What a kernel is compiled for, in the numbers that the planner reads: the device, the kernel's number, the fields of its spec
 // and access, zeros.

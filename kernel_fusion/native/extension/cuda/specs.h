@@ -43,7 +43,7 @@ struct Operand {
 struct PointwiseAccess {
   int dims = 1, vec = 4;
   Operand operands[5] = {};
-  int lanes = 0, aligned_positions = 1;
+  int lanes = 0, aligned_positions = 1, divisor = 0, repeats = 0;
 };
 
 struct ReduceSpec {
@@ -53,7 +53,7 @@ struct ReduceSpec {
 };
 
 struct ReduceAccess {
-  int vec, lanes = 0, threads = 0, capacity = 0, contiguous = 1, chunked = 0, nested = 0, align = 16, align_out = 16;
+  int vec = 0, lanes = 0, threads = 0, capacity = 0, contiguous = 1, chunked = 0, nested = 0, align = 16, align_out = 16;
 };
 
 struct SoftmaxSpec {
@@ -78,13 +78,18 @@ struct SoftmaxBwdSpec {
   int leaves_out = 0;
 };
 
+struct ReduceRule {
+  int chunk_bytes = 65536, column_threads = 256, column_blocks = 4, rows_per_thread = 8, lanes = 16, lanes_of_chunks = 8,
+      few_rows = 16, few_threads = 64, all_threads = 512, filled[2] = {5, 9}, all_bytes = 8;
+};
+
 struct Launch {
   int threads = 32, per_block = 1, least_per_block = 0, cluster = 1, shared_bytes = 0, persistent = 0, splits_weight = 0,
       min_blocks = 1, dependent = 0;
 };
 
 inline constexpr int kKeyFields = 27;
-inline constexpr int kColumnThreads = 256;
-inline constexpr int kColumnBlocks = 4;
+inline constexpr int kVectorBytes = 16;
+inline constexpr int kPartialCols = 32;
 
 }  // namespace kf

@@ -2,13 +2,12 @@
 
 #include <ATen/ops/empty.h>
 
-#include "cpu/dtype.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
 
 PartialRows::PartialRows(const at::Tensor& like, int64_t count, int64_t cols)
-    : count(count), cols(cols), pitch((cols + 31) / 32 * 32),
+    : count(count), cols(cols), pitch(ceil_div(cols, kPartialCols) * kPartialCols),
       tensor(at::empty({2, count, pitch}, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {
 }
 

@@ -3,11 +3,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <bit>
+
 #include "cuda/launcher.h"
 
 namespace kf {
 
-// `count` partial rows of two sums over `cols` columns, in the accumulator type of `like`, each row 32 columns aligned.
+// The number of vectors in a row, rounded for keys to threads of a block along the columns (kernels/sums.cuh): a warp, or fewer
+// where the columns are few or most of the last tile would lie outside.
+inline int32_t tile_lanes(int64_t vectors) {
+  if (vectors < 32) return static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
+  const auto covered = [&](int64_t lanes) { return ceil_div(vectors, lanes) * lanes; };
+  if (covered(32) * 4 <= vectors * 5) return 32;
+  return covered(16) * 4 <= vectors * 5 ? 16 : 8;
+}
+
+// `count` partial rows of two sums over `cols` columns, in the accumulator type of `like`, each row padded to multiples of
+// kPartialCols.
 struct PartialRows {
   int64_t count, cols, pitch;
   at::Tensor tensor;  // [2][count][pitch]

@@ -24,7 +24,7 @@ template <class A>
 void masked_chunk(const Softmax& c, const char* x, const char* mask, int64_t start, int64_t n, A* logits, A* room) {
   load_chunk<A>(c.type, x + start * size_of(c.type), 1, n, logits);
   const A scale = static_cast<A>(c.scale);
-  if (c.mask_kind == MaskKind::kAdd) {
+  if (c.mask_type != Dtype::kBool) {
     load_chunk<A>(c.mask_type, mask + start * c.mask_stride * size_of(c.mask_type), c.mask_stride, n, room);
     for (int64_t i = 0; i < n; ++i) logits[i] = logits[i] * scale + room[i];
   } else {
@@ -58,8 +58,8 @@ template <class A> struct Logits {
 // The first `kept` logits of a row: where they lie, or with a mask in `room`.
 template <class A> Logits<A> read_logits(const Softmax& c, int64_t row, int64_t kept, A* room) {
   const char* x = c.x + c.x_rows.offset(row) * size_of(c.type);
-  if (c.mask_kind == MaskKind::kNone) return {{c.type, x}, static_cast<A>(c.scale)};
-  const char* mask = c.mask + c.mask_rows.offset(row) * (c.mask_kind == MaskKind::kAdd ? size_of(c.mask_type) : 1);
+  if (c.mask_type == Dtype::kAbsent) return {{c.type, x}, static_cast<A>(c.scale)};
+  const char* mask = c.mask + c.mask_rows.offset(row) * (c.mask_type == Dtype::kBool ? 1 : size_of(c.mask_type));
   Chunk<A> masks;
   for (int64_t start = 0; start < kept; start += kChunk<A>)
     masked_chunk<A>(c, x, mask, start, std::min(kChunk<A>, kept - start), room + start, masks);
@@ -105,14 +105,14 @@ template <class A> void softmax_rows(const Softmax& c, int64_t begin, int64_t en
     int64_t kept = c.causal_rows ? std::min(c.cols, row % c.causal_rows + 1) : c.cols;
     const auto logits = read_logits(c, row, kept, exponentials);
     const A largest = largest_of(logits, kept);
-    if ((c.causal_rows || c.mask_kind != MaskKind::kNone) && largest == kNothing<A>) kept = 0;  // nothing is left
+    if ((c.causal_rows || c.mask_type != Dtype::kAbsent) && largest == kNothing<A>) kept = 0;  // nothing is left
     const double sum = exponentiate(logits, kept, largest, exponentials);
     quotients.scale = static_cast<A>(1 / sum);
     quotients.a.data = exponentials;
     quotients.first = {c.type, y};
     run_values(quotients, kept);
     std::memset(y + kept * element, 0, (c.cols - kept) * element);
-    if (sum != sum && c.mask_kind == MaskKind::kKeep) {  // all that was computed is NaN
+    if (sum != sum && c.mask_type == Dtype::kBool) {  // all that was computed is NaN
       const char* keep = c.mask + c.mask_rows.offset(row);
       for (int64_t i = 0; i < kept; ++i)
         if (!keep[i * c.mask_stride]) std::memset(y + i * element, 0, element);
