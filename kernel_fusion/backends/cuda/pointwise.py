@@ -10,19 +10,16 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES, Operand, Operands, PointwiseAccess, PointwiseSpec
 
-# 8192x8192 relu on an H200, fp32: blocks of 256 threads with 4 vectors each 1.04 of the floor, of 128 with 2 each 1.00;
-# smaller blocks come and go too fast, 1.24. In bf16 the sums of columns of bias+gelu take 1.16 in blocks of 256, 1.08.
-_THREADS = 128
-# Twice as many bytes on their way where more has to be done with them: of operands that are looked up, and dropout of
-# 16 bits, gelu+dropout in bf16 with 2 vectors 1.19 of the floor, with 4 1.08; in fp32 1.03 and 1.06 (trials). Not
-# beside one row that meets all: bias+gelu in bf16 takes 1.00 with 2, 1.03 with 4.
+_THREADS = 128  # larger blocks are slower, and smaller ones come and go too fast
+# Twice as many where a chain has more to do: fp16 and bf16 dropout, and operands that are looked up. One row that meets
+# all others needs no more.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# 128 registers a thread leave room for all that is on its way. The gradients of both factors beside the bits of
-# dropout, which no verb asks for, need more than 168.
+# 128 registers a thread leave room for all that is on its way. The gradients of both factors beside dropout, which no
+# verb asks for, need more than 168.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
-# Dropout of 16-bit results waits for arithmetic, not for memory. With 64 registers, which suffice where addresses are
-# simple, and so twice the warps, bias+gelu+dropout in bf16 takes 1.14 of the floor instead of 1.35 (trial).
+# Dropout of fp16 and bf16 waits for arithmetic, not for memory: 64 registers, which suffice where addresses are simple,
+# allow twice the warps.
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
 _CONTIGUOUS = ("linear", "vector")
 
