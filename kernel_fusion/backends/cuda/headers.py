@@ -19,7 +19,7 @@ from kernel_fusion.backends.cuda.planner import KERNELS
 from kernel_fusion.backends.cuda.reduce import ReduceRule
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.fields import COUNTERS, Names, Several, constant, count, is_struct, kinds, literal
-from kernel_fusion.core.spec import VECTOR_BYTES, PointwiseSpec
+from kernel_fusion.core.spec import VECTOR_BYTES, PointwiseAccess, PointwiseSpec
 
 _NATIVE = Path(__file__).parents[2] / "native"
 _FRAME = """// {about}
@@ -85,6 +85,10 @@ def _list(name: str, of: tuple[str, ...]) -> str:
     return " \\\n  ".join([f"#define {name}(X)", *wrap(" ".join(f"X({each})" for each in of), 120)]) + "\n\n"
 
 
+def _constants(values: dict[str, int]) -> str:
+    return "\n" + "".join(f"inline constexpr int {constant(name)} = {value};\n" for name, value in values.items())
+
+
 def texts() -> dict[Path, str]:
     """The headers, by their paths."""
     numbers = {spec: number for number, spec in enumerate(KERNELS)}
@@ -95,17 +99,16 @@ def texts() -> dict[Path, str]:
     lists = {"KF_ACTIVATIONS": tuple(CODES), "KF_COMBINES": kinds(PointwiseSpec)["combine"].names}
     longest = max(count(spec) + count(kernel.access) for spec, kernel in KERNELS.items())
     constants = {"key_fields": longest, "vector_bytes": VECTOR_BYTES, "partial_cols": sum_partials.COLS}
+    slots = {"operands": kinds(PointwiseAccess)["operands"].length}
     names = _FRAME.format(
         about="The names that fields have (core/spec.py), and lists of names in the order of their codes.",
         includes="".join(_list(name, of) for name, of in lists.items()),
-        body="".join(map(_enumeration, enumerations)),
+        body="".join(map(_enumeration, enumerations)) + _constants(slots),
     )
     specs = _FRAME.format(
         about="Specs, accesses and launches: core/spec.py and backends/cuda/launch.py say what their fields are.",
         includes='#include "shared/names.h"\n\n',
-        body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs)
-        + "".join(f"\ninline constexpr int {constant(name)} = {value};" for name, value in constants.items())
-        + "\n",
+        body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs) + _constants(constants),
     )
     return {_NATIVE / "shared" / "names.h": names, _NATIVE / "extension" / "cuda" / "specs.h": specs}
 

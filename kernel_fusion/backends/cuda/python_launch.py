@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda import planner, sum_partials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.core import arguments, checks
@@ -241,7 +241,7 @@ def _launch_backward(  # pragma: gpu
     split = _kernel(planner.weight_pass(spec), access, device.index) if plan.splits_weight else None
     tiles = -(-spec.cols // split.plan.per_block) if split else 1
     num_partials = max(1, min(-(-args.rows // 16), -(-split.max_blocks // tiles))) if split else grid // plan.cluster
-    pitch = -(-spec.cols // 32) * 32
+    pitch = -(-spec.cols // sum_partials.COLS) * sum_partials.COLS
     acc = torch.float64 if spec.acc == "f64" else torch.float32
     partials = torch.empty(2, num_partials, pitch, dtype=acc, device=device)
     args.dweight_partials, args.dbias_partials = partials[0].data_ptr(), partials[1].data_ptr()

@@ -9,7 +9,7 @@
 namespace kf {
 namespace {
 
-constexpr int kOperands = PointwiseArgs::kOperands, kMaxDims = PointwiseArgs::kDims;
+constexpr int kMaxDims = PointwiseArgs::kDims;
 enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
 
 // An iterator as the kernels see it: operands in slots, and how each meets the iteration.

@@ -11,7 +11,7 @@
 namespace kf {
 
 struct Offsets {
-  unsigned of[PointwiseArgs::kOperands];
+  unsigned of[kOperands];
 };
 
 // The offsets of element i, in elements, of every operand; those that nobody asks for cost nothing.
@@ -25,7 +25,7 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
       coordinate -= i * args.dim[d].divisor;
     }
 #pragma unroll
-    for (int k = 0; k < PointwiseArgs::kOperands; ++k) offsets.of[k] += coordinate * args.stride[d][k];
+    for (int k = 0; k < kOperands; ++k) offsets.of[k] += coordinate * args.stride[d][k];
   }
   return offsets;
 }

@@ -20,4 +20,6 @@ enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };
 enum class KeptParameters : int { kNothing = 0, kWeight = 1, kBoth = 2, kShared = 3 };
 enum class KeptSums : int { kNone = 0, kRegisters = 1, kShared = 2, kApart = 3 };
 
+inline constexpr int kOperands = 5;
+
 }  // namespace kf

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "shared/inline.h"
+#include "shared/names.h"
 
 namespace kf {
 
@@ -24,7 +25,7 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
 // y = dropout(scale * f(a, b)), or the gradients of it. Element i of the iteration, innermost dimension first, stands at the
 // sum of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
 struct PointwiseArgs {
-  static constexpr int kOperands = 5, kDims = 16;
+  static constexpr int kDims = 16;
   void* data[kOperands];  // y or da; db, or the bits that forward writes; dy; a, or bits; b
   long long size;         // elements
   long long position;     // dropout's, of the element at offset 0
