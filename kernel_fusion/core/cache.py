@@ -82,14 +82,9 @@ class Cache:
 
     def _open(self, key: str) -> tuple[int, bytes]:
         path = self.path(key)
-        folder = trusted(path.parent)
-        file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+        file, content = open_private(path)
         try:
-            info = os.fstat(file)
-            if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid not in _us():
-                raise PermissionError(errno.EPERM, "it is not a file of this user alone", str(path))
-            with open(file, "rb", closefd=False) as content:
-                payload = unseal(content.read(), key)
+            payload = unseal(content, key)
             if payload is None:
                 raise OSError(errno.EBADMSG, "it is damaged", str(path))
             with suppress(OSError):
@@ -103,16 +98,8 @@ class Cache:
         """Store `payload` by an atomic rename; the path, or None where it cannot be stored."""
         try:
             path = self.path(key)
-            folder = self.folder()
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=_TEMPORARY)
+            replace_file(self.folder() / path.name, seal(payload, key))
         except OSError:
-            return None
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(seal(payload, key))
-            os.replace(temporary, folder / path.name)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
             return None
         return path
 
@@ -169,6 +156,41 @@ class Cache:
 
 EXTENSIONS = Cache("extension", ".so")
 CUBINS = Cache("cubin", ".cubin")
+
+
+def open_private(path: Path) -> tuple[int, bytes]:
+    """A descriptor of a file that only this user or root could have written, and its content.
+
+    Raises:
+        OSError: there is no such file, or it cannot be trusted.
+    """
+    folder = trusted(path.parent)
+    file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+    try:
+        info = os.fstat(file)
+        if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid not in _us():
+            raise PermissionError(errno.EPERM, "it is not a file of this user alone", str(path))
+        with open(file, "rb", closefd=False) as content:
+            return file, content.read()
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, for its owner alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def make_private_dir(path: Path) -> None:
