@@ -1,9 +1,10 @@
 """Everything that can be configured, and the only module that reads the environment.
 
-Two environment variables exist, both optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
-`XDG_CACHE_HOME`), `CXX` names the C++ compiler and may add arguments to it. `ATEN_CPU_CAPABILITY` is PyTorch's own;
-PyTorch says which instruction set our CPU kernels have, so that it limits them too. `TRITON_INTERPRET` is Triton's own:
-with it our Triton kernels run on the CPU, slowly, for tests.
+Three environment variables exist, all optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
+`XDG_CACHE_HOME`), `CXX` names the C++ compiler and may add arguments to it, `KERNEL_FUSION_TUNED=0` has the tables of
+`kernel-fusion tune` ignored. `ATEN_CPU_CAPABILITY` is PyTorch's own; PyTorch says which instruction set our CPU kernels
+have, so that it limits them too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run on the CPU, slowly,
+for tests.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def cache_dir() -> Path:
     if not base.is_absolute():  # a user without a home
         return Path(tempfile.gettempdir(), f"kernel_fusion-{os.getuid()}").absolute()
     return base / "kernel_fusion"
+
+
+def uses_tuned_tables() -> bool:
+    """Whether plans follow the tables that `kernel-fusion tune` wrote to the cache folder."""
+    return os.environ.get("KERNEL_FUSION_TUNED", "").lower() not in ("0", "false", "off", "no", "n")
 
 
 def _folder(variable: str) -> Path | None:

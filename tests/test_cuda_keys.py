@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +182,7 @@ def test_errors_are_answers() -> None:
 def test_a_plan_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the context norms run by another plan, afterwards by their own; other kernels are not asked about."""
     forgotten: list[str] = []
-    monkeypatch.setattr(planner, "_library", SimpleNamespace(kf_forget_kernels=lambda: forgotten.append("kernels")))
+    monkeypatch.setattr(planner, "forgets", [lambda: forgotten.append("kernels")])
     norm, access = KEYS["forward"]
     chain, chain_access = KEYS["pointwise"]
     device = KNOWN_DEVICES[90]

@@ -142,9 +142,9 @@ def test_rows_of_an_architecture_come_first(tmp_path: Path, monkeypatch: pytest.
         spec = RowNormSpec("forward", True, 16, "bf16", "bf16")
         changes = ({}, {"cols": 33}, {"rms": False}, {"activation": "gelu"}, {"activation": "silu", "cols": 8})
         specs = [replace(spec, **change) for change in changes]
-        facts = [tuned.Facts(each, Access(), KNOWN_DEVICES[90]) for each in specs]
+        facts = [tuned.Facts(each, Access(), KNOWN_DEVICES[90], {}) for each in specs]
         assert [each.tuned("knob", 0) for each in facts] == [4, 1, 1, 2, 3]
-        assert tuned.Facts(spec, Access(), KNOWN_DEVICES[80]).tuned("knob", 0) == 1
+        assert tuned.Facts(spec, Access(), KNOWN_DEVICES[80], {}).tuned("knob", 0) == 1
         assert facts[0].tuned("another", 0) == 0
     finally:
         tuned.table.cache_clear()

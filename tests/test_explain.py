@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from kernel_fusion.backends.cuda import explain as cuda_explain
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.errors import BackendUnavailableError
 
+# The module, not the function of the same name that the package exports.
+explain = importlib.import_module("kernel_fusion.functional.explain")
 VERBS = [name for name in kf.functional.__all__ if name != "NormOutput"]
 
 
@@ -104,14 +107,14 @@ def test_plans_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the plan of a plain norm is a line per direction."""
     monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
     half = torch.ones(4, 1024, dtype=torch.bfloat16)
-    call = {"input": half, "normalized_shape": 1024, "weight": half[0], "pre_activation": None, "activation": None}
-    lines = cuda_explain.plan_lines("layer_norm", call | {"out_dtype": None})
+    _, call = explain._bound(kf.layer_norm, (half, 1024, half[0]), {})
+    lines = cuda_explain.plan_lines("layer_norm", call)
     assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
     assert all("8-element vectors" in line for line in lines)
     wider = cuda_explain.plan_lines("layer_norm", call | {"out_dtype": torch.float32})
     assert all("4-element vectors" in line for line in wider)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    assert cuda_explain.plan_lines("layer_norm", call | {"out_dtype": None}) == wider
+    assert cuda_explain.plan_lines("layer_norm", call) == wider
 
 
 def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,9 +148,9 @@ def test_what_no_one_foresaw_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_device_is_described_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100, from the properties that PyTorch reports."""
-    properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=232448)
+    properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=232448, name="NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert Device.of(0) == KNOWN_DEVICES[90]
+    assert Device.of(0) == replace(KNOWN_DEVICES[90], name="NVIDIA H100")
 
 
 class _Kernel:

@@ -42,7 +42,7 @@ def warmup(
     names = dtype_names(dtypes)
     _prepare_extension(any_cpu, out)
     shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
-    count = sum(compile_ahead([cols], names, target.arch, target.shared_bytes) for cols in shown)
+    count = sum(compile_ahead([cols], names, target) for cols in shown)
     if not CUBINS.entries():
         out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
         raise typer.Exit(1)

@@ -23,7 +23,8 @@ class Explanation:
     Attributes:
         backend: the one it takes.
         reasons: for every other backend, why not.
-        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere.
+        plan: how the kernels of "cuda" and "triton" run, one line each for forward and backward; empty elsewhere. Those
+            of "cuda" say what decided them: the rule, and rows of tables with the files that show them.
     """
 
     backend: str

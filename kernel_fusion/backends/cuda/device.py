@@ -9,10 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan depends on: architecture (90 for sm_90), and the shared memory that one block may have, in bytes."""
+    """What a plan depends on.
+
+    Attributes:
+        arch: the architecture, 90 for sm_90.
+        shared_bytes: the shared memory that one block may have.
+        name: what the driver calls it, for the tables that were measured on it; "" for a device that is not here.
+    """
 
     arch: int
     shared_bytes: int
+    name: str = ""
 
     @property
     def has_clusters(self) -> bool:
@@ -34,7 +41,7 @@ class Device:
         """The device `cuda:index`."""
         properties = torch.cuda.get_device_properties(index)
         shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return Device(properties.major * 10 + properties.minor, shared_bytes)
+        return Device(properties.major * 10 + properties.minor, shared_bytes, properties.name)
 
 
 # The architectures that CI compiles for without a device. Source: CUDA C++ Programming Guide, technical specifications.

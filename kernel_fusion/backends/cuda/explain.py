@@ -6,11 +6,19 @@ Each family contributes a function of the call's arguments, by name; a verb that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernel_fusion.backends.cuda import planner
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.row_norm_plan import planned
+from kernel_fusion.backends.cuda.tuned import Facts
+from kernel_fusion.backends.cuda.user_table import path_of, users_table
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import dtype_name
 
 _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
@@ -22,12 +30,47 @@ def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    if arguments["pre_activation"] is not None or arguments["activation"] is not None:
-        return ()
-    input, out_dtype = arguments["input"], arguments["out_dtype"]
+    """Forward and backward, of contiguous tensors and with all gradients."""
+    input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         out_dtype = torch.float32
-    return planner.explain(verb, input, arguments["normalized_shape"], arguments["weight"], out_dtype=out_dtype)
+    names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual")}
+    specs = planner.family(
+        int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
+        dtype_name(input.dtype),
+        names["weight"],
+        rms=verb.endswith("rms_norm"),
+        y=dtype_name(out_dtype or input.dtype),
+        residual=names["residual"],
+        pre_activation=arguments["pre_activation"] or IDENTITY,
+        activation=arguments["activation"] or IDENTITY,
+        dropout=bool(arguments.get("dropout_p")) and arguments["training"],
+        offset=arguments["weight_offset"] != 0,
+    )
+    device, lines = Device.of(input.device.index), []
+    for spec in specs[1:]:
+        spec = replace(spec, bias=names["bias"], grads=(True, names["weight"] is not None, names["bias"] is not None))
+        # Both terms of a mere sum of one dtype share their gradient.
+        spec = replace(spec, dresidual=spec.dresidual and (spec.changes_x or spec.residual != spec.x))
+        users = users_table(device, spec.direction)
+        plan, facts = planned(spec, planner.contiguous_access(spec), device, users)
+        lines.append(f"{spec.direction}: {plan}; by {_origin(facts)}")
+    return tuple(lines)
 
 
-_EXPLAINERS: dict[str, _Explainer] = {"layer_norm": _row_norm, "rms_norm": _row_norm}
+def _origin(facts: Facts) -> str:
+    """The rule, and the values of tables with what shows them: a results file, or the user's table."""
+    by_table: dict[str, list[str]] = {}
+    for knob, row in facts.came_from.items():
+        own = f"{path_of(facts.device.name)}: " if row in facts.users.get(knob, ()) else ""
+        by_table.setdefault(own + row[2], []).append(f"{knob} = {row[0]}")
+    return "; ".join(["the rule", *(f"{', '.join(values)} ({shown})" for shown, values in by_table.items())])
+
+
+def _dtype(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else dtype_name(tensor.dtype)
+
+
+_EXPLAINERS: dict[str, _Explainer] = dict.fromkeys(
+    ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), _row_norm
+)

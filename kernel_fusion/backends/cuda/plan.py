@@ -96,6 +96,16 @@ class Plan:
         """Whether dweight and dbias take a pass of their own."""
         return self.sums == "apart"
 
+    def order(self, spec: RowNormSpec) -> tuple[object, ...]:
+        """What decides in which order sums are made: of a row, and in backward over the rows.
+
+        The latter also depends on how many blocks run at once, which only the device tells.
+        """
+        row = self.vec, self.lanes, self.warps, self.center, self.resident
+        if spec.direction != "backward" or not any(spec.grads[1:]):
+            return row
+        return *row, self.kernel, self.per_block, self.cluster, self.sums
+
     def __str__(self) -> str:
         if self.slots:
             rows = f"{self.per_block} rows at a time" if self.per_block > 1 else "a row at a time"

@@ -78,8 +78,8 @@ def _streamed(facts: Facts) -> Plan | None:
     for spread, groups, least in _arrangements(facts, _groups(facts)):
         plan = _by_groups(facts.of(spread), groups)
         if plan is not None and plan.slots >= least:
-            facts = facts.of(spread).also(slots=plan.slots)
-            return replace(plan, variant=facts.tuned("streamed_variant", ""))
+            own_loop = plan.slots > 2 and plan.cluster == 1  # what the loop for few rows is made for
+            return replace(plan, variant=facts.of(spread).tuned("streamed_variant", "") if own_loop else "")
     return None
 
 

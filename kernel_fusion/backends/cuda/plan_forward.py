@@ -139,7 +139,8 @@ def _direct(facts: Facts) -> Plan:
         return replace(plan, kernel="row_norm_fwd_long", batches=_batches(tree))
     facts = facts.also(bound=bound, registers=2**16 // (plan.min_blocks * plan.threads))
     together = max(1, min(8, facts.tuned("parameters", 16) // tree.vec))
-    return replace(plan, variant="ahead" if ahead else facts.tuned("variant", ""), batches=(together,))
+    later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than some step of the exchange between warps
+    return replace(plan, variant="ahead" if ahead else later, batches=(together,))
 
 
 def _batches(tree: Tree) -> tuple[int, int]:

@@ -13,18 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.backends.cuda import pointwise, reduce, softmax, sum_partials
-from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.row_norm_plan import plan_row_norm
 from kernel_fusion.backends.cuda.row_norm_source import row_norm_source
 from kernel_fusion.backends.cuda.source import Source
-from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import kinds, numbers, read
 from kernel_fusion.core.spec import (
     ITEMSIZE,
@@ -39,7 +35,6 @@ from kernel_fusion.core.spec import (
     SoftmaxBwdSpec,
     SoftmaxSpec,
     SumPartialsSpec,
-    dtype_name,
 )
 
 Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
@@ -71,13 +66,13 @@ _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 _kept: list[bytes] = []
 # Of the whole process, because backward plans on autograd's threads.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
-_library: ctypes.CDLL | None = None
+# How each launcher that there is forgets the kernels that it keeps.
+forgets: list[Callable[[], object]] = []
 
 
 def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
     """Give the extension this planner; from then on its CUDA kernels are enabled on `devices`."""
-    global _library
-    _library = library
+    forgets.append(library.kf_forget_kernels)
     library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
@@ -139,17 +134,18 @@ def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]
     """Within this context, in every thread, row-norm kernels run by `change(spec, plan)`. For tests and tuning."""
     global _override
     _override = change
-    _forget_kernels()
+    forget_kernels()
     try:
         yield
     finally:
         _override = None
-        _forget_kernels()
+        forget_kernels()
 
 
-def _forget_kernels() -> None:
-    if _library is not None:
-        _library.kf_forget_kernels()
+def forget_kernels() -> None:
+    """Have every kernel planned anew at its next use."""
+    for forget in forgets:
+        forget()
 
 
 def family(
@@ -180,21 +176,17 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartial
     return specs
 
 
-def compile_ahead(
-    hidden_sizes: Iterable[int], dtypes: Iterable[str], arch: int, shared_bytes: int | None = None
-) -> int:
+def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: Device) -> int:
     """Compile the kernels of both norms for contiguous rows into the disk cache; no GPU needed.
 
     Args:
         hidden_sizes: row lengths N.
         dtypes: of the input, by the names "f16", "bf16", "f32", "f64"; weights in the same type and in f32.
-        arch: 90 for sm_90.
-        shared_bytes: the most shared memory per block, in bytes; None takes the known value of the architecture.
+        device: what they are planned for.
 
     Returns:
         How many kernels there are.
     """
-    device = KNOWN_DEVICES[arch] if shared_bytes is None else Device(arch, shared_bytes)
     wanted: set[tuple[RowNormSpec | SumPartialsSpec, Access]] = set()
     for cols, dtype, rms in itertools.product(hidden_sizes, dtypes, (False, True)):
         for weight in sorted({dtype, "f64" if dtype == "f64" else "f32"}):
@@ -221,24 +213,3 @@ def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
 def _row_alignment(cols: int, dtype: str) -> int:
     row_bytes = cols * ITEMSIZE[dtype]
     return min(16, row_bytes & -row_bytes)
-
-
-def explain(verb: str, input: Tensor, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-    """One line per direction: the plan of `verb`, a norm, called with these arguments."""
-    names = ("residual",) if verb.startswith("add_") else ()
-    given = dict(zip((*names, "normalized_shape", "weight"), args, strict=False)) | kwargs
-    residual, shape, weight = given.get("residual"), given["normalized_shape"], given.get("weight")
-    cols = int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel())
-    specs = family(
-        cols,
-        dtype_name(input.dtype),
-        None if weight is None else dtype_name(weight.dtype),
-        rms=verb.endswith("rms_norm"),
-        y=dtype_name(given.get("out_dtype") or input.dtype),
-        residual=None if residual is None else dtype_name(residual.dtype),
-        pre_activation=given.get("pre_activation") or IDENTITY,
-        activation=given.get("activation") or IDENTITY,
-        dropout=bool(given.get("dropout_p")) and given.get("training", True),
-    )
-    device = Device.of(input.device.index)
-    return tuple(f"{spec.direction}: {plan_for(spec, contiguous_access(spec), device)}" for spec in specs[1:])

@@ -43,18 +43,17 @@ def args_structs() -> dict[str, Any]:
     return known
 
 
-class _Kernel:
-    """A kernel loaded on one device."""
+class Kernel:
+    """A kernel loaded on one device: its plan, the function, and how many blocks of it run at once."""
 
-    def __init__(self, spec: planner.Spec, access: Access, index: int) -> None:  # pragma: gpu
+    def __init__(self, plan: Any, name: str, code: bytes, index: int) -> None:  # pragma: gpu
         from cuda.bindings import driver
 
-        self.plan, name, code = planner.compiled(spec, access, Device.of(index))
+        self.plan = plan
         torch.cuda.current_stream(index).synchronize()  # makes the device's context current on this thread
         library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()))
         self.function = _checked(driver.cuKernelGetFunction(kernel))
-        plan = self.plan
         if plan.shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, attribute, plan.shared_bytes))
@@ -70,6 +69,14 @@ class _Kernel:
         blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, plan.threads, plan.shared_bytes)
         multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self.max_blocks = max(1, _checked(blocks) * multiprocessors)
+
+    @property
+    def local_bytes(self) -> int:  # pragma: gpu
+        """Memory of a thread for what its registers cannot hold."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        return int(_checked(driver.cuFuncGetAttribute(attribute, self.function)))
 
     def grid(self, rows: int) -> int:  # pragma: gpu
         """Blocks for so many rows."""
@@ -96,6 +103,7 @@ class _Kernel:
         return config
 
     def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:  # pragma: gpu
+        """Launch it on the current stream of a device."""
         from cuda.bindings import driver
 
         global launches
@@ -107,8 +115,11 @@ class _Kernel:
 
 
 @cache
-def _kernel(spec: planner.Spec, access: Access, index: int) -> _Kernel:  # pragma: gpu
-    return _Kernel(spec, access, index)
+def _kernel(spec: planner.Spec, access: Access, index: int) -> Kernel:
+    return Kernel(*planner.compiled(spec, access, Device.of(index)), index)
+
+
+planner.forgets.append(_kernel.cache_clear)
 
 
 def _checked(result: Any) -> Any:  # pragma: gpu

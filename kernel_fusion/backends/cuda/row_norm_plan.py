@@ -11,12 +11,26 @@ from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan
 from kernel_fusion.backends.cuda.plan_backward import plan_backward
 from kernel_fusion.backends.cuda.plan_forward import plan_forward
 from kernel_fusion.backends.cuda.tuned import Facts
+from kernel_fusion.backends.cuda.user_table import Table, users_table
 from kernel_fusion.core.spec import Access, RowNormSpec
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
     """The plan of a row-norm kernel."""
-    facts = Facts(spec, access, device)
+    return planned(spec, access, device, users_table(device, spec.direction))[0]
+
+
+def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
+    """The plan, and the facts that it follows from. Rows of the user's count where no bit depends on them."""
+    facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
-        return Plan("row_norm_bwd_weight", facts.vec, 32, warps=1, per_block=SMALL_ROW_THREADS * facts.vec)
-    return plan_backward(facts) if spec.direction == "backward" else plan_forward(facts)
+        per_block = SMALL_ROW_THREADS * facts.vec
+        return Plan("row_norm_bwd_weight", facts.vec, 32, warps=1, per_block=per_block), facts
+    rule = plan_backward if spec.direction == "backward" else plan_forward
+    plan = rule(facts)
+    if users:
+        its_facts = Facts(spec, access, device, users)
+        its_plan = rule(its_facts)
+        if its_plan.order(spec) == plan.order(spec):
+            return its_plan, its_facts
+    return plan, facts

@@ -1,4 +1,4 @@
-"""Tables of what measured better than the rule or is safer: of the architecture, if it has one, then tuned/any.json.
+"""Tables of what measured better than the rule or is safer: the user's, of the architecture, then tuned/any.json.
 
 A knob of the rule has rows: a value, conditions, and what shows it. The first row counts whose conditions hold: a fact
 is that value or one of these names, lies within two numbers (null: any), or, after "not", is none of them.
@@ -14,24 +14,30 @@ from typing import Any
 
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, vector_of
+from kernel_fusion.backends.cuda.user_table import Row, Table, section
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 TABLES = Path(__file__).parent / "tuned"
-Row = tuple[Any, dict[str, Any], str]
 
 
 class Facts:
-    """A spec, how its tensors lie, a device and, once it is known, how a row is spread; and what tables ask of them."""
+    """A spec, how its tensors lie, a device and, once it is known, how a row is spread; and what tables ask of them.
+
+    Attributes:
+        users: rows that come before those of the shipped tables.
+        came_from: the rows that counted until now, by knob.
+    """
 
     tree: Tree
 
-    def __init__(self, spec: RowNormSpec, access: Access, device: Device) -> None:
+    def __init__(self, spec: RowNormSpec, access: Access, device: Device, users: Table) -> None:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
+        self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", "residual")}
-        names = ("rms", "cols", "offset", "dropout", "changes_x", "pre_activation", "activation")
+        names = ("rms", "cols", "offset", "dropout", "changes_x", "pre_activation", "activation", "dh", "dresidual")
         self.known: dict[str, Any] = size | {name: getattr(spec, name) for name in names}
         self.known |= {
             "stages": spec.has_stages,
@@ -42,7 +48,11 @@ class Facts:
             "natural_vec": self.vec,
             "aligned": access.x >= 16,
             "clusters": device.has_clusters,
+            "dtype": spec.x,
+            "align": min(access.x, access.y, access.weight, access.dx, access.residual, access.pre_x),
+            "strided": access.strided_x or access.strided_y or access.strided_residual or access.strided_pre_x,
         }
+        self.known |= zip(("dx", "dweight", "dbias"), spec.grads, strict=True)
 
     def also(self, **facts: Any) -> Facts:
         """These facts and more."""
@@ -67,9 +77,11 @@ class Facts:
 
     def tuned(self, knob: str, rule: Any) -> Any:
         """The value of the first row for `knob` whose conditions hold, or else the rule's."""
-        for value, conditions, _ in table(self.device.arch, self.spec.direction).get(knob, ()):
-            if self.hold(conditions):
-                return value
+        shipped = table(self.device.arch, self.spec.direction)
+        for row in (*self.users.get(knob, ()), *shipped.get(knob, ())):
+            if self.hold(row[1]):
+                self.came_from[knob] = row
+                return row[0]
         return rule
 
     def hold(self, conditions: dict[str, Any]) -> bool:
@@ -89,12 +101,15 @@ class Facts:
 
 
 @cache
-def table(arch: int, direction: str) -> dict[str, list[Row]]:
-    """The rows of each knob, of an architecture and of any."""
-    rows: dict[str, list[Row]] = {}
-    own = TABLES / f"sm_{arch}.json"
-    for path in (*([own] if own.exists() else []), TABLES / "any.json"):
-        stored = json.loads(path.read_text())
-        for knob, listed in stored.get("backward" if direction == "backward" else "forward", {}).items():
+def table(arch: int, direction: str) -> Table:
+    """The shipped rows of each knob, of an architecture and of any."""
+    rows: Table = {}
+    for path in shipped_tables(arch):
+        for knob, listed in json.loads(path.read_text()).get(section(direction), {}).items():
             rows.setdefault(knob, []).extend(map(tuple, listed))
     return rows
+
+
+def shipped_tables(arch: int) -> list[Path]:
+    """The shipped tables that count for an architecture."""
+    return [path for path in (TABLES / f"sm_{arch}.json", TABLES / "any.json") if path.exists()]

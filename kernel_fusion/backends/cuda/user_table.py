@@ -1,0 +1,131 @@
+"""The user's table: what `kernel-fusion tune` measured on a GPU, a file of the cache folder for each device name.
+
+Its rows are like those of the shipped tables, but each is for one kernel and sets no more than `KNOBS`. A file that
+holds anything else, or that another user could have written, is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.config import cache_dir, uses_tuned_tables
+from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
+
+# The rows of each knob: a value, conditions, what shows it. The first row counts whose conditions hold.
+Row = tuple[Any, dict[str, Any], str]
+Table = dict[str, list[Row]]
+
+# What rows may set, and to what: how a row is executed. What decides how it is spread and summed is not among it.
+KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "forward": {
+        "tile_threads": (512, 768, 1024),
+        "threads": (64, 128, 256),
+        "ahead": (False, True),
+        "bound": (False, True),
+        "variant": ("", "early", "anew"),
+        "parameters": (4, 8, 16, 32),
+        "helpers": (0, 1, 2),
+        "slots": (2, 3, 4),
+        "keeps_pace": (False, True),
+        "pace": ([6, 15], [7, 15], [8, 15], [9, 15]),
+        "shifted": (False, True),
+    },
+    "backward": {
+        "threads": (384, 512, 1024),
+        "next_row": (False, True),
+        "roomy": (False, True),
+        "slots": (2, 3, 4),
+        "keeps_pace": (False, True),
+        "pace": ([7, 7], [8, 7], [7, 15], [8, 15], [9, 15]),
+        "streamed_variant": ("", "few"),
+    },
+}
+# The conditions of a row, all of these facts: it holds for one kernel, whose tensors lie as they were measured.
+_BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "residual", "offset", "dropout", "pre_activation", "activation")
+CONDITIONS = {
+    "forward": (*_BOTH, "bias", "align", "strided"),
+    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # which reads no bias
+}
+
+
+def section(direction: str) -> str:
+    """The part of a table that is about kernels of a direction."""
+    return "backward" if direction == "backward" else "forward"
+
+
+def path_of(device: str) -> Path:
+    """Where the table of the device of that name is or would be."""
+    return cache_dir() / "tuned" / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
+
+
+def users_table(device: Device, direction: str) -> Table:
+    """The user's rows of each knob; a device that is not here has none."""
+    if not device.name or not uses_tuned_tables():
+        return {}
+    return _read_once(path_of(device.name), device.name).get(section(direction), {})
+
+
+@cache
+def _read_once(path: Path, device: str) -> dict[str, Table]:
+    try:
+        return read(path, device)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"kernel_fusion ignores the table of tuned plans {path}: {error}", stacklevel=2)
+        return {}
+
+
+def read(path: Path, device: str) -> dict[str, Table]:
+    """The table in a file, by section.
+
+    Raises:
+        OSError: it cannot be read or trusted.
+        ValueError: it is no table for this device.
+    """
+    file, content = open_private(path)
+    os.close(file)
+    try:
+        stored = json.loads(content)
+        if stored["device"] != device:
+            raise ValueError(f"it is for {stored['device']}, not for {device}")
+        return {
+            part: {knob: [_row(part, knob, row) for row in stored[part][knob]] for knob in stored[part]}
+            for part in KNOBS
+        }
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError("it is not a table that `kernel-fusion tune` wrote") from error
+
+
+def _row(part: str, knob: str, row: Any) -> Row:
+    value, conditions, shown = row
+    plain = all(isinstance(wanted, str | int) for wanted in conditions.values())
+    if value not in KNOBS[part][knob] or {*conditions} != {*CONDITIONS[part]} or not plain:
+        raise ValueError(f"`kernel-fusion tune` writes no such row for {part}, {knob}: {row}")
+    return value, conditions, str(shown)
+
+
+def write(path: Path, device: str, table: dict[str, Table]) -> None:
+    """Write a table, whole or not at all; this process reads anew what it plans by.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    parts = [f'  "device": {json.dumps(device)}']
+    for part in KNOBS:
+        knobs = [
+            f'    "{knob}": [\n' + ",\n".join(f"      {json.dumps(row)}" for row in listed) + "\n    ]"
+            for knob, listed in table.get(part, {}).items()
+            if listed
+        ]
+        parts.append(f'  "{part}": {{\n' + ",\n".join(knobs) + ("\n" if knobs else "") + "  }")
+    make_private_dir(path.parent)
+    replace_file(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
+    _read_once.cache_clear()
