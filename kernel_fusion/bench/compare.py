@@ -29,12 +29,16 @@ class Change:
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether the medians are further apart than noise, and each lies outside the other's inter-quartile range."""
-        before, after = self.before, self.after
-        share = _NOISE_SHARE["cuda" if self.measurement.device.startswith("cuda") else "cpu"]
-        if abs(after.median_ms - before.median_ms) <= max(share * before.median_ms, _NOISE_MS):
-            return False
-        return not (before.q1_ms <= after.median_ms <= before.q3_ms or after.q1_ms <= before.median_ms <= after.q3_ms)
+        """See the function."""
+        return beyond_noise(self.before, self.after, self.measurement.device)
+
+
+def beyond_noise(before: Timing, after: Timing, device: str) -> bool:
+    """Whether the medians are further apart than noise, and each lies outside the other's inter-quartile range."""
+    share = _NOISE_SHARE["cuda" if device.startswith("cuda") else "cpu"]
+    if abs(after.median_ms - before.median_ms) <= max(share * before.median_ms, _NOISE_MS):
+        return False
+    return not (before.q1_ms <= after.median_ms <= before.q3_ms or after.q1_ms <= before.median_ms <= after.q3_ms)
 
 
 @dataclass(frozen=True)

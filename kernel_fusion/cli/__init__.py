@@ -13,6 +13,7 @@ from kernel_fusion.cli.compare import compare, plot, report
 from kernel_fusion.cli.info import info
 from kernel_fusion.cli.prepare import cache, warmup
 from kernel_fusion.cli.profile import profile
+from kernel_fusion.cli.tune import tune
 from kernel_fusion.cli.verify import verify
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, verify, bench, compare, plot, report, profile, warmup, cache):
+for command in (info, verify, bench, compare, plot, report, profile, tune, warmup, cache):
     app.command()(in_sentences(command))
 
 

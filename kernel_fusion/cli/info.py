@@ -8,9 +8,11 @@ import torch
 import typer
 from rich.table import Table
 
+from kernel_fusion.backends.cuda import tuned, user_table
+from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.bench import machine
 from kernel_fusion.cli.common import CACHES, cache_facts, console, size
-from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler
+from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler, uses_tuned_tables
 from kernel_fusion.native import build
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
@@ -30,6 +32,7 @@ def info(
             "compiler": " ".join(cxx_compiler() or ("none:", compilers_tried())),
             "state": _extension_state(),
         },
+        "Plans": _plans(),
         "Caches": {cache.kind: ", ".join(cache_facts(cache)) for cache in CACHES},
     }.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -50,6 +53,30 @@ def _devices() -> dict[str, str]:
     if torch.backends.mps.is_available():
         devices["mps"] = "Apple GPU, served by the eager backend"
     return devices
+
+
+def _plans() -> dict[str, str]:
+    """What the plans of the norms' CUDA kernels follow, of each device."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {f"cuda:{index}": _tables(name, Device.of(index).arch) for index, name in enumerate(names)} or {
+        "cuda": "no device here; `kernel-fusion tune` keeps what it measures on one in "
+        + str(user_table.path_of("").parent)
+    }
+
+
+def _tables(name: str, arch: int) -> str:
+    shipped = " and ".join(path.name for path in tuned.shipped_tables(arch))
+    path = user_table.path_of(name)
+    if not uses_tuned_tables():
+        return f"the rule, {shipped}; KERNEL_FUSION_TUNED has {path} ignored"
+    try:
+        own = user_table.read(path, name)
+    except FileNotFoundError:
+        return f"the rule, {shipped}; `kernel-fusion tune` would write {path}"
+    except (OSError, ValueError) as error:
+        return f"the rule, {shipped}; {path} is ignored: {error}"
+    count = sum(len(listed) for knobs in own.values() for listed in knobs.values())
+    return f"the rule, {shipped}; before these, {count} rows of {path}"
 
 
 def _backend_state(name: str) -> str:

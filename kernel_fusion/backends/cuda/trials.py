@@ -1,0 +1,69 @@
+"""Trials: the ways to run a kernel that `kernel-fusion tune` measures, as rows of a user's table that it might write.
+
+A trial is planned as a row is: what does not fit is no plan, and another order of summation leaves the plan as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kernel_fusion.backends.cuda.device import Device
+from kernel_fusion.backends.cuda.plan import Plan
+from kernel_fusion.backends.cuda.row_norm_plan import planned
+from kernel_fusion.backends.cuda.tuned import Facts
+from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, section
+from kernel_fusion.core.spec import Access, RowNormSpec
+
+Choice = dict[str, Any]  # the value of each knob that is not left to the rule and the shipped tables
+
+
+class Kernel(NamedTuple):
+    """What is planned."""
+
+    spec: RowNormSpec
+    access: Access
+    device: Device
+
+
+def plans(kernels: Sequence[Kernel], choice: Choice) -> tuple[Plan, ...]:
+    """The plan of each kernel by a choice."""
+    rows: Table = {knob: [(value, {}, "")] for knob, value in choice.items()}
+    return tuple(planned(*kernel, rows)[0] for kernel in kernels)
+
+
+def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
+    """Choices with one knob changed, each with plans of its own: neither those of `choice` nor those without any."""
+    seen = {plans(kernels, {}), plans(kernels, choice)}
+    for knob, values in KNOBS[section(kernels[0].spec.direction)].items():
+        for value in values:
+            other = choice | {knob: value}
+            if (its := plans(kernels, other)) not in seen:
+                seen.add(its)
+                yield other
+
+
+def needed(kernels: Sequence[Kernel], choice: Choice) -> Choice:
+    """A choice without the knobs that change nothing."""
+    for knob in choice:
+        fewer = {name: value for name, value in choice.items() if name != knob}
+        if plans(kernels, fewer) == plans(kernels, choice):
+            return needed(kernels, fewer)
+    return choice
+
+
+def conditions(kernel: Kernel) -> dict[str, Any]:
+    """Those of a row that is for this kernel."""
+    known = Facts(*kernel, {}).known
+    return {name: known[name] for name in CONDITIONS[section(kernel.spec.direction)]}
+
+
+def with_rows(table: dict[str, Table], kernel: Kernel, choice: Choice, shown: str) -> dict[str, Table]:
+    """A table in which the rows for this kernel are those of `choice`."""
+    own, when = section(kernel.spec.direction), conditions(kernel)
+    kept: dict[str, list[Row]] = {
+        knob: [row for row in listed if row[1] != when] for knob, listed in table.get(own, {}).items()
+    }
+    for knob, value in choice.items():
+        kept.setdefault(knob, []).append((value, when, shown))
+    return table | {own: kept}
