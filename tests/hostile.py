@@ -35,6 +35,7 @@ _DTYPES = [
 _INTS = [-1, 0, 1, 2, 3, 4, 2**31, 2**62, -(2**63)]
 _FLOATS = [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1.0, 1.5, 1e300]
 _NAMES = ["", "relu", "identity", "sign", "gelu", "from_tanh", "first", "add", "mul", "gate", "mean_abs", "sum", "\0"]
+_NAMES += ["once", "hf"]
 _DIMS = [[], [0], [-1], [3], [-4], [0, 0], [0, -3], [2, 0], [2**40], [-(2**63)], list(range(70))]
 
 
@@ -124,8 +125,8 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     w, b = _randn(device, 6), _randn(device, 6)
     seed = torch.tensor([7], device=device)
     affine = {"num_dims": 1, "weight": w, "bias": b, "eps": 1e-5, "weight_offset": 0.5, "out_dtype": None}
-    none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None}
-    some = {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed}
+    none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None, "rounding": "once"}
+    some = {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf"}
     staged = [
         {"input": x, "residual": r, "rms": False, **affine, **some},
         {"input": x, "residual": None, "rms": True, **affine, **none},
@@ -176,7 +177,7 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
              "input_dtype": torch.float32, "bias_dtype": torch.float32, "weight_offset": 0.5, "rms": False,
              "pre_activation": call["pre_activation"], "activation": call["activation"], "dropout_p": 0.0,
              "seed": None, "stored": call["has_residual"],
-             "wants": [True, call["has_residual"], True, call["bias"] is not None]}
+             "wants": [True, call["has_residual"], True, call["bias"] is not None], "rounding": call["rounding"]}
             for call in calls["row_norm_bwd"]
         ],
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
@@ -228,8 +229,9 @@ def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
 
 
 def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
-    """By the formula, from the statistics that are given; without dropout."""
-    if call["seed"] is not None and call["dropout_p"] != 0.0:
+    """By the formula, from the statistics that are given; without dropout, and where nothing is rounded on the way."""
+    rounds = call["rounding"] == "hf" and call["input"].element_size() == 2
+    if rounds or (call["seed"] is not None and call["dropout_p"] != 0.0):
         raise NotImplementedError
     dims = tuple(range(-call["num_dims"], 0))
     leading = (..., *(None,) * len(dims))

@@ -80,6 +80,7 @@ STAGES: tuple[tuple[str, _Options, dict[torch.dtype, tuple[int, ...]]], ...] = (
     ),
     ("layer_norm", {"activation": "relu"}, {BF16: (1000, 32768), F32: (256, 4096)}),
     ("layer_norm", {"pre_activation": "relu"}, {BF16: (255, 4096)}),
+    ("add_layer_norm", {"activation": "silu", "rounding": "hf"}, {BF16: (255, 4096, 40000), F16: (1023,)}),
 )
 
 

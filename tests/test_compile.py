@@ -124,6 +124,13 @@ _FAMILIES: dict[str, tuple[str, Callable[[Target], tuple[Any, ...]]]] = {
             *(torch.float16, True, "silu", "gelu", 0.25, _seed(t)),
         ),
     ),
+    "staged-hf": (
+        "staged_row_norm",
+        lambda t: (
+            *(_randn(t, 3, 8, dtype=torch.bfloat16), _randn(t, 3, 8, dtype=torch.bfloat16), 1, _randn(t, 8), None),
+            *(1e-5, 0.0, None, True, "identity", "silu", 0.0, None, "hf"),
+        ),
+    ),
     "staged-plain": (
         "staged_row_norm",
         lambda t: (_randn(t, 3, 8), None, 1, None, None, 1e-5, 0.0, None, False, "relu", "identity", 0.0, None),

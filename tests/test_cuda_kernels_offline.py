@@ -93,7 +93,7 @@ def _with_helpers(spec: RowNormSpec, access: Access, arch: int) -> Iterator[Kern
 
 # Grid rationale. What stages take registers for: an activation after the norm, cheap or not, whose argument backward
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
-# dropout's random bits. Of the lengths those where a plan changes.
+# dropout's random bits; values that are rounded on the way. Of the lengths those where a plan changes.
 _STAGED_LENGTHS = (64, 255, 768, 1024, 1280, 4096, 4099, 5120, 10240, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
@@ -102,6 +102,8 @@ _STAGES: dict[str, dict[str, Any]] = {
     "add": {"residual": "bf16"},
     "add-f32": {"residual": "f32"},
     "add-dropout": {"residual": "bf16", "dropout": True, "rms": True},
+    "hf": {"hf": True},
+    "hf-add-silu": {"hf": True, "residual": "bf16", "activation": "silu"},
     "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},
 }
 
@@ -110,8 +112,10 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
     """Each direction with some stages; of the architectures one of each generation."""
     if arch not in (80, 90, 120):
         return
-    for cols, stages in product(_STAGED_LENGTHS, _STAGES.values()):
-        for spec in planner.family(cols, "bf16", "bf16", **{"rms": False, **stages}):
+    # Where values are rounded on the way, also beside float32 parameters, which take the most registers.
+    wanted = [*product(_STAGED_LENGTHS, ["bf16"], _STAGES.values()), *product(_STAGED_LENGTHS, ["f32"], [{"hf": True}])]
+    for cols, weight, stages in wanted:
+        for spec in planner.family(cols, "bf16", weight, **{"rms": False, **stages}):
             yield from _with_helpers(spec, planner.contiguous_access(spec), arch)
 
 

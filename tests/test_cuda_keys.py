@@ -35,7 +35,7 @@ from kernel_fusion.core.spec import (
 # Of each kind of kernel one, no two fields with one meaning alike.
 KEYS: dict[str, tuple[Any, Any]] = {
     "inference": (
-        RowNormSpec("inference", False, 96, "bf16", "f16", "f32", None, True, (False, False, False)),
+        RowNormSpec("inference", False, 96, "bf16", "f16", "f32", None, True, (False, False, False), hf=True),
         Access(x=2, strided_x=True),
     ),
     "forward": (

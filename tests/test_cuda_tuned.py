@@ -51,6 +51,7 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"residual": "f32"},
     {"residual": "bf16", "dropout": True},
     {"dropout": True},
+    {"hf": True},
 )
 
 

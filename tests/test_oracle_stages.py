@@ -87,6 +87,27 @@ def test_row_lengths(dtype: torch.dtype, cols: int, target: Target) -> None:
         check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, pre_activation="relu", mean=mean), target)
 
 
+# Grid rationale. Where a norm rounds as Hugging Face's do depends on the dtypes of h and of the weight, and on whether
+# there are a weight and a bias; an activation after the norm sees what is rounded, forward and backward. 255 and 4099
+# end in a part of a vector, 40000 is summed by columns.
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("weight", [BF16, F16, F32, None])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("cols", [255, 1024, 4099, 40000])
+def test_rounding_of_hugging_face(
+    cols: int, activation: str | None, weight: torch.dtype | None, dtype: torch.dtype, target: Target
+) -> None:
+    """With `rounding="hf"` results are within the budget of what Hugging Face's norms do."""
+    shape = (1000 if cols < 1024 else 65 if cols < 4099 else 5, cols)
+    options: dict[str, Any] = {"weight": weight, "activation": activation, "rounding": "hf"}
+    check(StagedNormCase("rms_norm", shape, dtype, **options), target)
+    check(
+        StagedNormCase("layer_norm", shape, dtype, bias=weight, out_dtype=F32, pre_activation="relu", **options), target
+    )
+    check(StagedNormCase("add_rms_norm", shape, F32, residual=dtype, dropout_p=0.25, **options), target)
+    check(StagedNormCase("add_layer_norm", shape, dtype, bias=F32, residual=dtype, **options), target)
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_rows_of_one_element(activation: str, target: Target) -> None:
     """A row of one element is its own mean."""

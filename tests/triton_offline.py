@@ -89,6 +89,7 @@ def verbs(rows: int, cols: int, dtype: torch.dtype) -> None:
     results = [
         serve("staged_row_norm", x, None, *affine, False, *plain)[0],
         *serve("staged_row_norm", x, r, *affine, True, *stages),
+        *serve("staged_row_norm", x, r, *affine, False, *stages, "hf"),
         serve("pointwise", x, r, "gate", "gelu", 1.0, 0.0, None),
         serve("pointwise", x, w, "add", "gelu", 1.0, 0.1, seed),
         serve("pointwise", x[:, : cols // 2], x[:, cols // 2 : cols // 2 * 2], "gate", "silu", 1.0, 0.0, None),

@@ -16,12 +16,14 @@ from torch.nn import Parameter
 
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import CODES
+from kernel_fusion.core.spec import ROUNDINGS
 
 _NAMES: dict[str, Collection[str]] = {
     "activation": CODES,
     "pre_activation": CODES,
     "combine": ("first", "add", "mul", "gate"),
     "kind": ("sum_squared", "mean_abs"),
+    "rounding": ROUNDINGS,
 }
 
 

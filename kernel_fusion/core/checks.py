@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
+from kernel_fusion.core.spec import ROUNDINGS
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -134,6 +135,12 @@ def activation(verb: str, argument: str, name: str | None) -> str:
         choices = ", ".join(repr(choice) for choice in ACTIVATIONS)
         raise ValueError(f"`{verb}`: `{argument}` must be one of {choices}, got {name!r}")
     return name
+
+
+def rounding(verb: str, rounding: str) -> None:
+    """Raise unless `rounding` is "once" or "hf"."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:

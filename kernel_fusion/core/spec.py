@@ -52,6 +52,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
+# Where a norm rounds: "once", at its store; or as Hugging Face's norms, the normalised value to its own dtype, and its
+# product with the weight to the promoted dtype of the two.
+ROUNDINGS = ("once", "hf")
+
+
+def rounding_for(rounding: str, dtype: torch.dtype) -> str:
+    """The rounding that differs from "once" for norms of tensors of this dtype: in the compute type none does."""
+    return rounding if dtype in (torch.float16, torch.bfloat16) else "once"
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that every backend accumulates in: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -75,6 +85,7 @@ class RowNormSpec:
         dropout: whether there is dropout between pre_activation and residual.
         dh: whether backward is given a gradient of h beside that of y.
         dresidual: whether backward computes the gradient of the residual.
+        hf: whether the normalised value and its product with the weight are rounded (`rounding="hf"`).
     """
 
     direction: Direction
@@ -92,6 +103,7 @@ class RowNormSpec:
     dropout: bool = False
     dh: bool = False
     dresidual: bool = False
+    hf: bool = False
 
     @property
     def acc(self) -> str:
@@ -127,7 +139,7 @@ class RowNormSpec:
         stages = [f"residual={self.residual}"] if self.residual else []
         stages += [f"pre_activation={self.pre_activation}"] if self.pre_activation != IDENTITY else []
         stages += [f"activation={self.activation}"] if self.activation != IDENTITY else []
-        stages += [name for name in ("dropout", "dh", "dresidual") if getattr(self, name)]
+        stages += [name for name in ("dropout", "dh", "dresidual", "hf") if getattr(self, name)]
         return ", ".join([text, *stages]) + "]"
 
 

@@ -13,6 +13,7 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import interop
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
@@ -24,8 +25,8 @@ _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
 # normalized_shape, weight, bias, eps, weight_offset, out_dtype.
 _Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
-# pre_activation, activation, dropout_p.
-_Stages = tuple[str | None, str | None, float]
+# pre_activation, activation, dropout_p, rounding.
+_Stages = tuple[str | None, str | None, float, str]
 
 
 def layer_norm(
@@ -39,6 +40,7 @@ def layer_norm(
     activation: str | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
     backend: str | None = None,
 ) -> Tensor:
     r"""Layer normalisation over the last dimensions, in one read and one write.
@@ -58,6 +60,9 @@ def layer_norm(
         activation: applied to the result, likewise.
         weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
         out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        rounding: "once", where y is stored, or "hf", as Hugging Face's norms: the normalised value is rounded to the
+            input's dtype, and that times weight plus bias, with a weight, to the promoted dtype of the two. Gradients
+            pass straight through both.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
 
     Returns:
@@ -67,7 +72,7 @@ def layer_norm(
     Raises:
         TypeError: an argument of another type than PyTorch's call takes.
         RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
-        ValueError: `weight_offset` without `weight`, an unknown activation, or an unknown `backend`.
+        ValueError: `weight_offset` without `weight`, an unknown activation, `rounding` or `backend`.
         BackendUnavailableError: `backend` was given and cannot serve this call.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; `torch.nn.functional.layer_norm`.
@@ -79,9 +84,9 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None:
+    if pre_activation is not None or activation is not None or rounding != "once":
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("layer_norm", input, None, norm, (pre_activation, activation, 0.0), backend).output
+        return _staged("layer_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -108,6 +113,7 @@ def rms_norm(
     activation: str | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
     backend: str | None = None,
 ) -> Tensor:
     r"""Root-mean-square normalisation over the last dimensions, in one read and one write.
@@ -124,6 +130,7 @@ def rms_norm(
         pre_activation, activation: as for :func:`layer_norm`.
         weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
         out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        rounding: as for :func:`layer_norm`; "hf" is what Llama, Mistral, Qwen and T5 of Hugging Face do.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:
@@ -141,9 +148,9 @@ def rms_norm(
         >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None:
+    if pre_activation is not None or activation is not None or rounding != "once":
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("rms_norm", input, None, norm, (pre_activation, activation, 0.0), backend).output
+        return _staged("rms_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -222,6 +229,7 @@ def add_layer_norm(
     activation: str | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
     backend: str | None = None,
 ) -> NormOutput:
     r"""Dropout, residual addition and layer normalisation, in one pass.
@@ -240,6 +248,7 @@ def add_layer_norm(
             multiple of 2^-32.
         training: without it no dropout is applied.
         pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`layer_norm`.
+        rounding: likewise; the dtype that the normalised value is rounded to is that of h, the residual's.
 
     Returns:
         :class:`NormOutput`: y and h.
@@ -260,7 +269,7 @@ def add_layer_norm(
     """
     checks.dropout_p("add_layer_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0
+    stages = pre_activation, activation, dropout_p if training else 0.0, rounding
     return _staged("add_layer_norm", input, residual, norm, stages, backend)
 
 
@@ -278,6 +287,7 @@ def add_rms_norm(
     activation: str | None = None,
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
     backend: str | None = None,
 ) -> NormOutput:
     r"""Dropout, residual addition and root-mean-square normalisation, in one pass.
@@ -297,7 +307,7 @@ def add_rms_norm(
     """
     checks.dropout_p("add_rms_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-    stages = pre_activation, activation, dropout_p if training else 0.0
+    stages = pre_activation, activation, dropout_p if training else 0.0, rounding
     return _staged("add_rms_norm", input, residual, norm, stages, backend)
 
 
@@ -306,7 +316,8 @@ def _staged(
 ) -> NormOutput:
     """A norm with stages around it."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    pre_activation, activation, dropout_p = stages
+    pre_activation, activation, dropout_p, rounding = stages
+    checks.rounding(verb, rounding)
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
@@ -327,7 +338,10 @@ def _staged(
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
         affine = len(shape), weight, bias, eps, weight_offset, out_dtype, rms
-        return NormOutput(*serve(input, residual, *affine, pre, post, dropout_p, seed))
+        args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
+        if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
+            args = *args, rounding  # the default costs less where it is left out
+        return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
         _explain(verb, error, input, residual, norm)
         raise

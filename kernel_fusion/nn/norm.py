@@ -26,9 +26,15 @@ class _Stages(nn.Module):
     weight_offset: float
     pre_activation: str | None
     activation: str | None
+    rounding: str = "once"  # also of a module that was saved without it
 
     def _set_stages(
-        self, elementwise_affine: bool, weight_offset: float, pre_activation: str | None, activation: str | None
+        self,
+        elementwise_affine: bool,
+        weight_offset: float,
+        pre_activation: str | None,
+        activation: str | None,
+        rounding: str,
     ) -> None:
         """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
         kind = type(self).__name__
@@ -36,16 +42,19 @@ class _Stages(nn.Module):
             raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
         checks.activation(kind, "pre_activation", pre_activation)
         checks.activation(kind, "activation", activation)
+        checks.rounding(kind, rounding)
         self.weight_offset = weight_offset
         self.pre_activation = pre_activation
         self.activation = activation
+        self.rounding = rounding
 
     def _stages(self) -> dict[str, Any]:
-        """The extras by name."""
+        """The extras by name; a false one is not set."""
         return {
             "pre_activation": self.pre_activation,
             "activation": self.activation,
             "weight_offset": self.weight_offset,
+            "rounding": self.rounding if self.rounding != "once" else None,
         }
 
     def reset_parameters(self) -> None:
@@ -97,12 +106,13 @@ class FusedLayerNorm(_Stages, nn.LayerNorm):
             a new module is the plain normalisation.
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`, or None.
         activation: applied to the result, likewise.
+        rounding: "once" or "hf", as in :func:`kernel_fusion.layer_norm`.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.layer_norm` for dtypes and accumulation.
 
     Raises:
         TypeError: `normalized_shape` and `hidden_size` are both given, or neither.
-        ValueError: an unknown activation, or `weight_offset` without a weight.
+        ValueError: an unknown activation or `rounding`, or `weight_offset` without a weight.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -124,8 +134,9 @@ class FusedLayerNorm(_Stages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
         shape = _shape("FusedLayerNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         if any(self._stages().values()):
@@ -142,6 +153,7 @@ class FusedLayerNorm(_Stages, nn.LayerNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            rounding=self.rounding,
         )
 
 
@@ -156,7 +168,7 @@ class FusedRMSNorm(_Stages, nn.RMSNorm):
         normalized_shape: the sizes of the last dimensions to normalise over, or one int. `hidden_size=` is another
             name for it.
         eps, elementwise_affine, device, dtype: as in `torch.nn.RMSNorm`.
-        weight_offset, pre_activation, activation: as in :class:`FusedLayerNorm`.
+        weight_offset, pre_activation, activation, rounding: as in :class:`FusedLayerNorm`.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.rms_norm` for dtypes and accumulation.
 
@@ -181,8 +193,9 @@ class FusedRMSNorm(_Stages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
         shape = _shape("FusedRMSNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         if any(self._stages().values()):
@@ -198,6 +211,7 @@ class FusedRMSNorm(_Stages, nn.RMSNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            rounding=self.rounding,
         )
 
 
@@ -213,7 +227,7 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         normalized_shape, eps, elementwise_affine, bias, device, dtype, hidden_size: as in :class:`FusedLayerNorm`, and
             the state dict is that of `torch.nn.LayerNorm`.
         dropout: probability of an element of u to be zeroed, in training mode; in evaluation mode there is no dropout.
-        weight_offset, pre_activation, activation: as in :class:`FusedLayerNorm`.
+        weight_offset, pre_activation, activation, rounding: as in :class:`FusedLayerNorm`.
 
     Shape: input, residual and both results (\*, \*normalized_shape). The result is a
     :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
@@ -248,9 +262,10 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
         shape = _shape("FusedAddLayerNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         _keep_out_of_fast_paths(self)
@@ -269,6 +284,7 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            rounding=self.rounding,
         )
 
 
@@ -306,9 +322,10 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
         shape = _shape("FusedAddRMSNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
         _keep_out_of_fast_paths(self)
@@ -326,6 +343,7 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            rounding=self.rounding,
         )
 
 

@@ -84,11 +84,13 @@ def staged_norms(quick: bool) -> Iterator[Case]:
         {"pre_activation": "relu"},
         {"activation": "relu"},
         {"pre_activation": "gelu", "activation": "silu", "weight_offset": 1.0},
+        {"rounding": "hf"},
     )
     added: tuple[dict[str, Any], ...] = (
         {},
         {"dropout_p": 0.25},
         {"pre_activation": "silu", "activation": "gelu_tanh", "dropout_p": 0.1},
+        {"activation": "silu", "rounding": "hf"},
     )
     places: tuple[dict[str, Any], ...] = (
         {"shape": (16, 255)},

@@ -152,12 +152,14 @@ class StagedNormCase(RowNormCase):
         verb: also "add_layer_norm" or "add_rms_norm", which return h, the sum that is normalised, beside y.
         pre_activation, activation, dropout_p: as in the verb.
         residual: its dtype in the `add_*` verbs, None in the others.
+        rounding: as in the verb.
     """
 
     pre_activation: str | None = None
     activation: str | None = None
     residual: torch.dtype | None = None
     dropout_p: float = 0.0
+    rounding: str = "once"
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
         """x, weight, bias and dy; residual, dh and the seed of the dropout where the case has them."""
@@ -173,7 +175,7 @@ class StagedNormCase(RowNormCase):
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
         """y, and h where there is a residual."""
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
-        options |= {"pre_activation": self.pre_activation, "activation": self.activation}
+        options |= {"pre_activation": self.pre_activation, "activation": self.activation, "rounding": self.rounding}
         if self.residual is None:
             return {"y": self._verb(inputs, **options)}
         with seeded(inputs.x.device):
@@ -181,7 +183,7 @@ class StagedNormCase(RowNormCase):
         return {"y": y, "h": h}
 
     def definition(self, inputs: Inputs) -> Results:
-        """y and h in float64; h is not rounded, so that every rounding of a kernel counts as its error."""
+        """y and h in float64; nothing on the way is rounded, so that every rounding of a kernel counts as its error."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
         y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
@@ -194,6 +196,7 @@ class StagedNormCase(RowNormCase):
             return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
 
         stages = {"pre_activation": self.pre_activation, "activation": self.activation, "dropout": dropout}
+        stages |= {"rounding": self.rounding}
         y, h = self._pytorch_norm(inputs, **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 

@@ -32,8 +32,16 @@ def norm(
     *,
     rms: bool,
     weight_offset: float = 0.0,
+    rounding: str = "once",
 ) -> Tensor:
-    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 where dtypes are mixed, which PyTorch refuses."""
+    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 where dtypes are mixed, which PyTorch refuses.
+
+    With rounding "hf" the normalised value, in the dtype of x, times the weight, which promotes.
+    """
+    if rounding == "hf":
+        y = norm(x, shape, None, None, eps, rms=rms)
+        y = y if weight is None else y * (weight + weight_offset if weight_offset else weight)
+        return y if bias is None else y + bias
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     compute = x.dtype if len(dtypes) == 1 else torch.float32
     weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
@@ -58,13 +66,15 @@ def staged_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
     dropout: Dropout = keep_all,
 ) -> tuple[Tensor, Tensor]:
     """y and h: activation, dropout, addition, norm and activation."""
     h = dropout(formula(pre_activation or IDENTITY)(x))
     if residual is not None:
         h = (residual + h).to(residual.dtype)
-    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset).to(out_dtype or x.dtype)
+    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding)
+    y = y.to(out_dtype or x.dtype)
     return formula(activation or IDENTITY)(y), h
 
 

@@ -18,7 +18,7 @@ from kernel_fusion.backends.cuda.row_norm_plan import planned
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import path_of, users_table
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.core.spec import dtype_name, rounding_for, torch_dtype
 
 _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
@@ -46,6 +46,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         activation=arguments["activation"] or IDENTITY,
         dropout=bool(arguments.get("dropout_p")) and arguments["training"],
         offset=arguments["weight_offset"] != 0,
+        hf=rounding_for(arguments["rounding"], torch_dtype(names["residual"] or dtype_name(input.dtype))) == "hf",
     )
     device, lines = Device.of(input.device.index), []
     for spec in specs[1:]:

@@ -13,7 +13,7 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
-        **constants(spec, "rms", "cols", "offset", "pre_activation", "activation", "dropout"),
+        **constants(spec, "rms", "cols", "offset", "pre_activation", "activation", "dropout", "hf"),
         **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,

@@ -37,7 +37,8 @@ class Facts:
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", "residual")}
-        names = ("rms", "cols", "offset", "dropout", "changes_x", "pre_activation", "activation", "dh", "dresidual")
+        flags = ("rms", "offset", "dropout", "changes_x", "dh", "dresidual", "hf")
+        names = ("cols", "pre_activation", "activation", *flags)
         self.known: dict[str, Any] = size | {name: getattr(spec, name) for name in names}
         self.known |= {
             "stages": spec.has_stages,

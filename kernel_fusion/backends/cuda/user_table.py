@@ -48,7 +48,8 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 # The conditions of a row, all of these facts: it holds for one kernel, whose tensors lie as they were measured.
-_BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "residual", "offset", "dropout", "pre_activation", "activation")
+_STAGES = ("residual", "offset", "dropout", "hf", "pre_activation", "activation")
+_BOTH = ("rms", "cols", "dtype", "x", "y", "weight", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
     "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # which reads no bias

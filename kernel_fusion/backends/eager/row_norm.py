@@ -35,17 +35,36 @@ def row_norm(
 
 
 def _normalize(
-    h: Tensor, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float, rms: bool
+    h: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rms: bool,
+    rounds_to: torch.dtype | None = None,
 ) -> Tensor:
+    """The norm in the compute type; of h of dtype `rounds_to`, if given, as Hugging Face's norms round it."""
     dims = tuple(range(-num_dims, 0))
     if not rms:
         h = h - h.mean(dims, keepdim=True)
     y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + eps)
+    if rounds_to is not None:
+        y = _rounded(y, rounds_to)
     if weight is not None:
         y = y * (weight.to(h.dtype) + weight_offset)
     if bias is not None:
         y = y + bias.to(h.dtype)
+    if rounds_to is not None and weight is not None:
+        y = _rounded(y, torch.promote_types(rounds_to, weight.dtype))
     return y
+
+
+def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """v rounded to `dtype`, in its own; gradients pass straight through, unrounded."""
+    exact = v.detach()
+    # What is subtracted is 0, also where an infinity less itself is none.
+    return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 
 def staged_row_norm(
@@ -62,11 +81,14 @@ def staged_row_norm(
     activation: str,
     dropout_p: float,
     seed: Tensor | None,
+    rounding: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """The norm with its stages, and h, what it normalises: in the residual's dtype, or without elements.
 
     u = dropout(pre_activation(input)), h = residual + u, output = activation(norm(h) * weight + bias); `seed` is None
     without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
+    With rounding "hf" norm(h) is rounded to the dtype of h, or without a residual of the input; and where there is a
+    weight, the argument of the activation to the promoted dtype of that and the weight's.
     """
     shape = input.shape[input.dim() - num_dims :]
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
@@ -75,8 +97,8 @@ def staged_row_norm(
         h = formula(pre_activation)(input)
         h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)
         h = h if residual is None else h + residual
-        y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms)
-        return formula(activation)(y), y.new_empty(0) if residual is None else h
+        y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms, rounding)
+        return formula(activation)(y), torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
     verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     checks.residual(verb, input, residual)
@@ -88,7 +110,8 @@ def staged_row_norm(
     if residual is not None:
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
-    y = _normalize(h, num_dims, weight, bias, eps, weight_offset, rms)
+    rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
+    y = _normalize(h, num_dims, weight, bias, eps, weight_offset, rms, rounds_to)
     return formula(activation)(y).to(out_dtype or input.dtype), summed
 
 
@@ -101,6 +124,7 @@ def pytorch_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
+    rounding: str = "once",
 ) -> Tensor:
     """PyTorch's own call, for what is PyTorch's affair.
 
@@ -110,7 +134,11 @@ def pytorch_row_norm(
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
         weight = weight + weight_offset
-    if not rms:
+    if rounding == "hf" and checks.parameters_fit(shape, weight, bias):
+        y = pytorch_row_norm(input, shape, None, None, eps, 0.0, None, rms)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+    elif not rms:
         y = torch.nn.functional.layer_norm(input, shape, weight, bias, 1e-5 if eps is None else eps)
     else:
         y = torch.nn.functional.rms_norm(input, shape, weight, eps)

@@ -24,12 +24,15 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
-def _stages(pre_activation: str, activation: str, dropout_p: float, seed: Tensor | None) -> dict[str, Any]:
+def _stages(
+    pre_activation: str, activation: str, dropout_p: float, seed: Tensor | None, rounding: str
+) -> dict[str, Any]:
     """The constants of the stages."""
     active = seed is not None
     return {
         "PRE": pre_activation,
         "ACTIVATION": activation,
+        "HF": rounding == "hf",
         "THRESHOLD": dropout.threshold(dropout_p) if active else 0,
         "KEPT_SCALE": dropout.scale(dropout_p) if active else 1.0,
     }
@@ -80,6 +83,7 @@ def forward(
     dropout_p: float,
     seed: Tensor | None,
     wants_stats: bool,
+    rounding: str = "once",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
     stages = pre_activation, activation, dropout_p, seed
@@ -100,7 +104,7 @@ def forward(
     launch(
         fwd_kernel, (-(-rows.count // layout.rows),),
         x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
-        EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed),
+        EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding),
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
         STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
         PIECES=layout.pieces, LOOPED=layout.looped, SLICES=layout.slices, EARLY=layout.early, CHAINED=device.chained,
@@ -132,6 +136,7 @@ def backward(
     seed: Tensor | None,
     stored: bool,
     wants: Sequence[bool],
+    rounding: str = "once",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dresidual, dweight, dbias; those that are not wanted have no elements.
 
@@ -163,7 +168,7 @@ def backward(
     size, lengths, strides = _in_units(rows, cols)
     given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
     constants = {
-        "OFFSET": weight_offset, **_stages(pre_activation, activation, dropout_p, seed), "STORED": stored,
+        "OFFSET": weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), "STORED": stored,
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RMS": rms, "WIDE": is_wide,
         "FLAT": rows.simple, "UNIT": size,
     }  # fmt: skip
@@ -215,7 +220,7 @@ class StagedRowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, pre, act, p, seed = args
+        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, pre, act, p, seed, rounding = args
         y, h, stats = _forward(*args, wants_stats=True)
         if residual is None:
             ctx.mark_non_differentiable(h)
@@ -224,7 +229,7 @@ class StagedRowNorm(torch.autograd.Function):
         # With h at hand, backward needs the input for the slope of the pre-activation alone.
         kept = input if not stored or pre != IDENTITY else None
         ctx.save_for_backward(kept, h if stored else None, weight, bias, seed, stats)
-        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms, pre, act, p
+        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms, pre, act, p, rounding
         ctx.stored, ctx.input_dtype = stored, input.dtype
         return y, h
 
@@ -234,25 +239,25 @@ class StagedRowNorm(torch.autograd.Function):
         dy, dh = grads
         wants = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
         if dy is None and dh is None:
-            return (None,) * 13
+            return (None,) * 14
         if torch.is_grad_enabled():
             found = _differentiable_backward(ctx, dy, dh, wants)
         else:
             found = _kernel_backward(ctx, dy, dh, wants)
-        return found[0], found[1], None, found[2], found[3], *(None,) * 8
+        return found[0], found[1], None, found[2], found[3], *(None,) * 9
 
 
 def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    input, residual, num_dims, weight, bias, eps, offset, out_dtype, *stages = args
+    input, residual, num_dims, weight, bias, eps, offset, out_dtype, *stages, rounding = args
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.kernel_fusion.triton_row_norm_fwd(
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype or input.dtype, *stages, wants_stats
+        input, residual, num_dims, weight, bias, eps, offset, out_dtype or input.dtype, *stages, wants_stats, rounding
     )
     return result
 
 
 def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
     x, h, weight, bias, seed, stats = ctx.saved_tensors
-    num_dims, _, offset, out_dtype, rms, pre, act, p = ctx.call
+    num_dims, _, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
     normalised = h if ctx.stored else x
     if dy is None:
         dy = torch.zeros_like(normalised, dtype=out_dtype)
@@ -262,6 +267,7 @@ def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if act != IDENTITY else None,
         ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, pre, act, p, seed, ctx.stored, asked,
+        rounding,
     )  # fmt: skip
     dx, dresidual, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
     return [dresidual if same else dx, dresidual if wants[1] else None, dweight, dbias]
@@ -270,17 +276,17 @@ def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list
 def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
     """The definition's gradients: through h, where it was stored, and from there to the input."""
     x, h, weight, bias, seed, _ = ctx.saved_tensors
-    num_dims, eps, offset, out_dtype, rms, pre, act, p = ctx.call
+    num_dims, eps, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
     reference = torch.ops.kernel_fusion.staged_row_norm_reference
     affine = weight, bias, eps, offset, out_dtype, rms
     if not ctx.stored:
-        y, _ = reference(x, None, num_dims, *affine, pre, act, p, seed)
+        y, _ = reference(x, None, num_dims, *affine, pre, act, p, seed, rounding)
         dx, dweight, dbias = autograd.differentiable([y], [dy], [x, weight, bias], [wants[0], *wants[2:]])
         return [dx, None, dweight, dbias]
     total, dweight, dbias = None, None, None
     if dy is not None:
         # In the compute type, so that y of a narrow h is not rounded on the way.
-        y, _ = reference(h, None, num_dims, *affine, IDENTITY, act, 0.0, None)
+        y, _ = reference(h, None, num_dims, *affine, IDENTITY, act, 0.0, None, rounding)
         total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:]])
     if dh is not None:
         total = dh if total is None else total + dh
@@ -313,12 +319,17 @@ def staged_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-    *stages: Any,
+    pre_activation: str,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    rounding: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` on the Triton kernels."""
+    stages = pre_activation, activation, dropout_p, seed, rounding
     args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages)
     shape = input.shape[input.dim() - num_dims :]
-    if autograd.needs_definition([input, residual, weight, bias], [stages[-1]]) or not checks.parameters_fit(
+    if autograd.needs_definition([input, residual, weight, bias], [seed]) or not checks.parameters_fit(
         shape, weight, bias
     ):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]

@@ -3,6 +3,8 @@
 // types of the operators are those of `plain_call`, `staged_call`, `forward_call` and `backward_call`.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <string_view>
 #include <tuple>
@@ -14,13 +16,16 @@ namespace kf {
 
 // What a norm computes, tensors apart:
 //     h = residual + dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
-// h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded.
+// h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded. With `hf` norm(h)
+// is rounded to that dtype, or without a residual to x's, and, where there is a weight, the argument of the activation to the
+// promoted dtype of that and the weight's.
 struct Norm {
   int64_t num_dims;
   double weight_offset;
   bool rms;
   int32_t pre_activation = 0, activation = 0;  // positions in KF_ACTIVATIONS, 0: none
   Dropout dropout;
+  bool hf = false;
 };
 
 inline const OptionalTensor kAbsent;
@@ -67,6 +72,13 @@ template <class F> auto with_tensors(const BackwardCall& c, F&& f) {
 inline double resolve_eps(const Tensor&, double eps) { return eps; }
 double resolve_eps(const Tensor& input, std::optional<double> eps);
 
+// Whether the rounding of this name is that of Hugging Face's norms; raises where none is called so.
+inline bool is_hf(std::string_view rounding) {
+  TORCH_CHECK_VALUE(rounding == "hf" || rounding == "once", "kernel_fusion: no rounding is called '", rounding, "'");
+  return rounding == "hf";
+}
+inline std::string_view rounding_of(const Norm& norm) { return norm.hf ? "hf" : "once"; }
+
 // The call of layer_norm, whose eps is a double, or of rms_norm, whose eps is optional.
 template <class Eps>
 ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias, Eps eps,
@@ -78,9 +90,9 @@ ForwardCall plain_call(const Tensor& input, int64_t num_dims, const OptionalTens
 inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
                                OptionalDtype out_dtype, bool rms, std::string_view pre_activation, std::string_view activation,
-                               double dropout_p, const OptionalTensor& seed) {
+                               double dropout_p, const OptionalTensor& seed, std::string_view rounding) {
   const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout},
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout, is_hf(rounding)},
           input,
           weight,
           bias,
@@ -94,9 +106,9 @@ inline ForwardCall staged_call(const Tensor& input, const OptionalTensor& residu
 inline ForwardCall forward_call(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
                                 double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
                                 const OptionalTensor& residual, std::string_view pre_activation, std::string_view activation,
-                                double dropout_p, const OptionalTensor& seed) {
+                                double dropout_p, const OptionalTensor& seed, std::string_view rounding) {
   return staged_call(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, pre_activation, activation,
-                     dropout_p, seed);
+                     dropout_p, seed, rounding);
 }
 
 // That of row_norm_bwd.
@@ -105,9 +117,9 @@ inline BackwardCall backward_call(const Tensor& dy, const Tensor& input, const T
                                   std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
                                   const OptionalTensor& x, const OptionalTensor& bias, bool has_residual,
                                   std::string_view pre_activation, std::string_view activation, double dropout_p,
-                                  const OptionalTensor& seed) {
+                                  const OptionalTensor& seed, std::string_view rounding) {
   const Dropout dropout = dropout_of(dropout_p, seed);
-  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout},
+  return {{num_dims, weight_offset, rms, code_of(pre_activation), code_of(activation), dropout, is_hf(rounding)},
           dy,
           input,
           stats,
@@ -125,11 +137,12 @@ inline BackwardCall backward_call(const Tensor& dy, const Tensor& input, const T
 // f(the arguments that make this call).
 template <class F> auto with_arguments(const ForwardCall& c, F&& f) {
   return f(c.input, c.residual, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms,
-           kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed);
+           kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed, rounding_of(c));
 }
 template <class F> auto with_arguments(const BackwardCall& c, F&& f) {
   return f(c.dy, c.input, c.stats, c.num_dims, c.weight, c.bias_dtype, c.weight_offset, c.rms, c.wants, c.x_dtype, c.dh, c.x,
-           c.bias, c.has_residual, kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed);
+           c.bias, c.has_residual, kActivationNames[c.pre_activation], kActivationNames[c.activation], c.dropout.p(), c.seed,
+           rounding_of(c));
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------------------

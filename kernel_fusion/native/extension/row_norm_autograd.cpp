@@ -98,7 +98,8 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
                                const OptionalTensor& b, const std::array<bool, 4>& wants) const {
     // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
     const auto alias = [](const OptionalTensor& t) { return t ? OptionalTensor(at::alias(*t)) : std::nullopt; };
-    const Tensor normalized = has_residual ? saved.to(acc_dtype(saved)) : saved;
+    // (Of the type that it is rounded to, if it is.)
+    const Tensor normalized = has_residual && !norm.hf ? saved.to(acc_dtype(saved)) : saved;
     const std::array<OptionalTensor, 3> tensors{at::alias(normalized), alias(w), alias(b)};
     const std::array<bool, 3> needed{wants[0] || wants[3], wants[1], wants[2]};
     variable_list inputs, result(num_outputs());
@@ -144,7 +145,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
     for (const auto* saved : {&weight, &bias, &stats, &x, &seed}) args.collect(*saved, /*is_output=*/false);
     args.collect(norm.num_dims);
     for (const double number : {norm.weight_offset, eps}) args.collect(number);
-    for (const bool flag : {norm.rms, has_residual, saves_output}) args.collect(flag);
+    for (const bool flag : {norm.rms, norm.hf, has_residual, saves_output}) args.collect(flag);
     for (const auto dtype : {x_dtype, y_dtype}) args.collect(dtype);
     for (const int32_t code : {norm.pre_activation, norm.activation}) args.collect(code);
     args.collect(norm.dropout.threshold);

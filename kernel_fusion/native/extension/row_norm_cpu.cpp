@@ -50,10 +50,15 @@ class Prepared {
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
-// What both directions have of the stages.
-template <class Call> cpu::Stages common(const Call& c) {
-  return {c.pre_activation, c.activation, c.dropout,
-          c.dropout ? static_cast<uint64_t>(*c.seed->template const_data_ptr<int64_t>()) : 0};
+// What both directions have of the stages, for an h, or x, of type `h`.
+template <class Call> cpu::Stages common(const Call& c, at::ScalarType h) {
+  const auto acc = acc_dtype(c.input), normalized = c.hf ? h : acc;
+  return {c.pre_activation,
+          c.activation,
+          c.dropout,
+          c.dropout ? static_cast<uint64_t>(*c.seed->template const_data_ptr<int64_t>()) : 0,
+          cpu_dtype(normalized),
+          cpu_dtype(dtype_of(c.weight) == normalized ? normalized : acc)};
 }
 
 // The rows of a tensor that may be absent.
@@ -72,8 +77,8 @@ struct StagedForward {
   cpu::ForwardStages args;
 
   StagedForward(const ForwardCall& call, Tensor& h) : residual(call.residual, call.num_dims) {
-    args = {common(call), residual.data(), h.defined() ? h.data_ptr() : nullptr, residual.layout(),
-            cpu_dtype(dtype_of(call.residual).value_or(at::kFloat))};
+    args = {common(call, dtype_of(call.residual).value_or(call.input.scalar_type())), residual.data(),
+            h.defined() ? h.data_ptr() : nullptr, residual.layout(), cpu_dtype(dtype_of(call.residual).value_or(at::kFloat))};
   }
 };
 
@@ -83,8 +88,13 @@ struct StagedBackward {
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual) : x(call.x, call.num_dims) {
-    args = {common(call), call.has_residual,      x.data(), nullptr, call.wants[3] ? dresidual.data_ptr() : nullptr,
-            x.layout(),   cpu_dtype(call.x_dtype)};
+    args = {common(call, call.input.scalar_type()),
+            call.has_residual,
+            x.data(),
+            nullptr,
+            call.wants[3] ? dresidual.data_ptr() : nullptr,
+            x.layout(),
+            cpu_dtype(call.x_dtype)};
     if (call.has_residual) return;
     args.x = input.data();
     args.x_rows = input.layout;
@@ -94,8 +104,8 @@ struct StagedBackward {
 // Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
 // the kernel of the bare norm takes these as they lie.
 bool is_bare(const BackwardCall& c) {
-  return c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout && !c.wants[3] &&
-         c.x_dtype == c.input.scalar_type();
+  return c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout && !c.hf &&
+         !c.wants[3] && c.x_dtype == c.input.scalar_type();
 }
 
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
@@ -201,7 +211,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const bool bare = !call.has_stages() && x_type == y_type, interleaved = bare && x_type == Dtype::kBFloat16;
+  const bool bare = !call.has_stages() && !call.hf && x_type == y_type, interleaved = bare && x_type == Dtype::kBFloat16;
   const Given weight(call.weight, call.weight_offset, interleaved), bias(call.bias, 0.0, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;

@@ -46,7 +46,8 @@ RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
           .residual = dtype_or_absent(dtype_of(call.residual)),
           .pre_activation = call.pre_activation,
           .activation = call.activation,
-          .dropout = bool(call.dropout)};
+          .dropout = bool(call.dropout),
+          .hf = call.hf};
 }
 
 }  // namespace
@@ -118,7 +119,8 @@ struct BackwardInputs {
             .activation = call.activation,
             .dropout = bool(call.dropout),
             .dh = dh.defined(),
-            .dresidual = wants_dresidual};
+            .dresidual = wants_dresidual,
+            .hf = call.hf};
   }
 
   Access access(const BackwardCall& call) const {

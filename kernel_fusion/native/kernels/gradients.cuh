@@ -13,6 +13,13 @@ template <class S> struct Normalize {
   A mean, rstd;
   __device__ A centred(A x) const { return x - mean; }
   __device__ A operator()(A x) const { return centred(x) * rstd; }
+
+  // What an element adds to dweight: a share of dy * (x - mean), which is given as `dyx`, times a factor.
+  __device__ A share(A dy, A centred, A dyx) const {
+    if constexpr (S::kHf) return product(dy, Rounding<S>::normalized(centred * rstd));
+    else return dyx;
+  }
+  __device__ A factor() const { return S::kHf ? A(1) : rstd; }
 };
 
 // The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times
@@ -54,7 +61,8 @@ __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, ty
   using A = typename S::Acc;
   if constexpr (S::kActivation != 0) {
     using M = typename MathFor<A, typename S::DY>::type;
-    return times_slope<S::kActivation, M>(dy, fused(xhat, weight, bias));
+    using R = Rounding<S>;
+    return times_slope<S::kActivation, M>(dy, R::argument(fused(R::normalized(xhat), weight, bias)));
   } else {
     return dy;
   }

@@ -6,6 +6,7 @@
 // Stages (stages.cuh) change three places (gradients.cuh). x is what was normalised: h as forward stored it, or without a
 // residual u, computed again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx
 // above is the gradient at h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation.
+// With kHf the xhat of dweight and of the activation's argument is rounded, and so is that argument; dx has xhat itself.
 //
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
 // columns and adds their dweight and dbias up itself, in registers or in shared memory (private to the thread,
@@ -264,9 +265,9 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         const A centred = inside && is_live(now) ? normalize.centred(x[e]) : A(0);
         if (!is_live(now)) dys[e] = 0;
         dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
-        dyx[e] = row_sums.add(dys[e], centred, weight[e]);
+        dyx[e] = normalize.share(dys[e], centred, row_sums.add(dys[e], centred, weight[e]));
       }
-      if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.rstd);
+      if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.factor());
       if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
     }
     if constexpr (kRowGrads) {

@@ -118,9 +118,13 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       read(row, slot, i, x, dy, weight, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
-        const A dyx = row_sums.add(dy[e], normalize.centred(x[e]), weight[e]);
-        if constexpr (S::kDWeight) sums[0][i][e] = fused(dyx, normalize.rstd, sums[0][i][e]);
+        // Past the row's end dy is zero, and xhat finite until it is rounded.
+        const bool inside = P::kCovers || !S::kHf || at.col(i) < kCols;
+        const A centred = inside ? normalize.centred(x[e]) : A(0);
+        dy[e] = incoming<S>(dy[e], centred * normalize.rstd, weight[e], bias[e]);
+        const A dyx = row_sums.add(dy[e], centred, weight[e]);
+        if constexpr (S::kDWeight)
+          sums[0][i][e] = fused(normalize.share(dy[e], centred, dyx), normalize.factor(), sums[0][i][e]);
         if constexpr (S::kDBias) sums[1][i][e] += dy[e];
       }
     }

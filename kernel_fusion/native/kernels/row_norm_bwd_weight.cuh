@@ -34,7 +34,8 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
       dy[e] = incoming<S>(dy[e], normalize(x[e]), weight[e], bias[e]);
-      dweight[e] = fused(product(dy[e], normalize.centred(x[e])), normalize.rstd, dweight[e]);
+      const A centred = normalize.centred(x[e]);
+      dweight[e] = fused(normalize.share(dy[e], centred, product(dy[e], centred)), normalize.factor(), dweight[e]);
       dbias[e] += dy[e];
     }
   }

@@ -33,6 +33,7 @@ template <class S> struct Affine {
     widen_pack(x, y);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
+    if constexpr (S::kHf) Rounding<S>::all(y);
     if constexpr (kPresent<typename S::Weight>) {
       A w[kVec];
       widen_weight<S>(weight, offset, w);
@@ -45,6 +46,9 @@ template <class S> struct Affine {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
+    // Without an activation the store may do it.
+    constexpr bool kStored = S::kActivation == 0 && kSame<typename S::Y, typename Rounding<S>::Normalized>;
+    if constexpr (Rounding<S>::kArgument && !kStored) Rounding<S>::all(y);
     activate<S::kActivation, typename MathFor<A, typename S::Y>::type>(y);
   }
 };

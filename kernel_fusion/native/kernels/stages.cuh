@@ -2,8 +2,9 @@
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
-// S::kPreActivation and S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a
-// residual u itself is normalised, unrounded. Everything here works on one vector of a row.
+// With S::kHf norm(h) is rounded, and with a weight the argument of the activation (`Rounding`). S::kPreActivation and
+// S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a residual u itself is
+// normalised, unrounded. Everything here works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -43,6 +44,29 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
     for (int e = 0; e < kVec; ++e) g[e] = times_slope<kCode, M>(g[e], at[e]);
   }
 }
+
+template <class T, class U> inline constexpr bool kSame = false;
+template <class T> inline constexpr bool kSame<T, T> = true;
+
+// Where the norms of Hugging Face round: norm(h) to the type of h, or without a residual of x; and what it is times the weight
+// and with the bias to the promoted type of that and the weight's, which is less than the compute type where the two are one.
+template <class S> struct Rounding {
+  using A = typename S::Acc;
+  using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
+  static constexpr bool kArgument = S::kHf && kSame<Normalized, typename S::Weight>;
+
+  static __device__ A normalized(A v) {
+    if constexpr (S::kHf) return widen<A>(narrow<Normalized>(v));
+    else return v;
+  }
+  static __device__ A argument(A v) {
+    if constexpr (kArgument) return widen<A>(narrow<Normalized>(v));
+    else return v;
+  }
+
+  // The same for a vector, by pairs.
+  template <int kVec> static __device__ void all(A (&v)[kVec]) { widen_pack(narrow_pack<Normalized>(v), v); }
+};
 
 template <class S> struct Dropout {
   using A = typename S::Acc;

@@ -5,6 +5,8 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
+HF: with the n of dweight and of the argument of the activation', and with that argument, rounded as in forward.
+
 h is recomputed from x, or, where there is a residual, read as forward wrote it. Where columns are summed too, programs
 are persistent: each walks through tiles of rows, with sums for dweight and dbias in registers, and writes one partial
 row; sum_partials adds those in order. Rows too long for that (plan.py) have a program each for dx, which reads them
@@ -21,7 +23,7 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import normalised
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
 
 # What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
@@ -76,6 +78,7 @@ def _gradient(
     OFFSET: tl.constexpr,
     PRE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ROUNDS_TO: tl.constexpr,
     THRESHOLD: tl.constexpr,
     KEPT_SCALE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -86,7 +89,10 @@ def _gradient(
     WIDE: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """n, g and g * w of a tile. Where masked, dy is read as zero, so g is zero, and n finite. LAST as for `load`."""
+    """n, n as it is rounded, g and g * w of a tile. LAST as for `load`.
+
+    Where masked, dy is read as zero, so g is zero, and n finite.
+    """
     if STORED:
         h = load(h_ptr, h_offset, mask, WIDE, LAST)
     else:
@@ -96,20 +102,18 @@ def _gradient(
         )  # fmt: skip
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_offset, mask, WIDE, LAST)
-    if HAS_WEIGHT:
-        w = shifted(load(weight_ptr, col, col_mask, WIDE), OFFSET)
+    weight, bias = weight_and_bias(weight_ptr, bias_ptr, col, col_mask, HAS_WEIGHT, HAS_BIAS)
+    rounded, z = affine(n, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ROUNDS_TO)
+    if ROUNDS_TO is not None:  # where masked it may have become infinite
+        rounded = tl.where(mask, rounded, 0.0)
+        z = tl.where(mask, z, 0.0)
     if ACTIVATION != "identity":
-        z = n
-        if HAS_WEIGHT:
-            z = z * w
-        if HAS_BIAS:
-            z = z + load(bias_ptr, col, col_mask, WIDE)
         g = times_slope(g, z, ACTIVATION)
     if HAS_WEIGHT:
-        gw = g * w
+        gw = g * shifted(weight.to(g.dtype), OFFSET)
     else:
         gw = g
-    return n, g, gw
+    return n, rounded, g, gw
 
 
 @triton.jit
@@ -182,6 +186,7 @@ def row_norm_bwd(
     OFFSET: tl.constexpr,
     PRE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HF: tl.constexpr,
     THRESHOLD: tl.constexpr,
     KEPT_SCALE: tl.constexpr,
     STORED: tl.constexpr,
@@ -207,6 +212,7 @@ def row_norm_bwd(
 ):
     """dx and dresidual, and partial sums if DWEIGHT, DBIAS, never if LOOPED. Lengths and strides: in UNIT elements."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    ROUNDS_TO: tl.constexpr = h_ptr.dtype.element_ty if HF else None
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
     # Divided before anything is waited for.
@@ -234,10 +240,10 @@ def row_norm_bwd(
             for start in range(0, num_cols, BLOCK):
                 at = start + col
                 col_mask = within(at, num_cols, EXACT)
-                n, _, gw = _gradient(
+                n, _, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
-                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
-                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
+                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, ROUNDS_TO, THRESHOLD,
+                    KEPT_SCALE, ALIGNED, STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
                 )  # fmt: skip
                 sum_gwn += gw * n
                 sum_gw += gw
@@ -246,10 +252,10 @@ def row_norm_bwd(
                 at = start + col
                 col_mask = within(at, num_cols, EXACT)
                 mask = row_mask & col_mask
-                n, _, gw = _gradient(
+                n, _, _, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + start, at,
-                    mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
-                    HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
+                    mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, ROUNDS_TO, THRESHOLD, KEPT_SCALE, ALIGNED,
+                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
                 )  # fmt: skip
                 _write(
                     n, gw, mean_gwn, mean_gw, rstd, dh_ptr, x_ptr, seed_ptr, dx_ptr,
@@ -264,17 +270,17 @@ def row_norm_bwd(
             for i in tl.static_range(PIECES):
                 at = i * BLOCK + col
                 col_mask = within(at, num_cols, EXACT)
-                n, g, gw = _gradient(
+                n, rounded, g, gw = _gradient(
                     dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + i * BLOCK, at,
-                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
-                    STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
+                    mean, rstd, row_mask & col_mask, col_mask, OFFSET, PRE, ACTIVATION, ROUNDS_TO, THRESHOLD,
+                    KEPT_SCALE, ALIGNED, STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, False,
                 )  # fmt: skip
                 if not AGAIN:
                     ns = ns + (n,)
                     gws = gws + (gw,)
                 sum_gwn = gw * n if i == 0 else sum_gwn + gw * n
                 sum_gw = gw if i == 0 else sum_gw + gw
-                dweight_now = dweight_now + (dweight[i] + tl.sum(g * n, axis=0) if DWEIGHT else dweight[i],)
+                dweight_now = dweight_now + (dweight[i] + tl.sum(g * rounded, axis=0) if DWEIGHT else dweight[i],)
                 dbias_now = dbias_now + (dbias[i] + tl.sum(g, axis=0) if DBIAS else dbias[i],)
             dweight = dweight_now
             dbias = dbias_now
@@ -285,10 +291,10 @@ def row_norm_bwd(
                     col_mask = within(at, num_cols, EXACT)
                     mask = row_mask & col_mask
                     if AGAIN:
-                        n, _, gw = _gradient(
+                        n, _, _, gw = _gradient(
                             dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + at, h_row + at, out_row + i * BLOCK,
-                            at, mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED,
-                            STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
+                            at, mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, ROUNDS_TO, THRESHOLD, KEPT_SCALE,
+                            ALIGNED, STORED, HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
                         )  # fmt: skip
                     else:
                         n = ns[i]
@@ -330,6 +336,7 @@ def row_norm_bwd_columns(
     OFFSET: tl.constexpr,
     PRE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HF: tl.constexpr,
     THRESHOLD: tl.constexpr,
     KEPT_SCALE: tl.constexpr,
     STORED: tl.constexpr,
@@ -347,6 +354,7 @@ def row_norm_bwd_columns(
 ):
     """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    ROUNDS_TO: tl.constexpr = h_ptr.dtype.element_ty if HF else None
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
     start = tl.program_id(0) * BLOCK
@@ -362,13 +370,13 @@ def row_norm_bwd_columns(
         mean, rstd = _statistics(stats_ptr, row, num_rows, row_mask, RMS, WIDE)
         dy_row = row_offset(row, middle, inner, g0 * UNIT, g1 * UNIT, g2 * UNIT, FLAT)
         h_row = row_offset(row, middle, inner, h0 * UNIT, h1 * UNIT, h2 * UNIT, FLAT)
-        n, g, _ = _gradient(
+        _, rounded, g, _ = _gradient(
             dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr, dy_row + col, h_row + col, row * num_cols + start, col,
-            mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
+            mean, rstd, mask, col_mask, OFFSET, PRE, ACTIVATION, ROUNDS_TO, THRESHOLD, KEPT_SCALE, ALIGNED, STORED,
             HAS_WEIGHT, HAS_BIAS, BLOCK, WIDE, True,
         )  # fmt: skip
         if DWEIGHT:
-            dweight += g * n
+            dweight += g * rounded
         if DBIAS:
             dbias += g
     last = start + tl.arange(0, BLOCK)

@@ -119,7 +119,7 @@ def _deviations(hs, mean, col, num_cols, EXACT: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _parameters(weight_ptr, bias_ptr, col, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def weight_and_bias(weight_ptr, bias_ptr, col, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Weight and bias of some columns, as they are stored; of what is absent nothing is read."""
     weight = col
     bias = col
@@ -131,23 +131,30 @@ def _parameters(weight_ptr, bias_ptr, col, mask, HAS_WEIGHT: tl.constexpr, HAS_B
 
 
 @triton.jit
-def _affine(
-    deviation,
-    rstd,
+def affine(
+    n,
     weight,
     bias,
     OFFSET: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ROUNDS_TO: tl.constexpr,
 ):
-    """y of a tile."""
-    y = deviation * rstd
+    """norm(h) of a tile, n, and the argument of the activation.
+
+    Both are rounded if ROUNDS_TO is a type, that of h or of x: n to it, and the argument to the promoted type of it and
+    the weight's, which is less than the compute type where the two are one.
+    """
+    if ROUNDS_TO is not None:
+        n = n.to(ROUNDS_TO).to(n.dtype)
+    z = n
     if HAS_WEIGHT:
-        y = y * shifted(weight.to(y.dtype), OFFSET)
+        z = z * shifted(weight.to(z.dtype), OFFSET)
     if HAS_BIAS:
-        y = y + bias.to(y.dtype)
-    return value(y, ACTIVATION)
+        z = z + bias.to(z.dtype)
+    if HAS_WEIGHT and weight.dtype == ROUNDS_TO:
+        z = z.to(ROUNDS_TO).to(z.dtype)
+    return n, z
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -174,6 +181,7 @@ def row_norm_fwd(
     OFFSET: tl.constexpr,
     PRE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HF: tl.constexpr,
     THRESHOLD: tl.constexpr,
     KEPT_SCALE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -196,6 +204,7 @@ def row_norm_fwd(
 ):
     """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
     ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
+    ROUNDS_TO: tl.constexpr = residual_ptr.dtype.element_ty if HF else None  # without a residual it is x
     ALIGNED: tl.constexpr = UNIT % 8 == 0
     num_cols = col_units * UNIT
     # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
@@ -250,9 +259,9 @@ def row_norm_fwd(
             )  # fmt: skip
             if HAS_RESIDUAL:
                 store(h_ptr, y_row + at, h, mask, LAST=True)
-            weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
-            y = _affine(h - mean, rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
-            store(y_ptr, y_row + at, y, mask, LAST=True)
+            weight, bias = weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
+            _, z = affine((h - mean) * rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ROUNDS_TO)
+            store(y_ptr, y_row + at, value(z, ACTIVATION), mask, LAST=True)
     else:
         hs = ()
         parameters = ()
@@ -268,7 +277,7 @@ def row_norm_fwd(
                 h = tl.where(mask, h, 0.0)  # as it was read
             hs = hs + (h,)
             if EARLY:
-                parameters = parameters + (_parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS),)
+                parameters = parameters + (weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS),)
         if HAS_RESIDUAL:
             for i in tl.static_range(PIECES):
                 at = i * BLOCK + col
@@ -281,9 +290,9 @@ def row_norm_fwd(
             if EARLY:
                 weight, bias = parameters[i]
             else:
-                weight, bias = _parameters(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
-            y = _affine(deviations[i], rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
-            store(y_ptr, y_row + at, y, row_mask & col_mask)
+                weight, bias = weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
+            _, z = affine(deviations[i] * rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ROUNDS_TO)
+            store(y_ptr, y_row + at, value(z, ACTIVATION), row_mask & col_mask)
     if STATS:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
         if RMS:

@@ -106,6 +106,9 @@ struct Stages {
   int pre_activation, activation;
   Dropout dropout;
   uint64_t seed;
+  Dtype normalized, argument;  // what norm(h) and the argument of the activation are rounded to; the accumulator type: nothing
+
+  bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
 
 // Beside `Forward`. residual is null, or h has its dtype and is contiguous.

@@ -71,6 +71,38 @@ KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weig
   else write([](auto v, int64_t, auto) { return v; });
 }
 
+// What `normalize` writes where it is rounded on the way (`Stages::rounds`); of doubles nothing is.
+template <class X>
+KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight,
+                                const AccOf<X>* bias, int64_t n, AnyResults<AccOf<X>> results) {
+  using A = AccOf<X>;
+  const auto means = both(mean), rstds = both(rstd);
+  // What is stored in the type that it would be rounded to is rounded there.
+  const bool again = weight && s.argument == s.normalized && s.argument != results.target.type;
+  const auto write = [&]<class T>(T) {
+    const auto rounded = [](const Pair<A>& v) KF_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<T, c10::BFloat16>) {  // in the lanes where they are
+        const auto words = std::bit_cast<Words>(interleaved_bits(v.a, v.b));
+        return Pair<A>{std::bit_cast<Vectorized<A>>(words << 16), std::bit_cast<Vectorized<A>>(words & 0xffff0000)};
+      } else {
+        const auto [a, b] = at::vec::convert_to_float<T>(at::vec::convert_from_float<T>(v.a, v.b));
+        return Pair<A>{a, b};
+      }
+    };
+    sweep<A>(n, [&](int64_t i, auto part) KF_INLINE_LAMBDA {
+      Pair<A> v = rounded((load_pair(x + i, part) - means) * rstds);
+      if (weight && bias) v = fma(v, load_pair(weight + i, part), load_pair(bias + i, part));
+      else if (weight) v = v * load_pair(weight + i, part);
+      else if (bias) v = v + load_pair(bias + i, part);
+      results.put(i, again ? rounded(v) : v, part);
+    });
+  };
+  if constexpr (std::is_same_v<A, float>) {
+    if (s.normalized == Dtype::kHalf) write(c10::Half());
+    else write(c10::BFloat16());
+  }
+}
+
 }  // namespace
 }  // namespace CPU_CAPABILITY
 }  // namespace kf::cpu

@@ -13,7 +13,7 @@ struct RowNormSpec {
   Dtype x, y, weight = Dtype::kAbsent, bias = Dtype::kAbsent;
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
-  int pre_activation = 0, activation = 0, dropout = 0, dh = 0, dresidual = 0;
+  int pre_activation = 0, activation = 0, dropout = 0, dh = 0, dresidual = 0, hf = 0;
 };
 
 struct Access {
@@ -88,7 +88,7 @@ struct Launch {
       min_blocks = 1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 27;
+inline constexpr int kKeyFields = 28;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 

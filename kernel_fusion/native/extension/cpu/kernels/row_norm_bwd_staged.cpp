@@ -23,9 +23,10 @@ struct Reading {
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
     has_u = !s.has_residual && (s.pre_activation || s.dropout);  // what was normalised was kept nowhere
-    // z is computed again from what was normalised, without relu on the way.
-    const bool remakes_z = s.activation && !(is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type));
-    relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z;
+    // z is computed again from what was normalised, without relu on the way; and so is what is rounded.
+    const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
+    const bool remakes_z = s.activation && !through_relu;
+    relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
     makes_h = has_u && !relus.x;
     makes_dz = remakes_z || !(c.dy_type == acc || (c.dy_type == c.x_type && !makes_h));
     relus.z = is_relu(s.activation) && !makes_dz;
@@ -55,12 +56,30 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
     loop.a = loop.dy = from(dy, start);
     loop.first.data = room + start;
     if (s.activation) {
-      normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
+      if (s.rounds())
+        normalize_rounded(s, row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n,
+                          AnyResults<A>::at(kDtypeOf<A>, z));
+      else
+        normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
       loop.a = {kDtypeOf<A>, z};
     }
     run_gradients(loop, n);
   });
   return room;
+}
+
+// Adds to dweight what a row has, of which the normalised values are rounded; dweight begins with the `first`.
+template <class X, class DY> void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, bool first) {
+  using A = AccOf<X>;
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    Chunk<A> rounded;
+    normalize_rounded(s, row.x + start, row.mean, row.rstd, nullptr, nullptr, n, AnyResults<A>::at(kDtypeOf<A>, rounded));
+    A* const dweight = static_cast<A*>(c.dweight) + start;
+    sweep<A>(n, [&](int64_t i, auto part) {
+      const auto sum = first ? both<A>(0) : load_pair(dweight + i, part);
+      store_pair(dweight + i, fma(load_pair(row.dy + start + i, part), load_pair(rounded + i, part), sum), part);
+    });
+  });
 }
 
 // Takes the gradient with respect to h. It is dresidual, and, back through what dropout and relu let pass, dx.
@@ -127,6 +146,9 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   Row<X, DY> rows[Passes::kMostRowsTogether];
   RowResults dresiduals(c.x_type, s.dresidual, c.cols, c.streams), dxs(s.dx_type, c.dx, c.cols, c.streams);
   ColumnSums<A> sums(c);
+  const bool adds_dweight = s.rounds() && c.dweight;
+  Backward loops = c;
+  if (adds_dweight) loops.dweight = nullptr;
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     A* room = buffer.get();
@@ -147,7 +169,9 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
           room += c.cols;
         }
     }
-    add_together(c, passes, reading.relus, rows, count, sums.begin_anew(first - begin));
+    const bool anew = sums.begin_anew(first - begin);
+    add_together(loops, passes, reading.relus, rows, count, anew);
+    for (int r = 0; adds_dweight && r < count; ++r) add_dweight(c, s, rows[r], anew && r == 0);
     for (int r = 0; (c.dx || s.dresidual) && r < count; ++r)
       store_gradients(c, s, passes, reading.relus, first + r, rows[r], dresiduals, dxs);
   }

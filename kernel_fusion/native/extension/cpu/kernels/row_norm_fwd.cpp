@@ -115,8 +115,9 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const auto y = results.open<AnyResults<A>>(element(c.y_type, c.y, row * c.cols + start));
     Chunk<A> z;
-    normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n,
-              s.activation ? AnyResults<A>::at(kDtypeOf<A>, z) : y);
+    const auto out = s.activation ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
+    if (s.rounds()) normalize_rounded(s, h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
+    else normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
     if (s.activation) {
       ChainLoop<A> activate;
       activate.activation = s.activation;
