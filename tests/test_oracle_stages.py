@@ -162,16 +162,17 @@ def test_nan_and_inf_propagate_as_in_pytorch(verb: str, stages: Any, value: floa
 
 @pytest.mark.parametrize("verb", ADDED)
 @pytest.mark.parametrize(("dtype", "residual"), [(BF16, BF16), (BF16, F32), (F32, BF16), (F64, F64)])
+@pytest.mark.parametrize("cols", [255, 256])  # CUDA kernels round one by one, and in pairs
 def test_h_is_rounded_once_and_normalised_as_it_is(
-    verb: str, dtype: torch.dtype, residual: torch.dtype, any_target: Target
+    verb: str, cols: int, dtype: torch.dtype, residual: torch.dtype, any_target: Target
 ) -> None:
     """h has the bits of the sum in the compute type, rounded to the residual's dtype; y is the norm of these bits."""
-    x = torch.randn(33, 255, device=any_target.device, dtype=dtype)
-    r = torch.randn(33, 255, device=any_target.device, dtype=residual)
+    x = torch.randn(33, cols, device=any_target.device, dtype=dtype)
+    r = torch.randn(33, cols, device=any_target.device, dtype=residual)
     norm = getattr(kf, verb)
     with any_target.ran(forward=2):
-        y, h = norm(x, r, 255, backend=any_target.backend)
-        again, same = norm(torch.zeros_like(x), h, 255, backend=any_target.backend)
+        y, h = norm(x, r, cols, backend=any_target.backend)
+        again, same = norm(torch.zeros_like(x), h, cols, backend=any_target.backend)
     compute = torch.float64 if dtype == F64 else torch.float32
     assert torch.equal(h, (x.to(compute) + r.to(compute)).to(residual))
     assert torch.equal(same, h)
