@@ -52,6 +52,7 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"residual": "bf16", "dropout": True},
     {"dropout": True},
     {"hf": True},
+    {"hf": True, "activation": "silu"},
 )
 
 
