@@ -112,7 +112,7 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
     """Each direction with some stages; of the architectures one of each generation."""
     if arch not in (80, 90, 120):
         return
-    # Where values are rounded on the way, also beside float32 parameters, which take the most registers.
+    # Rounding also beside float32 parameters, which take the most registers.
     wanted = [*product(_STAGED_LENGTHS, ["bf16"], _STAGES.values()), *product(_STAGED_LENGTHS, ["f32"], [{"hf": True}])]
     for cols, weight, stages in wanted:
         for spec in planner.family(cols, "bf16", weight, **{"rms": False, **stages}):

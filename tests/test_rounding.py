@@ -163,7 +163,7 @@ def test_double_backward(residual: bool, target: Target) -> None:
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_nothing_is_rounded_in_the_compute_type(activation: str | None, dtype: torch.dtype, any_target: Target) -> None:
-    """Where the normalised value has the compute type, no bit changes."""
+    """If the normalised value has the compute type, no bit changes."""
     x, w = _draw(any_target, dtype, dtype, 255)
     with any_target.ran(forward=2):
         once, hf = (
@@ -174,7 +174,7 @@ def test_nothing_is_rounded_in_the_compute_type(activation: str | None, dtype: t
 
 
 def test_rows_that_overflow_when_rounded(any_target: Target) -> None:
-    """What is read past the end of a row may be infinite once it is rounded, and spoils no sum."""
+    """A value read past the end of a row may be infinite once it is rounded; it spoils no sum."""
     cols = 1001  # ends in a part of a vector, which reads as zeros, far from the mean
     x = torch.full((4, cols), 1000.0, dtype=F16, device=any_target.device)
     x[1:] = torch.randn(3, cols)

@@ -164,7 +164,7 @@ class Clock:
     ],
 )
 def test_what_is_taken(worth: dict[tuple[str, Any], Any], spread: float, best: Choice) -> None:
-    """What is faster by 2 %, beyond noise, at no number of rows slower, and again when it is measured for longer."""
+    """A plan is taken if it is 2 % faster, beyond noise, nowhere slower, and so again when measured for longer."""
     clock = Clock(worth, spread)
     choice, present, times, count = tuning.climb(kernels(4096, "forward", rms=False), clock)
     assert choice == best
@@ -211,7 +211,7 @@ class FakeGPU:
         return lambda: result
 
     def time(self, contenders: dict[str, Callable[[], Any]], effort: Effort, device: torch.device) -> dict[str, Any]:
-        """What each takes, by the plan that holds while it is prepared."""
+        """The time of each, by the plan that holds while it is prepared."""
         outcomes: dict[str, Any] = {}
         for name, make in contenders.items():
             try:
@@ -357,7 +357,7 @@ def test_the_command_writes_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_what_is_measured_is_kept() -> None:
-    """Where one cell fails, which is told by the exit code, and where Ctrl-C ends it."""
+    """One cell fails, which the exit code tells; or Ctrl-C ends the command."""
     result = run("tune", "--hidden", "4096,1,2", "--verbs", "rms_norm", "--directions", "forward")
     assert result.exit_code == 130
     assert "not tuned: rms_norm forward, N = 1, bf16: OutOfMemoryError: no memory" in result.stdout

@@ -46,7 +46,7 @@ def test_rows_are_for_one_kernel() -> None:
 
 
 def test_a_table_comes_back_and_counts() -> None:
-    """What was written is read again, decides the plan of that kernel before the shipped tables, and no other plan."""
+    """A written table is read again and decides the plan of its kernel, before the shipped tables, and no other."""
     kernel = kernels(4096, "forward")[0]
     shipped = plan_row_norm(*kernel)
     path = written(kernel, {"parameters": 4, "bound": False})

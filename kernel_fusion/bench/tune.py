@@ -98,7 +98,7 @@ class Outcome:
         return ratio(self.present, self.best)
 
     def evidence(self, where: str) -> str:
-        """What a row of a table says for itself; `where` names the machine and the versions."""
+        """The words with which a row of a table justifies itself; `where` names the machine and the versions."""
         pairs = zip(self.rows, self.present, self.best, strict=True)
         times = [f"{n} rows {new.median_ms * 1e3:.2f} of {old.median_ms * 1e3:.2f} µs" for n, old, new in pairs]
         return f"{where}: {', '.join(times)}; ratio {self.ratio:.3f}"

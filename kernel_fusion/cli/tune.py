@@ -76,7 +76,7 @@ def _tune(wanted: list[tuning.Cell], output: Path | None) -> None:
 
 
 def _begun(name: str, output: Path | None) -> tuple[Path, dict[str, user_table.Table]]:
-    """Where the table goes, and what it has by now; OSError before long work where it cannot be written or read."""
+    """The path of the table, and its present rows; OSError, before long work, if it cannot be written or read."""
     if output is not None:
         writable(output.parent)
         return output, {}

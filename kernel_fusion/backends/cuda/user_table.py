@@ -22,7 +22,7 @@ from kernel_fusion.core.cache import make_private_dir, open_private, replace_fil
 Row = tuple[Any, dict[str, Any], str]
 Table = dict[str, list[Row]]
 
-# What rows may set, and to what: how a row is executed. What decides how it is spread and summed is not among it.
+# Rows may set these knobs to these values: they decide who executes a row, never how it is spread and summed.
 KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
         "tile_threads": (512, 768, 1024),
@@ -62,7 +62,7 @@ def section(direction: str) -> str:
 
 
 def path_of(device: str) -> Path:
-    """Where the table of the device of that name is or would be."""
+    """The path of the table of the device of that name, whether or not it is there."""
     return cache_dir() / "tuned" / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 

@@ -63,7 +63,7 @@ def _normalize(
 def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
     """v rounded to `dtype`, in its own; gradients pass straight through, unrounded."""
     exact = v.detach()
-    # What is subtracted is 0, also where an infinity less itself is none.
+    # The difference is 0, but NaN for an infinity; subtracting it leaves the value and passes the gradient on.
     return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 

@@ -98,7 +98,7 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
                                const OptionalTensor& b, const std::array<bool, 4>& wants) const {
     // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
     const auto alias = [](const OptionalTensor& t) { return t ? OptionalTensor(at::alias(*t)) : std::nullopt; };
-    // (Of the type that it is rounded to, if it is.)
+    // (With hf it keeps its type, which says what to round to.)
     const Tensor normalized = has_residual && !norm.hf ? saved.to(acc_dtype(saved)) : saved;
     const std::array<OptionalTensor, 3> tensors{at::alias(normalized), alias(w), alias(b)};
     const std::array<bool, 3> needed{wants[0] || wants[3], wants[1], wants[2]};

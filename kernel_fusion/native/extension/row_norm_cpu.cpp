@@ -50,7 +50,7 @@ class Prepared {
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
-// What both directions have of the stages, for an h, or x, of type `h`.
+// The stages that both directions share; `h` is the type of h, or of x without a residual.
 template <class Call> cpu::Stages common(const Call& c, at::ScalarType h) {
   const auto acc = acc_dtype(c.input), normalized = c.hf ? h : acc;
   return {c.pre_activation,

@@ -14,7 +14,7 @@ template <class S> struct Normalize {
   __device__ A centred(A x) const { return x - mean; }
   __device__ A operator()(A x) const { return centred(x) * rstd; }
 
-  // What an element adds to dweight: a share of dy * (x - mean), which is given as `dyx`, times a factor.
+  // An element adds share() * factor() to dweight: dy * (x - mean), given as `dyx`, times rstd; or dy times the rounded xhat.
   __device__ A share(A dy, A centred, A dyx) const {
     if constexpr (S::kHf) return product(dy, Rounding<S>::normalized(centred * rstd));
     else return dyx;

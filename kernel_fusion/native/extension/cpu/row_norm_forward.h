@@ -77,7 +77,7 @@ KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccO
                                 const AccOf<X>* bias, int64_t n, AnyResults<AccOf<X>> results) {
   using A = AccOf<X>;
   const auto means = both(mean), rstds = both(rstd);
-  // What is stored in the type that it would be rounded to is rounded there.
+  // A store in the same type rounds too, so that nothing is rounded twice.
   const bool again = weight && s.argument == s.normalized && s.argument != results.target.type;
   const auto write = [&]<class T>(T) {
     const auto rounded = [](const Pair<A>& v) KF_INLINE_LAMBDA {
