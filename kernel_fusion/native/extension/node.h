@@ -7,9 +7,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <mutex>
+#include <string>
 
 #include "backends.h"
 
@@ -40,33 +40,35 @@ template <class T, class... Args> auto new_node(const Args&... args) {
   else return c10::make_intrusive<T>(args...);
 }
 
-// A node whose saved variables Derived::each_saved(f) hands to f, and whose backward is Derived::gradients(grads).
-template <class Derived> struct SavingNode : Node {
+// What the constants of a node are, as bytes: two nodes of one key run the same code.
+template <class... T> std::string key_of(const T&... values) {
+  std::string key;
+  const auto add = [&](const auto& value) {
+    if constexpr (requires { value.data(); })
+      key.append(reinterpret_cast<const char*>(value.data()), value.size() * sizeof *value.data()).push_back(';');
+    else key.append(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  (add(values), ...);
+  return key;
+}
+
+// A node that saves variables: it locks them, releases them and shows them to compiled autograd.
+struct SavingNode : Node {
+  struct Saved {
+    SavedVariable* variable;
+    bool is_output = false;  // a result of this node
+  };
+  using SavedList = c10::SmallVector<Saved, 8>;
   using Node::Node;
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    self().each_saved([](SavedVariable& saved) { saved.reset_data(); });
-  }
+  virtual SavedList saved() = 0;
+  virtual std::string key() const = 0;  // key_of(all else that `gradients` depends on)
+  virtual variable_list gradients(variable_list&& grads) = 0;
 
-  variable_list apply(variable_list&& grads) override {
-    if (at::GradMode::is_enabled())  // the definition's operations look at no memory
-      for (const Tensor& grad : grads)
-        if (direct(keys_of(grad))) check_memory(grad);
-    const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables
-    return self().gradients(std::move(grads));
-  }
-
-  // Compiled autograd traces `apply` with stand-ins for the saved tensors; compiled_args identifies the graph.
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    self().each_saved([&](SavedVariable& saved) { swap.before(saved); });
-    auto result = apply(variable_list(grads));
-    self().each_saved([&](SavedVariable& saved) { swap.after(saved); });
-    return result;
-  }
-
- private:
-  Derived& self() { return static_cast<Derived&>(*this); }
+  void release_variables() final;
+  variable_list apply(variable_list&& grads) final;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) final;
 };
 
 }  // namespace kf

@@ -109,7 +109,7 @@ Tensor unpacked(const Tensor& bits, const Tensor& dy) {
   return each.flatten().as_strided_symint(dy.sym_sizes(), dy.sym_strides()).to(dy.scalar_type());
 }
 
-struct PointwiseBackward : SavingNode<PointwiseBackward> {
+struct PointwiseBackward : SavingNode {
   SavedVariable a, b, seed;  // a: y or bits, where backward reads these
   const Kept kept;
   const bool shared, binary;
@@ -134,11 +134,10 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
 
   std::string name() const override { return "PointwiseBackward"; }
 
-  template <class F> void each_saved(F&& f) {
-    for (auto* saved : {&a, &b, &seed}) f(*saved);
-  }
+  SavedList saved() override { return {{&a, kept == Kept::kResult}, {&b}, {&seed}}; }
+  std::string key() const override { return key_of(kept, shared, binary, combine, activation, scale, dropout_p, strides); }
 
-  variable_list gradients(variable_list&& grads) {
+  variable_list gradients(variable_list&& grads) override {
     variable_list result(num_outputs());
     if (!grads[0].defined()) return result;
     const Tensor first = kept == Kept::kResult ? a.unpack(getptr()) : a.unpack();
@@ -181,19 +180,6 @@ struct PointwiseBackward : SavingNode<PointwiseBackward> {
     if (by_row && second.defined()) gradients.push_back(gradients[0].sum_to_size_symint(second.sym_sizes()));
     const bool has_first = needs[0] || shared || by_row;
     return {has_first ? gradients[0] : Tensor(), gradients.size() > has_first ? gradients[has_first] : Tensor()};
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(a, /*is_output=*/kept == Kept::kResult);
-    args.collect(b, /*is_output=*/false);
-    args.collect(seed, /*is_output=*/false);
-    args.collect(static_cast<int64_t>(kept));
-    for (const bool flag : {shared, binary}) args.collect(flag);
-    args.collect(std::string(combine));
-    args.collect(std::string(activation));
-    args.collect(scale);
-    args.collect(dropout_p);
-    args.collect(strides);
   }
 };
 

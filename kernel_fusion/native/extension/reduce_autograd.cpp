@@ -47,7 +47,7 @@ Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCal
       pointwise_bwd(expanded(scaled, x, c.dim, c.keepdim), {x, x, "gate", "sign", factor, 0.0, {}}, {false, true}));
 }
 
-struct ReduceBackward : SavingNode<ReduceBackward> {
+struct ReduceBackward : SavingNode {
   SavedVariable input;
   const std::vector<int64_t> dim;
   const bool keepdim, mean;
@@ -58,19 +58,14 @@ struct ReduceBackward : SavingNode<ReduceBackward> {
 
   std::string name() const override { return "ReduceBackward"; }
 
-  template <class F> void each_saved(F&& f) { f(input); }
+  SavedList saved() override { return {{&input}}; }
+  std::string key() const override { return key_of(dim, keepdim, mean); }
 
-  variable_list gradients(variable_list&& grads) {
+  variable_list gradients(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(1);
     const Tensor x = input.unpack(), &dy = grads[0];
     const ReduceVerbCall call{x, dim, keepdim, mean ? "mean_abs" : "sum_squared", dy.scalar_type()};
     return at::GradMode::is_enabled() ? differentiate(reference(call), {x}, dy) : variable_list{reduce_backward(dy, x, call)};
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(input, /*is_output=*/false);
-    args.collect(dim);
-    for (const bool flag : {keepdim, mean}) args.collect(flag);
   }
 };
 

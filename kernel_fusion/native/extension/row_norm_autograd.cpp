@@ -35,7 +35,7 @@ BackwardResult call_backward(const BackwardCall& c) {
 // ---- The node ------------------------------------------------------------------------------------------------------
 
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
-struct RowNormBackward : SavingNode<RowNormBackward> {
+struct RowNormBackward : SavingNode {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
   // activation's argument and double backward; it is a parameter, so keeping it costs no memory. x where there are both a
   // residual and a pre-activation.
@@ -62,14 +62,16 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
 
   std::string name() const override { return "RowNormBackward"; }
 
-  template <class F> void each_saved(F&& f) {
-    for (auto* saved : {&input, &weight, &bias, &stats, &x, &seed}) f(*saved);
+  SavedList saved() override { return {{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}, {&seed}}; }
+  std::string key() const override {
+    return key_of(norm.num_dims, norm.weight_offset, norm.rms, norm.pre_activation, norm.activation, norm.dropout.threshold,
+                  norm.hf, eps, x_dtype, y_dtype, has_residual, saves_output);
   }
 
   // Whether h = residual + x, so that both have the same gradient, up to its dtype.
   bool only_adds() const { return has_residual && norm.pre_activation == 0 && !norm.dropout; }
 
-  variable_list gradients(variable_list&& grads) {
+  variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return variable_list(num_outputs());
     const Tensor saved = saves_output ? input.unpack(getptr()) : input.unpack();
@@ -138,17 +140,6 @@ struct RowNormBackward : SavingNode<RowNormBackward> {
   Tensor chain(const Tensor& t, int32_t activation) const {
     return reference(PointwiseCall{t.contiguous(), kAbsent, "first", kActivationNames[activation], 1.0, norm.dropout.p(),
                                    optional(seed.unpack())});
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(input, saves_output);
-    for (const auto* saved : {&weight, &bias, &stats, &x, &seed}) args.collect(*saved, /*is_output=*/false);
-    args.collect(norm.num_dims);
-    for (const double number : {norm.weight_offset, eps}) args.collect(number);
-    for (const bool flag : {norm.rms, norm.hf, has_residual, saves_output}) args.collect(flag);
-    for (const auto dtype : {x_dtype, y_dtype}) args.collect(dtype);
-    for (const int32_t code : {norm.pre_activation, norm.activation}) args.collect(code);
-    args.collect(norm.dropout.threshold);
   }
 };
 

@@ -31,7 +31,7 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
   return c.leaves_out ? dx.masked_fill(y.eq(0), 0) : dx;
 }
 
-struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
+struct SoftmaxBackward : SavingNode {
   SavedVariable y, mask;  // the mask, if it has a gradient, for its shape and dtype
   const double scale;
   const bool leaves_out;
@@ -48,11 +48,10 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
 
   std::string name() const override { return "SoftmaxBackward"; }
 
-  template <class F> void each_saved(F&& f) {
-    for (auto* saved : {&y, &mask}) f(*saved);
-  }
+  SavedList saved() override { return {{&y, true}, {&mask}}; }
+  std::string key() const override { return key_of(scale, leaves_out); }
 
-  variable_list gradients(variable_list&& grads) {
+  variable_list gradients(variable_list&& grads) override {
     variable_list list(num_outputs());
     if (!grads[0].defined()) return list;
     const Tensor& dy = grads[0];
@@ -66,13 +65,6 @@ struct SoftmaxBackward : SavingNode<SoftmaxBackward> {
     if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
     list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
     return list;
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(y, /*is_output=*/true);
-    args.collect(mask, /*is_output=*/false);
-    args.collect(scale);
-    args.collect(leaves_out);
   }
 };
 

@@ -33,6 +33,11 @@ __device__ inline void mbarrier_arrive_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
+// Bytes that will arrive before this thread itself does.
+__device__ inline void mbarrier_expect(Mbarrier* b, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
 // Waits until the phase of the given parity is complete.
 __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
   asm volatile(

@@ -17,10 +17,10 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   using P = Place<S>;
   using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
   using Pair = typename Stream::Pair;
-  using X = Piece<typename S::Row, S::kAlignX, Stream::kCols>;
-  using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols>;
-  using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols>;
-  using PreX = Piece<typename S::PreX, S::kAlignPreX, Stream::kCols>;
+  using X = Piece<typename S::Row, S::kAlignX, Stream::kCols, S::kCols>;
+  using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols, S::kCols>;
+  using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols, S::kCols>;
+  using PreX = Piece<typename S::PreX, S::kAlignPreX, Stream::kCols, S::kCols>;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
   constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + PreX::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kGroups][kSlots][kSlotBytes], then weight and bias
@@ -51,17 +51,11 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     return PreX{static_cast<const typename S::PreX*>(args.pre_x) + offset};
   };
   const auto fill = [&](i64 row, int slot) {
-    const X x = x_of(row);
-    const DY dy = dy_of(row);
-    const DH dh = dh_of(row);
-    const PreX pre_x = pre_x_of(row);
+    const i64 end = args.rows - 1;
     Mbarrier* full = &stream.shared.full[slot];
-    mbarrier_arrive_expect(full,
-                           x.copied_bytes(cols) + dy.copied_bytes(cols) + dh.copied_bytes(cols) + pre_x.copied_bytes(cols));
-    x.copy(x_slot(slot), cols, full);
-    dy.copy(dy_slot(slot), cols, full);
-    dh.copy(dh_slot(slot), cols, full);
-    pre_x.copy(pre_x_slot(slot), cols, full);
+    copy_pieces(full, cols, PieceCopy<X>{x_of(row), x_of(end), x_slot(slot)},
+                PieceCopy<DY>{dy_of(row), dy_of(end), dy_slot(slot)}, PieceCopy<DH>{dh_of(row), dh_of(end), dh_slot(slot)},
+                PieceCopy<PreX>{pre_x_of(row), pre_x_of(end), pre_x_slot(slot)});
     if constexpr (!S::kRms) copy_word(&stats_slot[slot].mean, static_cast<const A*>(args.mean) + row);
     copy_word(&stats_slot[slot].rstd, static_cast<const A*>(args.rstd) + row);
     copy_arrive(full);

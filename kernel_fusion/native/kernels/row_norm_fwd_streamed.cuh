@@ -17,8 +17,8 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   using P = Place<S>;
   using Stream = RowStream<S, 1, S::kHelpers>;
   using Pair = typename Stream::Pair;
-  using X = Piece<typename S::X, S::kAlignX, Stream::kCols>;
-  using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols>;
+  using X = Piece<typename S::X, S::kAlignX, Stream::kCols, S::kCols>;
+  using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols, S::kCols>;
   constexpr int kVec = S::kVec, kVectors = P::kVectors;
   constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kSlots][kSlotBytes]
@@ -41,12 +41,9 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
                     row_offset<S::kStridedResidual>(args.residual_rows, row) + first_col};
   };
   const auto fill = [&](i64 row, int slot) {
-    const X x = x_of(row);
-    const Residual residual = residual_of(row);
-    Mbarrier* full = &stream.shared.full[slot];
-    mbarrier_arrive_expect(full, x.copied_bytes(cols) + residual.copied_bytes(cols));
-    x.copy(x_slot(slot), cols, full);
-    residual.copy(residual_slot(slot), cols, full);
+    const i64 end = args.rows - 1;
+    copy_pieces(&stream.shared.full[slot], cols, PieceCopy<X>{x_of(row), x_of(end), x_slot(slot)},
+                PieceCopy<Residual>{residual_of(row), residual_of(end), residual_slot(slot)});
   };
   const auto combine = [&](i64 row, typename Stream::Sums sums) {
     const Moments<S> moments = join_moments<S>(at.lane, sums);

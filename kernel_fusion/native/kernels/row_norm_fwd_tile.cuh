@@ -45,8 +45,8 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   X* const x_rows = const_cast<X*>(x.row_in(tile, 0));
   Y* const y_rows = kInPlace ? reinterpret_cast<Y*>(x_rows) : const_cast<Y*>(y.row_in(tile + XRows::kBytes, 0));
   if (contiguous && threadIdx.x == 0) {
-    mbarrier_arrive_expect(&full, x.copied_bytes(rows * S::kCols));
-    x.copy(tile, rows * S::kCols, &full);
+    const bool last = first + rows == args.rows;
+    copy_pieces(&full, rows * S::kCols, PieceCopy<XRows>{x, {last ? x.source : nullptr}, tile});
   }
   const Before<S, Y> before(args);
   Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];

@@ -15,33 +15,67 @@
 
 namespace kf {
 
-// A group's columns of one row of one tensor: a contiguous piece, copied with what else lies in its first and last 16 bytes,
-// so that any alignment will do.
-template <class T, int kAlign, int kCols> struct Piece {
-  static constexpr int kBytes = (kCols * static_cast<int>(sizeof(T)) + 15) / 16 * 16 + (kAlign < 16 ? 16 : 0);  // in a slot
+// A contiguous piece of a tensor, copied to a slot with what else lies in its first and last 16 bytes, so that any alignment
+// will do. Behind the tensor's last piece nothing may lie, so there the copy ends before, and the rest goes by elements.
+// kRowCols: of a row, where pieces end at its end or within it.
+template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
+  static constexpr int kSize = static_cast<int>(sizeof(T));
+  static constexpr bool kRest = kAlign < 16 || kRowCols * kSize % 16 != 0;
+  static constexpr int kBytes = (kCols * kSize + 15) / 16 * 16 + (kAlign < 16 ? 16 : 0);  // in a slot
 
   const T* source;
 
   __device__ int lead() const { return kAlign >= 16 ? 0 : static_cast<int>(reinterpret_cast<unsigned long long>(source) & 15); }
-  __device__ unsigned copied_bytes(int cols) const { return (lead() + cols * static_cast<int>(sizeof(T)) + 15) & ~15u; }
-  __device__ void copy(char* slot, int cols, Mbarrier* b) const {
-    bulk_load(slot, reinterpret_cast<const char*>(source) - lead(), copied_bytes(cols), b);
+  __device__ unsigned copied_bytes(int cols, bool last) const {
+    return (lead() + cols * kSize + (kRest && last ? 0 : 15)) & ~15u;
   }
-  // Where column 0 of the row would be, with the group's first column at the beginning of the slot.
+  __device__ void copy(char* slot, int cols, bool last, Mbarrier* b) const {
+    const unsigned bytes = copied_bytes(cols, last);
+    if (!kRest || bytes > 0) bulk_load(slot, reinterpret_cast<const char*>(source) - lead(), bytes, b);
+  }
+  __device__ void copy_rest(char* slot, int cols, bool last) const {
+    if (!kRest || !last) return;
+    T* const row = const_cast<T*>(row_in(slot, 0));
+#pragma unroll 1
+    for (int c = max(0, (static_cast<int>(copied_bytes(cols, true)) - lead()) / kSize); c < cols; ++c) row[c] = source[c];
+  }
+  // Where column 0 of the row would be, with the piece's first column at the beginning of the slot.
   __device__ const T* row_in(const char* slot, int first_col) const {
     return reinterpret_cast<const T*>(slot + lead()) - first_col;
   }
 };
 
-template <int kAlign, int kCols> struct Piece<absent, kAlign, kCols> {
+template <int kAlign, int kCols, int kRowCols> struct Piece<absent, kAlign, kCols, kRowCols> {
+  static constexpr bool kRest = false;
   static constexpr int kBytes = 0;
 
   const absent* source;
 
-  __device__ unsigned copied_bytes(int) const { return 0; }
-  __device__ void copy(char*, int, Mbarrier*) const {}
+  __device__ unsigned copied_bytes(int, bool) const { return 0; }
+  __device__ void copy(char*, int, bool, Mbarrier*) const {}
+  __device__ void copy_rest(char*, int, bool) const {}
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
+
+// A piece on its way to a slot. `end`: the tensor's last one, which rows that a tensor repeats may all be.
+template <class P> struct PieceCopy {
+  P piece, end;
+  char* slot;
+  __device__ bool last() const { return P::kRest && piece.source == end.source; }
+};
+
+// One thread starts the copies of `cols` columns, and arrives on `b` with their bytes.
+template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const PieceCopy<P>&... copies) {
+  constexpr bool kRest = (P::kRest || ...);
+  const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last()) + ...);
+  if constexpr (kRest) mbarrier_expect(b, bytes);
+  else mbarrier_arrive_expect(b, bytes);
+  (copies.piece.copy(copies.slot, cols, copies.last(), b), ...);
+  if constexpr (kRest) {
+    (copies.piece.copy_rest(copies.slot, cols, copies.last()), ...);
+    mbarrier_arrive(b);
+  }
+}
 
 // kFills: how often fill() arrives at a slot's barrier. kHelpers: warps behind those of the only group; the first one is the
 // combiner, the second the producer.
