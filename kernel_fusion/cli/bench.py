@@ -46,12 +46,7 @@ _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a
 
 def bench(
     suites: Annotated[list[str], typer.Argument(metavar="SUITE...", help=f"One or more of: {', '.join(SUITES)}.")],
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Fewer repetitions, dtypes, verbs and shapes, no peers: about a minute for a suite."
-        ),
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute for a suite: less of everything, no peers.")] = False,
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cpu,cuda: several stand side by side. Default: the GPU, if any.")
     ] = None,
