@@ -145,18 +145,19 @@ _PLANS = (
 _OF_TRITON = (
     Mutant(
         "triton: another eps", f"{_TRITON}/row_norm_fwd.py",
-        "RMS, EXACT, BLOCK, SLICES)\n        rstd = reciprocal_sqrt(variance + EPS)",
-        "RMS, EXACT, BLOCK, SLICES)\n        rstd = reciprocal_sqrt(variance + 2 * EPS)",
+        "count, each, C)\n    rstd = reciprocal_sqrt(variance + C.eps)",
+        "count, each, C)\n    rstd = reciprocal_sqrt(variance + 2 * C.eps)",
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
         "triton: a row ends one column late", f"{_TRITON}/row_norm_fwd.py",
-        "tl.where(i * BLOCK + col < num_cols, deviation, 0.0)", "tl.where(i * BLOCK + col <= num_cols, deviation, 0.0)",
+        "tl.where(i * C.block + col < num_cols, deviation, 0.0)",
+        "tl.where(i * C.block + col <= num_cols, deviation, 0.0)",
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
         "triton: h is normalised before it is rounded", f"{_TRITON}/row_norm_fwd.py",
-        "        h = h.to(residual_ptr.dtype.element_ty).to(tl.float64 if WIDE else tl.float32)\n", "",
+        "        h = h.to(residual_ptr.dtype.element_ty).to(C.acc)\n", "",
         "tests/test_triton.py::test_h_is_normalised_as_it_is",
     ),
     Mutant(
@@ -166,12 +167,12 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: dresidual lacks what arrives at h", f"{_TRITON}/row_norm_bwd.py",
-        "    if HAS_DH:\n", "    if HAS_DH and not DRESIDUAL:\n",
+        "    if C.has_dh:\n", "    if C.has_dh and not C.dresidual:\n",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(
         "triton: backward of dropout does not scale", f"{_TRITON}/row_norm_bwd.py",
-        "dh * KEPT_SCALE, 0.0)", "dh, 0.0)",
+        "dh * C.kept_scale, 0.0)", "dh, 0.0)",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(
@@ -181,7 +182,7 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: memory is read before the wait", f"{_TRITON}/row_norm_bwd.py",
-        "    wait_for_previous_kernel(CHAINED)\n    let_next_kernel_start(CHAINED)\n", "",
+        "    wait_for_previous_kernel(C.chained)\n    let_next_kernel_start(C.chained)\n", "",
         "tests/test_triton_offline.py::test_every_kernel_compiles",
     ),
     Mutant(
@@ -196,7 +197,7 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: a stride of a view is ignored", f"{_TRITON}/rows.py",
-        "(plane % middle) * stride1", "(plane % middle) * stride2",
+        "(plane % middle) * (strides[1] * UNIT)", "(plane % middle) * (strides[2] * UNIT)",
         "tests/test_triton.py::test_within_budget -k transposed",
     ),
 )

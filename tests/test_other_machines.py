@@ -19,6 +19,7 @@ from kernel_fusion.backends import availability
 from kernel_fusion.backends.cuda import planner, python_launch
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.triton import launch
+from kernel_fusion.backends.triton.kernels.constants import SumPartials
 from kernel_fusion.config import cxx_compiler
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
@@ -171,13 +172,13 @@ def test_options_of_nvidias_devices(traced: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: seen)
     x = torch.zeros(1)
-    launch.launch(kernel, (1,), x, warps=8, registers=128, CHAINED=True, RELEASES=True)
+    constants = SumPartials(wide=False, rows=1, block=16, pair=False)
+    chained = replace(constants, chained=True)
+    launch.launch(kernel, (1,), x, constants=chained, warps=8, registers=128)
     extra = {} if traced else {"launch_pdl": True, "maxnreg": 128}
-    assert seen.options == {"num_warps": 8, "CHAINED": not traced, "RELEASES": not traced, **extra}
-    launch.launch(kernel, (1,), x, warps=8, CHAINED=False)
-    assert seen.options == {"num_warps": 8, "CHAINED": False}
-    launch.launch(kernel, (1,), x, warps=4)
-    assert seen.options == {"num_warps": 4}
+    assert seen.options == {"C": constants if traced else chained, "num_warps": 8, **extra}
+    launch.launch(kernel, (1,), x, constants=constants, warps=4)
+    assert seen.options == {"C": constants, "num_warps": 4}
 
 
 def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -110,6 +110,7 @@ _TRACE = """
     from kernel_fusion.backends import availability
     from kernel_fusion.backends.triton import plan
     from torch._dynamo.backends.common import aot_autograd
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.exc import InductorError
@@ -139,8 +140,10 @@ _TRACE = """
     def compiler(graph, inputs):
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
         graphs.append([str(node.target) for node in nodes])
-        arguments = [node.kwargs.get("kwargs", {}) for node in nodes]
-        chained.extend(of_kernel["CHAINED"] for of_kernel in arguments if "CHAINED" in of_kernel)
+        of_kernels = [node.kwargs["constant_args_idx"] for node in nodes if "constant_args_idx" in node.kwargs]
+        constants = [kernel_side_table.get_constant_args(index)["C"] for index in of_kernels]
+        assert all(eval(repr(of_kernel), {}) == of_kernel for of_kernel in constants)  # in Inductor's generated code
+        chained.extend(of_kernel.chained for of_kernel in constants)
         try:
             compile_fx_inner(graph, inputs)
         except InductorError as error:

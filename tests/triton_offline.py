@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernel_fusion.backends.triton import plan, pointwise, reduce, row_norm, serve, softmax
+from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.operators import fallback
 
 _TYPES = {
@@ -51,7 +52,7 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     warps: int
     registers: int | None
-    constants: dict[str, Any]
+    constants: Constants
 
 
 def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> list[Launch]:
@@ -59,7 +60,7 @@ def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> l
     launches: list[Launch] = []
 
     def recorder(
-        kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
+        kernel: Any, grid: tuple[Any, ...], *args: Any, constants: Constants, warps: int, registers: int | None = None
     ) -> None:
         first = next(arg for arg in args if isinstance(arg, Tensor))
         pointers = tuple(first if arg is None else arg for arg in args)
@@ -113,7 +114,7 @@ def signature(launch: Launch) -> dict[str, tuple[str, Any]]:
             found[parameter.name] = ("constexpr", 1)
         else:
             found[parameter.name] = ("i32", None)
-    return found | {name: ("constexpr", value) for name, value in launch.constants.items()}
+    return found | {"C": ("constexpr", launch.constants)}
 
 
 def distinct(launches: list[Launch]) -> Iterator[Launch]:
@@ -147,7 +148,7 @@ def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int, int | None
         assert launch.registers is None
         code = triton.compile(source, target=target, options=options)
         return len(code.asm["hsaco"]), code.metadata.shared, None
-    chained = launch.constants.get("CHAINED", False)
+    chained = launch.constants.chained
     code = triton.compile(source, target=target, options=options | {"maxnreg": launch.registers, "launch_pdl": chained})
     waited = early_accesses(code.asm["ptx"])
     assert (waited is not None) == chained, launch
@@ -203,7 +204,7 @@ def each_kernel(arch: str) -> list[Launch]:
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
         for launch in record(partial(verbs, rows, cols, torch.bfloat16), _DEVICES[arch]):
-            found.setdefault((launch.kernel, launch.constants.get("LOOPED", False)), launch)
+            found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
     return [*found.values()]
 
 
@@ -215,7 +216,7 @@ def main(backend: str, arch: str, which: str = "all") -> None:
     shared = device.shared_bytes or _AMD_SHARED_BYTES
     for launch in distinct(each_kernel(arch) if which == "each" else all_launches(arch)):
         size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
-        looped = launch.constants.get("LOOPED", False)
+        looped = getattr(launch.constants, "looped", False)
         print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - shared), early]))
 
 

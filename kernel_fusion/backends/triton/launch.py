@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import py_sym_types
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.backends.triton.kernels.elementary import INTERPRETED
 from kernel_fusion.backends.triton.plan import Plan
 
@@ -17,13 +21,13 @@ launches: dict[str, int] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[Any, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
+    kernel: Any, grid: tuple[Any, ...], *args: Any, constants: Constants, warps: int, registers: int | None = None
 ) -> None:
     """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed.
 
-    A kernel with the constant CHAINED is launched while the one before it still runs. A thread gets `registers` at
-    most, if that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way, and with
-    Triton 3.6 the wait keeps it from finding out what a kernel writes.
+    A kernel that is `chained` is launched while the one before it still runs. A thread gets `registers` at most, if
+    that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way, and with Triton 3.6
+    the wait keeps it from finding out what a kernel writes.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
@@ -31,27 +35,35 @@ def launch(
     pointers = [first if arg is None else arg for arg in args]
     if INTERPRETED:
         with np.errstate(all="ignore"):  # infinities and NaN are as welcome here as on a device
-            kernel[grid](*pointers, **constants)
+            kernel[grid](*pointers, C=constants)
         return
     wrapped = torch.library.wrap_triton(kernel)
     options: dict[str, Any] = {}  # those of NVIDIA's devices
     if wrapped is not kernel:
-        constants |= dict.fromkeys(constants.keys() & {"CHAINED", "RELEASES"}, False)
+        constants = _for_inductor(constants)
     else:
-        options |= {"launch_pdl": True} if constants.get("CHAINED") else {}
+        options |= {"launch_pdl": True} if constants.chained else {}
         options |= {"maxnreg": registers} if registers else {}
     with _on(first.device):
-        wrapped[grid](*pointers, **constants, num_warps=warps, **options)
+        wrapped[grid](*pointers, C=constants, num_warps=warps, **options)
 
 
-def tile(plan: Plan) -> dict[str, int]:
+def _for_inductor(constants: Constants) -> Constants:
+    """Not chained, and with numbers in place of symbols, which the traced program is then guarded by."""
+    values = {field.name: getattr(constants, field.name) for field in fields(constants)}
+    numbers = {name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)}
+    changes: dict[str, Any] = numbers | {"chained": False}
+    return replace(constants, **changes)
+
+
+def tile(plan: Plan) -> dict[str, Any]:
     """The constants of a tile."""
-    return {"ROWS": plan.rows, "BLOCK": plan.block}
+    return {"rows": plan.rows, "block": plan.block}
 
 
-def row_tile(plan: Plan, cols: int) -> dict[str, int]:
+def row_tile(plan: Plan, cols: int) -> dict[str, Any]:
     """The constants of a tile of rows of so many columns."""
-    return {**tile(plan), "EXACT": cols % plan.block == 0}
+    return {**tile(plan), "exact": cols % plan.block == 0}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

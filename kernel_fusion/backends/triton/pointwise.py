@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import pointwise as kernels
+from kernel_fusion.backends.triton.kernels.constants import Pointwise as Constants
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
 from kernel_fusion.backends.triton.row_norm import sum_partials
@@ -72,24 +73,24 @@ def _like(walk: _Walk, shape: Sequence[int], dtype: torch.dtype, device: torch.d
 def _numbers(walk: _Walk) -> tuple[list[int], dict[str, Any]]:
     """Lengths and strides in units, and the constants that say what they mean."""
     if walk.rows is None:
-        return [1, walk.cols, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1], {"FLAT": True, "SIMPLE": True, "UNIT": 1}
+        return [1, walk.cols, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1], {"flat": True, "unit": 1}
     rows = walk.rows
     first, second = rows.strides
     size = unit(walk.cols, *first, *second)
     numbers = [rows.count, walk.cols // size, rows.middle, rows.inner]
     numbers += [*(s // size for s in first), walk.steps[0], *(s // size for s in second), walk.steps[1]]
-    return numbers, {"FLAT": False, "SIMPLE": rows.simple, "UNIT": size}
+    return numbers, {"simple": rows.simple, "unit": size}
 
 
 def _constants(
     combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
-        "COMBINE": combine,
-        "ACTIVATION": activation,
-        "SCALE": scale * (dropout.scale(dropout_p) if seed is not None else 1.0),
-        "THRESHOLD": dropout.threshold(dropout_p) if seed is not None else 0,
-        "WIDE": compute_dtype(dtype) == torch.float64,
+        "combine": combine,
+        "activation": activation,
+        "scale": scale * (dropout.scale(dropout_p) if seed is not None else 1.0),
+        "threshold": dropout.threshold(dropout_p) if seed is not None else 0,
+        "wide": compute_dtype(dtype) == torch.float64,
     }
 
 
@@ -129,10 +130,8 @@ def forward(
     y = _like(walk, shape, out_dtype or dtype, a.device)
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
-    launch(
-        kernels.pointwise_fwd, grid, walk.a, walk.b, seed, y, *numbers, **meaning, **tile(layout), warps=layout.warps,
-        **_constants(combine, activation, scale, dropout_p, seed, dtype),
-    )  # fmt: skip
+    constants = Constants(**meaning, **tile(layout), **_constants(combine, activation, scale, dropout_p, seed, dtype))
+    launch(kernels.pointwise_fwd, grid, walk.a, walk.b, seed, y, *numbers, constants=constants, warps=layout.warps)
     return y
 
 
@@ -168,8 +167,8 @@ def backward(
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
     launch(
-        kernels.pointwise_bwd, grid, cotangent, walk.a, walk.b, seed, da, db, *numbers, **meaning, **tile(layout),
-        DA=wants[0], DB=b is not None and wants[1], warps=layout.warps, **constants,
+        kernels.pointwise_bwd, grid, cotangent, walk.a, walk.b, seed, da, db, *numbers, warps=layout.warps,
+        constants=Constants(**meaning, **tile(layout), da=wants[0], db=b is not None and wants[1], **constants),
     )  # fmt: skip
     return da, db
 
@@ -188,7 +187,7 @@ def _backward_columns(
     layout = plan.columns(walk.cols, device.warp_size)
     tiles = -(-walk.cols // layout.block)
     programs = device.programs(layout, walk.rows.count, tiles)
-    wide = torch.float64 if constants["WIDE"] else torch.float32
+    wide = torch.float64 if constants["wide"] else torch.float32
     partials = torch.empty(programs * walk.cols, dtype=wide, device=dy.device)
     da = _like(walk, dy.shape, walk.a.dtype, dy.device) if wants_da else dy.new_empty(0, dtype=walk.a.dtype)
     db = torch.empty(walk.cols, dtype=walk.b.dtype, device=dy.device)
@@ -196,7 +195,7 @@ def _backward_columns(
     launch(
         kernels.pointwise_bwd_columns, (tiles, programs),
         dy, walk.a, walk.b, seed, da, partials, walk.rows.count, walk.cols // size,
-        DA=wants_da, UNIT=size, **tile(layout), warps=layout.warps, **constants,
+        constants=Constants(da=wants_da, unit=size, **tile(layout), **constants), warps=layout.warps,
     )  # fmt: skip
     sum_partials(partials, programs, [db])
     return da, db

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton.kernels.constants import Reduction
 from kernel_fusion.backends.triton.kernels.reduce import reduce_columns, reduce_rows
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import product
@@ -65,6 +66,10 @@ def forward(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: 
     return values.view(kept)
 
 
+def _constants(layout: plan.Plan, map: str, mean: bool, wide: torch.dtype) -> Reduction:
+    return Reduction(map=map, mean=mean, wide=wide == torch.float64, **tile(layout))
+
+
 def _reduce_run(
     x: Tensor, first: int, end: int, map: str, wide: torch.dtype, dtype: torch.dtype, count: int | None
 ) -> Tensor:
@@ -91,7 +96,7 @@ def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, cou
     launch(
         reduce_rows, (-(-rows // layout.rows), sections),
         x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count,
-        MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
+        constants=_constants(layout, map, final and count is not None, wide), warps=layout.warps,
     )  # fmt: skip
     return out if final else _reduce_rows(out, "none", wide, dtype, count)
 
@@ -105,7 +110,7 @@ def _reduce_columns(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, 
     launch(
         reduce_columns, (-(-cols // layout.block) * outer, sections),
         x, out, length, plan.COLUMN_SECTION, cols, x.stride(0), x.stride(1), 1 if count is None else count,
-        MAP=map, MEAN=final and count is not None, WIDE=wide == torch.float64, **tile(layout), warps=layout.warps,
+        constants=_constants(layout, map, final and count is not None, wide), warps=layout.warps,
     )  # fmt: skip
     return out if final else _reduce_columns(out, "none", wide, dtype, count)
 

@@ -11,6 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
+from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward, SumPartials
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
@@ -30,11 +31,11 @@ def _stages(
     """The constants of the stages."""
     active = seed is not None
     return {
-        "PRE": pre_activation,
-        "ACTIVATION": activation,
-        "HF": rounding == "hf",
-        "THRESHOLD": dropout.threshold(dropout_p) if active else 0,
-        "KEPT_SCALE": dropout.scale(dropout_p) if active else 1.0,
+        "pre_activation": pre_activation,
+        "activation": activation,
+        "hf": rounding == "hf",
+        "threshold": dropout.threshold(dropout_p) if active else 0,
+        "kept_scale": dropout.scale(dropout_p) if active else 1.0,
     }
 
 
@@ -101,14 +102,17 @@ def forward(
     device = plan.device_of(input.device)
     layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
     size, lengths, strides = _in_units(Rows(rows.count, rows.middle, rows.inner, (rows.strides * 2)[:2]), cols)
+    constants = RowNormForward(
+        eps=eps, offset=weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), rms=rms,
+        has_residual=residual is not None, has_weight=weight is not None, has_bias=bias is not None, stats=wants_stats,
+        wide=wide == torch.float64, flat=rows.simple, unit=size, **row_tile(layout, cols), pieces=layout.pieces,
+        looped=layout.looped, slices=layout.slices, early=layout.early, chained=device.chained,
+        releases=layout.releases,
+    )  # fmt: skip
     launch(
         fwd_kernel, (-(-rows.count // layout.rows),),
-        x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
-        EPS=eps, OFFSET=weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding),
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
-        STATS=wants_stats, WIDE=wide == torch.float64, FLAT=rows.simple, UNIT=size, **row_tile(layout, cols),
-        PIECES=layout.pieces, LOOPED=layout.looped, SLICES=layout.slices, EARLY=layout.early, CHAINED=device.chained,
-        RELEASES=device.chained and layout.releases, warps=layout.warps,
+        x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides, constants=constants,
+        warps=layout.warps,
     )  # fmt: skip
     bare = residual is None and seed is None and pre_activation == activation == IDENTITY
     if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
@@ -150,52 +154,88 @@ def backward(
     kinds = (input_dtype in checks.FLOATING, bias_dtype in (*checks.FLOATING, None), len(wants) == 4)
     takes = takes and all(kinds) and _are_statistics(stats, h, num_dims, rms)
     require("triton_row_norm_bwd", [dy, dh, h, x, stats, weight, bias, seed], takes)
+    results = _gradients(h, num_dims, weight, input_dtype, bias_dtype, wants)
     tensors, rows = rows_of([dy, h, h if x is None else x], num_dims)
+    cols = product(h.shape[h.dim() - num_dims :])
+    size, *numbers = _in_units(rows, cols)
+    fetched = sum(t.dtype.itemsize for t in (dy, dh, h, x, weight, bias) if t is not None)
+    constants = {
+        "offset": weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), "stored": stored,
+        "has_weight": weight is not None, "has_bias": bias is not None, "rms": rms, "flat": rows.simple, "unit": size,
+        "wide": stats.dtype == torch.float64,
+    }  # fmt: skip
+    given = [*tensors, None if dh is None else dh.contiguous(), _flat(weight), _flat(bias), seed, stats]
+    _launch_backward(given, results, rows.count, cols, numbers, fetched, wants, constants)
+    return results
+
+
+def _gradients(
+    h: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    input_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for dx, dresidual, dweight and dbias."""
     shape = h.shape[h.dim() - num_dims :]
-    cols = product(shape)
     dtypes = (input_dtype, h.dtype, input_dtype if weight is None else weight.dtype, bias_dtype or input_dtype)
     shapes = (h.shape, h.shape, shape, shape)
     dx, dresidual, dweight, dbias = (
         torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
         for of, dtype, wanted in zip(shapes, dtypes, wants, strict=True)
     )
+    return dx, dresidual, dweight, dbias
+
+
+def _launch_backward(
+    given: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    count: int,
+    cols: int,
+    numbers: Sequence[Sequence[int]],
+    fetched: int,
+    wants: Sequence[bool],
+    constants: dict[str, Any],
+) -> None:
+    """Fill the gradients that are wanted, of `count` rows, from dy, h, x, dh, weight, bias, seed and the statistics."""
+    dy, h, *_, seed, stats = given
+    assert dy is not None
+    assert h is not None
+    assert stats is not None
     device = plan.device_of(h.device)
-    is_wide = stats.dtype == torch.float64
-    sums = wants[2] or wants[3]
-    fetched = sum(t.dtype.itemsize for t in (dy, dh, h, x, weight, bias) if t is not None)
-    staged = (pre_activation, activation) != (IDENTITY, IDENTITY) or seed is not None
-    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, rms, staged, fetched, device.shared_bytes)
-    size, lengths, strides = _in_units(rows, cols)
-    given = [*tensors[:2], _flat(weight), _flat(bias), seed, stats]
-    constants = {
-        "OFFSET": weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), "STORED": stored,
-        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RMS": rms, "WIDE": is_wide,
-        "FLAT": rows.simple, "UNIT": size,
-    }  # fmt: skip
+    dx, dresidual, dweight, dbias = results
+    staged = constants["pre_activation"] != IDENTITY or constants["activation"] != IDENTITY or seed is not None
+    sizes = fetched, device.shared_bytes
+    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
     # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.
+    sums = wants[2] or wants[3]
     whole = sums and layout.resident > 0
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
     beside = 1 if whole else -(-cols // columns.block)
-    programs = device.programs(layout if whole else columns, rows.count, beside)
+    programs = device.programs(layout if whole else columns, count, beside)
     partials = torch.empty((wants[2] + wants[3]) * programs * cols, dtype=stats.dtype, device=h.device)
+    lengths, strides = numbers
     if wants[0] or wants[1] or whole:
+        of_rows = RowNormBackward(
+            has_dh=given[3] is not None, dx=wants[0], dresidual=wants[1], dweight=wants[2] and whole,
+            dbias=wants[3] and whole, **row_tile(layout, cols), pieces=layout.pieces, again=layout.again,
+            looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
+            **constants,
+        )  # fmt: skip
         launch(
-            bwd.row_norm_bwd, (programs if whole else -(-rows.count // layout.rows),),
-            *tensors, None if dh is None else dh.contiguous(), *given[2:], dx, dresidual, partials, *lengths, *strides,
-            HAS_DH=dh is not None, DX=wants[0], DRESIDUAL=wants[1], DWEIGHT=wants[2] and whole,
-            DBIAS=wants[3] and whole, **row_tile(layout, cols), PIECES=layout.pieces, AGAIN=layout.again,
-            LOOPED=layout.looped, STAGES=layout.stages, CHAINED=device.chained and whole and layout.chained,
-            warps=layout.warps, registers=None if staged else device.registers_of(layout), **constants,
+            bwd.row_norm_bwd, (programs if whole else -(-count // layout.rows),),
+            *given, dx, dresidual, partials, *lengths, *strides, constants=of_rows, warps=layout.warps,
+            registers=None if staged else device.registers_of(layout),
         )  # fmt: skip
     if sums and not whole:
         launch(
             bwd.row_norm_bwd_columns, (beside, programs),
-            *given, partials, *lengths, *strides[:-3], DWEIGHT=wants[2], DBIAS=wants[3], **row_tile(columns, cols),
-            warps=columns.warps, **constants,
+            dy, h, *given[4:], partials, *lengths, *strides[:-3], warps=columns.warps,
+            constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
         )  # fmt: skip
     if sums:
         sum_partials(partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
-    return dx, dresidual, dweight, dbias
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> None:
@@ -207,10 +247,10 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> 
     cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)
     layout = plan.partial_sums(device.warp_size)
+    constants = SumPartials(**tile(layout), pair=pair, wide=partials.dtype == torch.float64, chained=device.chained)
     launch(
         bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
-        partials, outputs[0], outputs[1] if pair else None, programs, cols,
-        **tile(layout), PAIR=pair, WIDE=partials.dtype == torch.float64, CHAINED=device.chained, warps=layout.warps,
+        partials, outputs[0], outputs[1] if pair else None, programs, cols, constants=constants, warps=layout.warps,
     )  # fmt: skip
 
 

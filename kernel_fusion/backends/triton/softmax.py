@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd, plan
 from kernel_fusion.backends.triton.kernels import softmax as kernels
+from kernel_fusion.backends.triton.kernels.constants import Softmax as Constants
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import Rows, merge, outer_rows, rows_of, unit
 from kernel_fusion.core.arguments import floating, require, shaped
@@ -44,12 +45,16 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     wide = compute_dtype(input.dtype) == torch.float64
     layout = plan.row_plan(cols, wide, plan.device_of(input.device).warp_size)
     size = unit(cols, *rows.strides[0])
+    kind = "none" if by is None else "bool" if by.dtype == torch.bool else "additive"
+    constants = Constants(
+        scale=scale, mask=kind, causal=causal, leaves_out=causal or kind == "bool", wide=wide, flat=rows.simple,
+        unit=size, **tile(layout), looped=layout.looped,
+    )  # fmt: skip
     launch(
         kernels.softmax_fwd, (-(-rows.count // layout.rows),),
         x, by, y, rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner,
         *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1),
-        SCALE=scale, MASK="none" if by is None else "bool" if by.dtype == torch.bool else "additive", CAUSAL=causal,
-        WIDE=wide, FLAT=rows.simple, UNIT=size, **tile(layout), LOOPED=layout.looped, warps=layout.warps,
+        constants=constants, warps=layout.warps,
     )  # fmt: skip
     return y
 
@@ -64,11 +69,12 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     wide = compute_dtype(y.dtype) == torch.float64
     layout = plan.softmax_backward(cols, wide, plan.device_of(y.device).warp_size)
     size, num_rows = unit(cols), y.numel() // cols
+    constants = Constants(
+        scale=scale, leaves_out=leaves_out, wide=wide, unit=size, **tile(layout), looped=layout.looped
+    )
     launch(
         kernels.softmax_bwd, (-(-num_rows // layout.rows),),
-        dy, y, dx, num_rows, cols // size,
-        SCALE=scale, LEAVES_OUT=leaves_out, WIDE=wide, UNIT=size, **tile(layout), LOOPED=layout.looped,
-        warps=layout.warps,
+        dy, y, dx, num_rows, cols // size, constants=constants, warps=layout.warps,
     )  # fmt: skip
     return dx
 

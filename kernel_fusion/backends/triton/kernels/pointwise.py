@@ -1,7 +1,7 @@
 """Pointwise chains, y = dropout(scale * f(a, b)), and their gradients.
 
 y is dense, and the kernels walk through its memory: in rows of `num_cols` elements, of which the operands have the
-offsets of up to three outer strides and a column stride (0 where broadcast). A tensor without structure (FLAT) is one
+offsets of up to three outer strides and a column stride (0 where broadcast). A tensor without structure (flat) is one
 long row, whose full tiles are not masked, so that they are loaded in vectors whatever its length. The element at offset
 i of y is number i of dropout. Bytes per element: a and b in, y out; backward dy, a and b in, da and db out.
 """
@@ -15,72 +15,64 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
-# What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
+# What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 @triton.jit
-def _chain(a, b, COMBINE: tl.constexpr, ACTIVATION: tl.constexpr):
+def _chain(a, b, C: tl.constexpr):
     """f(a, b); `b` is not looked at for "first"."""
-    if COMBINE == "first":
-        y = value(a, ACTIVATION)
-    elif COMBINE == "add":
-        y = value(a + b, ACTIVATION)
-    elif COMBINE == "mul":
-        y = value(a * b, ACTIVATION)
+    if C.combine == "first":
+        y = value(a, C.activation)
+    elif C.combine == "add":
+        y = value(a + b, C.activation)
+    elif C.combine == "mul":
+        y = value(a * b, C.activation)
     else:
-        y = value(a, ACTIVATION) * b
+        y = value(a, C.activation) * b
     return y
 
 
 @triton.jit
-def _derive(g, a, b, COMBINE: tl.constexpr, ACTIVATION: tl.constexpr):
+def _derive(g, a, b, C: tl.constexpr):
     """Of g, the gradient of f: those of a and b."""
-    if COMBINE == "first":
-        da = times_slope(g, a, ACTIVATION)
+    if C.combine == "first":
+        da = times_slope(g, a, C.activation)
         db = da
-    elif COMBINE == "add":
-        da = times_slope(g, a + b, ACTIVATION)
+    elif C.combine == "add":
+        da = times_slope(g, a + b, C.activation)
         db = da
-    elif COMBINE == "mul":
-        inner = times_slope(g, a * b, ACTIVATION)
+    elif C.combine == "mul":
+        inner = times_slope(g, a * b, C.activation)
         da = inner * b
         db = inner * a
     else:
-        da = times_slope(g * b, a, ACTIVATION)
-        db = g * value(a, ACTIVATION)
+        da = times_slope(g * b, a, C.activation)
+        db = g * value(a, C.activation)
     return da, db
 
 
 @triton.jit
-def _forward_tile(
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    y_ptr,
-    a_offset,
-    b_offset,
-    y_row,
-    col,
-    mask,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    a = load(a_ptr, a_offset, mask, WIDE)
-    if COMBINE == "first":
+def _operands(pointers, offsets, mask, C: tl.constexpr):
+    """a and b of a tile; a twice for "first"."""
+    a = load(pointers[0], offsets[0], mask, C.wide)
+    if C.combine == "first":
         b = a
     else:
-        b = load(b_ptr, b_offset, mask, WIDE)
-    y = _chain(a, b, COMBINE, ACTIVATION)
-    if SCALE != 1.0:
-        y = y * SCALE
-    if THRESHOLD > 0:
-        y = tl.where(kept(seed_ptr, y_row, THRESHOLD, ALIGNED, BLOCK), y, 0.0)
+        b = load(pointers[1], offsets[1], mask, C.wide)
+    return a, b
+
+
+@triton.jit
+def _forward_tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
+    """y of a tile; `pointers` are those of a, b, seed and y."""
+    _, _, seed_ptr, y_ptr = pointers
+    a, b = _operands(pointers, offsets, mask, C)
+    y = _chain(a, b, C)
+    if C.scale != 1.0:
+        y = y * C.scale
+    if C.threshold > 0:
+        y = tl.where(kept(seed_ptr, y_row, C.threshold, C.aligned, C.block), y, 0.0)
     store(y_ptr, y_row + col, y, mask)
 
 
@@ -102,111 +94,52 @@ def pointwise_fwd(
     b1,
     b2,
     b_step,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    WIDE: tl.constexpr,
-    FLAT: tl.constexpr,
-    SIMPLE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """y. Lengths and outer strides count units of UNIT elements. SIMPLE: a single outer dimension."""
-    num_cols = scalar(col_units, tl.int64) * UNIT
+    """y. Lengths and outer strides count units."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    num_cols = scalar(col_units, tl.int64) * C.unit
     tiles = tl.cdiv(num_cols, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     start = (program % tiles) * BLOCK
     col = tl.arange(0, BLOCK)[None, :]
     at = start + col
-    if FLAT:
+    pointers = (a_ptr, b_ptr, seed_ptr, y_ptr)
+    if C.flat:
         # One row. Tiles begin with a block of random bits, and only the last one needs a mask.
         if start + BLOCK <= num_cols:
-            _forward_tile(
-                a_ptr, b_ptr, seed_ptr, y_ptr, at, at, start + tl.zeros([1, 1], tl.int64), col, None,
-                COMBINE, ACTIVATION, SCALE, THRESHOLD, True, BLOCK, WIDE,
-            )  # fmt: skip
+            _forward_tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:
-            _forward_tile(
-                a_ptr, b_ptr, seed_ptr, y_ptr, at, at, start + tl.zeros([1, 1], tl.int64), col, at < num_cols,
-                COMBINE, ACTIVATION, SCALE, THRESHOLD, True, BLOCK, WIDE,
-            )  # fmt: skip
+            _forward_tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, at < num_cols, C)
     else:
         row = (program // tiles) * ROWS + tl.arange(0, ROWS)[:, None]
-        a_offset = row_offset(row, middle, inner, a0 * UNIT, a1 * UNIT, a2 * UNIT, SIMPLE) + at * a_step
-        b_offset = row_offset(row, middle, inner, b0 * UNIT, b1 * UNIT, b2 * UNIT, SIMPLE) + at * b_step
-        _forward_tile(
-            a_ptr, b_ptr, seed_ptr, y_ptr, a_offset, b_offset, row * num_cols + start, col,
-            (row < num_rows) & (at < num_cols),
-            COMBINE, ACTIVATION, SCALE, THRESHOLD, UNIT % 8 == 0, BLOCK, WIDE,
-        )  # fmt: skip
+        a_offset = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.simple) + at * a_step
+        b_offset = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.simple) + at * b_step
+        y_row = row * num_cols + start
+        _forward_tile(pointers, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
 
 
 @triton.jit
-def _gradients(
-    dy_ptr,
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    a_offset,
-    b_offset,
-    y_row,
-    col,
-    mask,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The gradients of a and b of a tile, in the type that is computed in."""
-    g = load(dy_ptr, y_row + col, mask, WIDE)
-    if SCALE != 1.0:
-        g = g * SCALE
-    if THRESHOLD > 0:
-        g = tl.where(kept(seed_ptr, y_row, THRESHOLD, ALIGNED, BLOCK), g, 0.0)
-    a = load(a_ptr, a_offset, mask, WIDE)
-    if COMBINE == "first":
-        b = a
-    else:
-        b = load(b_ptr, b_offset, mask, WIDE)
-    return _derive(g, a, b, COMBINE, ACTIVATION)
+def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
+    """The gradients of a and b of a tile, in the type that is computed in; `pointers` begin with dy, a, b and seed."""
+    g = load(pointers[0], y_row + col, mask, C.wide)
+    if C.scale != 1.0:
+        g = g * C.scale
+    if C.threshold > 0:
+        g = tl.where(kept(pointers[3], y_row, C.threshold, C.aligned, C.block), g, 0.0)
+    a, b = _operands((pointers[1], pointers[2]), offsets, mask, C)
+    return _derive(g, a, b, C)
 
 
 @triton.jit
-def _backward_tile(
-    dy_ptr,
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    da_ptr,
-    db_ptr,
-    a_offset,
-    b_offset,
-    y_row,
-    col,
-    mask,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    da, db = _gradients(
-        dy_ptr, a_ptr, b_ptr, seed_ptr, a_offset, b_offset, y_row, col, mask,
-        COMBINE, ACTIVATION, SCALE, THRESHOLD, ALIGNED, BLOCK, WIDE,
-    )  # fmt: skip
-    if DA:
-        store(da_ptr, y_row + col, da, mask)
-    if DB:
-        store(db_ptr, y_row + col, db, mask)
+def _backward_tile(sources, targets, offsets, y_row, col, mask, C: tl.constexpr):
+    """da and db of a tile."""
+    da, db = _gradients(sources, offsets, y_row, col, mask, C)
+    if C.da:
+        store(targets[0], y_row + col, da, mask)
+    if C.db:
+        store(targets[1], y_row + col, db, mask)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -229,85 +162,49 @@ def pointwise_bwd(
     b1,
     b2,
     b_step,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    WIDE: tl.constexpr,
-    FLAT: tl.constexpr,
-    SIMPLE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """da and db, of the shape of y and laid out like it, as dy is."""
-    num_cols = scalar(col_units, tl.int64) * UNIT
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    num_cols = scalar(col_units, tl.int64) * C.unit
     tiles = tl.cdiv(num_cols, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     start = (program % tiles) * BLOCK
     col = tl.arange(0, BLOCK)[None, :]
     at = start + col
-    if FLAT:
+    sources = (dy_ptr, a_ptr, b_ptr, seed_ptr)
+    targets = (da_ptr, db_ptr)
+    if C.flat:
         if start + BLOCK <= num_cols:
-            _backward_tile(
-                dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, db_ptr, at, at, start + tl.zeros([1, 1], tl.int64), col, None,
-                COMBINE, ACTIVATION, SCALE, THRESHOLD, DA, DB, True, BLOCK, WIDE,
-            )  # fmt: skip
+            _backward_tile(sources, targets, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:
-            _backward_tile(
-                dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, db_ptr, at, at, start + tl.zeros([1, 1], tl.int64), col,
-                at < num_cols, COMBINE, ACTIVATION, SCALE, THRESHOLD, DA, DB, True, BLOCK, WIDE,
-            )  # fmt: skip
+            _backward_tile(sources, targets, (at, at), start + tl.zeros([1, 1], tl.int64), col, at < num_cols, C)
     else:
         row = (program // tiles) * ROWS + tl.arange(0, ROWS)[:, None]
-        a_offset = row_offset(row, middle, inner, a0 * UNIT, a1 * UNIT, a2 * UNIT, SIMPLE) + at * a_step
-        b_offset = row_offset(row, middle, inner, b0 * UNIT, b1 * UNIT, b2 * UNIT, SIMPLE) + at * b_step
-        _backward_tile(
-            dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, db_ptr, a_offset, b_offset, row * num_cols + start, col,
-            (row < num_rows) & (at < num_cols),
-            COMBINE, ACTIVATION, SCALE, THRESHOLD, DA, DB, UNIT % 8 == 0, BLOCK, WIDE,
-        )  # fmt: skip
+        a_offset = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.simple) + at * a_step
+        b_offset = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.simple) + at * b_step
+        y_row = row * num_cols + start
+        _backward_tile(sources, targets, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
 
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
-def pointwise_bwd_columns(
-    dy_ptr,
-    a_ptr,
-    b_ptr,
-    seed_ptr,
-    da_ptr,
-    partials_ptr,
-    num_rows,
-    col_units,
-    COMBINE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SCALE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    DA: tl.constexpr,
-    WIDE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def pointwise_bwd_columns(dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, partials_ptr, num_rows, col_units, C: tl.constexpr):
     """da, and partial sums of db over rows, where b is one row: a program has a block of columns and some rows."""
-    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    num_cols = col_units * UNIT
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    num_cols = col_units * C.unit
     start = tl.program_id(0) * BLOCK
     program = tl.program_id(1).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     at = start + col
-    total = tl.zeros([ROWS, BLOCK], ACC)
+    total = tl.zeros([ROWS, BLOCK], C.acc)
     for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         mask = (row < num_rows) & (at < num_cols)
         y_row = row * num_cols + start
-        da, db = _gradients(
-            dy_ptr, a_ptr, b_ptr, seed_ptr, y_row + col, at, y_row, col, mask,
-            COMBINE, ACTIVATION, SCALE, THRESHOLD, UNIT % 8 == 0, BLOCK, WIDE,
-        )  # fmt: skip
-        if DA:
+        da, db = _gradients((dy_ptr, a_ptr, b_ptr, seed_ptr), (y_row + col, at), y_row, col, mask, C)
+        if C.da:
             store(da_ptr, y_row + col, da, mask)
         total += tl.where(mask, db, 0.0)
     last = start + tl.arange(0, BLOCK)

@@ -16,81 +16,58 @@ from kernel_fusion.backends.triton.kernels.rows import load, scalar, store
 
 
 @triton.jit
-def _map(x, MAP: tl.constexpr):
-    if MAP == "square":
+def _map(x, C: tl.constexpr):
+    if C.map == "square":
         return x * x
-    elif MAP == "abs":
+    elif C.map == "abs":
         return tl.abs(x)
     else:
         return x
 
 
 @triton.jit
-def _finish(total, count, MEAN: tl.constexpr):
-    """`total`, divided by `count` if MEAN."""
-    if MEAN:
+def _finish(total, count, C: tl.constexpr):
+    """`total`, or the mean of `count` elements."""
+    if C.mean:
         return divide(total, scalar(count, total.dtype))
     else:
         return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "section", "stride", "count"])
-def reduce_rows(
-    in_ptr,
-    out_ptr,
-    num_rows,
-    length,
-    section,
-    stride,
-    count,
-    MAP: tl.constexpr,
-    MEAN: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl.constexpr):
     """out[row][s], the sum over section s (axis 1 of the grid) of a row; `section` is a multiple of BLOCK."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
     first = tl.program_id(1).to(tl.int64) * section
     end = tl.minimum(first + section, length)
     col = tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)
+    total = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(first, end, BLOCK):
         at = start + col
-        total += _map(load(in_ptr, row * stride + at, row_mask & (at < end), WIDE), MAP)
-    sums = _finish(tl.sum(total, axis=1)[:, None], count, MEAN)
+        total += _map(load(in_ptr, row * stride + at, row_mask & (at < end), C.wide), C)
+    sums = _finish(tl.sum(total, axis=1)[:, None], count, C)
     store(out_ptr, row * tl.num_programs(1) + tl.program_id(1), sums, row_mask)
 
 
 @triton.jit(do_not_specialize=["length", "section", "num_cols", "outer_stride", "stride", "count"])
-def reduce_columns(
-    in_ptr,
-    out_ptr,
-    length,
-    section,
-    num_cols,
-    outer_stride,
-    stride,
-    count,
-    MAP: tl.constexpr,
-    MEAN: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def reduce_columns(in_ptr, out_ptr, length, section, num_cols, outer_stride, stride, count, C: tl.constexpr):
     """out[o][s][col]; the grid is (blocks of columns times o, s)."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
     tiles = tl.cdiv(num_cols, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     outer = program // tiles
     col = (program % tiles) * BLOCK + tl.arange(0, BLOCK)[None, :]
     first = tl.program_id(1).to(tl.int64) * section
     end = tl.minimum(first + section, length)
-    total = tl.zeros([ROWS, BLOCK], tl.float64 if WIDE else tl.float32)
+    total = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(first, end, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         mask = (row < end) & (col < num_cols)
-        total += _map(load(in_ptr, outer * outer_stride + row * stride + col, mask, WIDE), MAP)
-    sums = _finish(tl.sum(total, axis=0)[None, :], count, MEAN)
+        total += _map(load(in_ptr, outer * outer_stride + row * stride + col, mask, C.wide), C)
+    sums = _finish(tl.sum(total, axis=0)[None, :], count, C)
     out_row = outer * tl.num_programs(1) + tl.program_id(1)
     store(out_ptr, out_row * num_cols + col, sums, col < num_cols)

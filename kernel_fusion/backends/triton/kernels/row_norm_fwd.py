@@ -21,35 +21,23 @@ from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
 
-# What may differ between calls of one compiled kernel. What they are divisible by is UNIT.
+# What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "r0", "r1", "r2"]
 
 
 @triton.jit
-def normalised(
-    x_ptr,
-    residual_ptr,
-    seed_ptr,
-    x_offset,
-    residual_offset,
-    position,
-    mask,
-    PRE: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    KEPT_SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    LAST: tl.constexpr,
-):
-    """h of a tile, from x and the residual. LAST as for `load`."""
-    h = value(load(x_ptr, x_offset, mask, WIDE, LAST), PRE)
-    if THRESHOLD > 0:
-        h = tl.where(kept(seed_ptr, position, THRESHOLD, ALIGNED, BLOCK), h * KEPT_SCALE, 0.0)
-    if HAS_RESIDUAL:
-        h = load(residual_ptr, residual_offset, mask, WIDE, LAST) + h
-        h = h.to(residual_ptr.dtype.element_ty).to(tl.float64 if WIDE else tl.float32)
+def normalised(pointers, offsets, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+    """h of a tile, BLOCK columns wide, of x and the residual: `pointers`, the seed's the third. LAST as for `load`.
+
+    `position` is that of column 0 of every row, for dropout.
+    """
+    x_ptr, residual_ptr, seed_ptr = pointers
+    h = value(load(x_ptr, offsets[0], mask, C.wide, LAST), C.pre_activation)
+    if C.threshold > 0:
+        h = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), h * C.kept_scale, 0.0)
+    if C.has_residual:
+        h = load(residual_ptr, offsets[1], mask, C.wide, LAST) + h
+        h = h.to(residual_ptr.dtype.element_ty).to(C.acc)
     return h
 
 
@@ -72,89 +60,169 @@ def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
 
 
 @triton.jit
-def _moments(
-    hs, col, start, num_cols, count, each, RMS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
-):  # fmt: skip
+def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
     """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
-    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N. A row in SLICES has the moments of each
+    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N. A row in slices has the moments of each
     joined, in one exchange between its warps instead of two.
     """
-    ACC: tl.constexpr = hs[0].dtype
-    WIDTH: tl.constexpr = BLOCK // SLICES
+    ACC: tl.constexpr = C.acc
+    SLICES: tl.constexpr = C.slices
+    WIDTH: tl.constexpr = C.block // C.slices
     part = count
     each_part = each
     if SLICES > 1:
         part = tl.zeros([SLICES, 1], ACC)
         for i in tl.static_range(len(hs)):
-            part += tl.minimum(tl.maximum(num_cols - i * BLOCK - start, 0), WIDTH).to(ACC)
+            part += tl.minimum(tl.maximum(num_cols - i * C.block - start, 0), WIDTH).to(ACC)
         each_part = divide(tl.full([SLICES, 1], 1.0, ACC), tl.maximum(part, 1.0))
-    if RMS:
+    if C.rms:
         mean = tl.zeros([hs[0].shape[0], 1], ACC)
         deviations = hs
     else:
         mean = quotient(sum_of(hs), part, each_part)
-        deviations = _deviations(hs, mean, col, num_cols, EXACT, BLOCK)
+        deviations = _deviations(hs, mean, col, num_cols, C)
     squares = ()
     for i in tl.static_range(len(hs)):
         squares = squares + (deviations[i] * deviations[i],)
     total = sum_of(squares)
     if SLICES > 1:
         mean, total, _ = tl.reduce((mean, total, part), 0, _join, keep_dims=True)
-        deviations = _deviations(hs, mean, col, num_cols, EXACT, BLOCK)
+        deviations = _deviations(hs, mean, col, num_cols, C)
     return mean, deviations, quotient(total, count, each)
 
 
 @triton.jit
-def _deviations(hs, mean, col, num_cols, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+def _deviations(hs, mean, col, num_cols, C: tl.constexpr):
     """Those of rows in registers from a mean; zero outside the row."""
     deviations = ()
     for i in tl.static_range(len(hs)):
         deviation = hs[i] - mean
-        if not EXACT:
-            deviation = tl.where(i * BLOCK + col < num_cols, deviation, 0.0)
+        if not C.exact:
+            deviation = tl.where(i * C.block + col < num_cols, deviation, 0.0)
         deviations = deviations + (deviation,)
     return deviations
 
 
 @triton.jit
-def weight_and_bias(weight_ptr, bias_ptr, col, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+def weight_and_bias(pointers, col, mask, C: tl.constexpr):
     """Weight and bias of some columns, as they are stored; of what is absent nothing is read."""
     weight = col
     bias = col
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + col, mask=mask, other=0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + col, mask=mask, other=0.0)
+    if C.has_weight:
+        weight = tl.load(pointers[0] + col, mask=mask, other=0.0)
+    if C.has_bias:
+        bias = tl.load(pointers[1] + col, mask=mask, other=0.0)
     return weight, bias
 
 
 @triton.jit
-def affine(
-    n,
-    weight,
-    bias,
-    OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROUNDS_TO: tl.constexpr,
-):
-    """norm(h) of a tile, n, and the argument of the activation.
+def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
+    """norm(h) of a tile, n, and the argument of the activation; `parameters` are weight and bias.
 
-    Both are rounded if ROUNDS_TO is a type, that of h or of x: n to it, and the argument to the promoted type of it and
-    the weight's, which is less than the compute type where the two are one.
+    Both are rounded where the norm rounds twice, ROW being the type of h or of x: n to it, and the argument to the
+    promoted type of it and the weight's, which is less than the compute type where the two are one.
     """
-    if ROUNDS_TO is not None:
-        n = n.to(ROUNDS_TO).to(n.dtype)
+    weight, bias = parameters
+    if C.hf:
+        n = n.to(ROW).to(n.dtype)
     z = n
-    if HAS_WEIGHT:
-        z = z * shifted(weight.to(z.dtype), OFFSET)
-    if HAS_BIAS:
+    if C.has_weight:
+        z = z * shifted(weight.to(z.dtype), C.offset)
+    if C.has_bias:
         z = z + bias.to(z.dtype)
-    if HAS_WEIGHT and weight.dtype == ROUNDS_TO:
-        z = z.to(ROUNDS_TO).to(z.dtype)
+    if C.hf and C.has_weight and weight.dtype == ROW:
+        z = z.to(ROW).to(z.dtype)
     return n, z
+
+
+@triton.jit
+def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
+    """Mean and rstd of rows that are read a block at a time."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    x_row, residual_row, y_row = rows
+    center = tl.zeros([ROWS, 1], C.acc)
+    if not C.rms:
+        h = normalised(pointers, (x_row + col, residual_row + col), y_row, row_mask, C, BLOCK, False)
+        center = tl.sum(h, axis=1)[:, None] * (1.0 / BLOCK)
+    sums = tl.zeros([ROWS, BLOCK], C.acc)
+    squares = tl.zeros([ROWS, BLOCK], C.acc)
+    for start in range(0, num_cols, BLOCK):
+        at = start + col
+        mask = row_mask & within(at, num_cols, C.exact)
+        h = normalised(pointers, (x_row + at, residual_row + at), y_row + start, mask, C, BLOCK, False)
+        deviation = h - center
+        if not C.exact:
+            deviation = tl.where(mask, deviation, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    rest = quotient(sum_of((sums,)), count, each)
+    mean = center
+    variance = quotient(sum_of((squares,)), count, each)
+    if not C.rms:
+        mean = center + rest
+        variance = tl.where(variance < float("inf"), variance - rest * rest, variance)
+    return mean, reciprocal_sqrt(variance + C.eps)
+
+
+@triton.jit
+def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
+    """y and h of rows that are read a block at a time, twice; and their mean and rstd."""
+    ROW: tl.constexpr = pointers[1].dtype.element_ty  # without a residual it is x
+    x_row, residual_row, y_row = rows
+    y_ptr, h_ptr = results
+    mean, rstd = _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C)
+    for start in range(0, num_cols, C.block):
+        at = start + col
+        col_mask = within(at, num_cols, C.exact)
+        mask = row_mask & col_mask
+        h = normalised(pointers, (x_row + at, residual_row + at), y_row + start, mask, C, C.block, True)
+        if C.has_residual:
+            store(h_ptr, y_row + at, h, mask, LAST=True)
+        here = weight_and_bias(parameters, at, col_mask, C)
+        _, z = affine((h - mean) * rstd, here, C, ROW)
+        store(y_ptr, y_row + at, value(z, C.activation), mask, LAST=True)
+    return mean, rstd
+
+
+@triton.jit
+def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
+    """y and h of rows that registers hold; and their mean and rstd."""
+    ROW: tl.constexpr = pointers[1].dtype.element_ty  # without a residual it is x
+    PIECES: tl.constexpr = C.pieces
+    x_row, residual_row, y_row = rows
+    y_ptr, h_ptr = results
+    hs = ()
+    affines = ()
+    for i in tl.static_range(PIECES):
+        at = i * C.block + col
+        col_mask = within(at, num_cols, C.exact)
+        mask = row_mask & col_mask
+        offsets = (x_row + at, residual_row + at)
+        position = y_row + i * C.block + start
+        h = normalised(pointers, offsets, position, mask, C, C.block // C.slices, False)
+        if C.pre_activation != "identity" and not C.exact:
+            h = tl.where(mask, h, 0.0)  # as it was read
+        hs = hs + (h,)
+        if C.early:
+            affines = affines + (weight_and_bias(parameters, at, col_mask, C),)
+    if C.has_residual:
+        for i in tl.static_range(PIECES):
+            at = i * C.block + col
+            store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, C.exact))
+    mean, deviations, variance = _moments(hs, col, start, num_cols, count, each, C)
+    rstd = reciprocal_sqrt(variance + C.eps)
+    for i in tl.static_range(PIECES):
+        at = i * C.block + col
+        col_mask = within(at, num_cols, C.exact)
+        if not C.early:
+            weight, bias = weight_and_bias(parameters, at, col_mask, C)
+        else:
+            weight, bias = affines[i]
+        _, z = affine(deviations[i] * rstd, (weight, bias), C, ROW)
+        store(y_ptr, y_row + at, value(z, C.activation), row_mask & col_mask)
+    return mean, rstd
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -177,125 +245,35 @@ def row_norm_fwd(
     r0,
     r1,
     r2,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PRE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HF: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    KEPT_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RMS: tl.constexpr,
-    STATS: tl.constexpr,
-    WIDE: tl.constexpr,
-    FLAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    EXACT: tl.constexpr,
-    LOOPED: tl.constexpr,
-    SLICES: tl.constexpr,
-    EARLY: tl.constexpr,
-    CHAINED: tl.constexpr,
-    RELEASES: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """`col_units` and the strides count units of UNIT elements: so the compiler knows what they are divisible by."""
-    ACC: tl.constexpr = tl.float64 if WIDE else tl.float32
-    ROUNDS_TO: tl.constexpr = residual_ptr.dtype.element_ty if HF else None  # without a residual it is x
-    ALIGNED: tl.constexpr = UNIT % 8 == 0
-    num_cols = col_units * UNIT
+    """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units."""
+    ROWS: tl.constexpr = C.rows
+    SLICES: tl.constexpr = C.slices
+    WIDTH: tl.constexpr = C.block // C.slices
+    num_cols = col_units * C.unit
     # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
-    count = scalar(num_cols, ACC)
-    each = divide(tl.full([1, 1], 1.0, ACC), count)
+    count = scalar(num_cols, C.acc)
+    each = divide(tl.full([1, 1], 1.0, C.acc), count)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = row < num_rows
-    WIDTH: tl.constexpr = BLOCK // SLICES
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
-    x_row = row_offset(row, middle, inner, x0 * UNIT, x1 * UNIT, x2 * UNIT, FLAT)
-    residual_row = row_offset(row, middle, inner, r0 * UNIT, r1 * UNIT, r2 * UNIT, FLAT)
-    y_row = row * num_cols
-    wait_for_previous_kernel(CHAINED)
-    let_next_kernel_start(RELEASES)
-    if LOOPED:
-        center = tl.zeros([ROWS, 1], ACC)
-        if not RMS:
-            h = normalised(
-                x_ptr, residual_ptr, seed_ptr, x_row + col, residual_row + col, y_row, row_mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, False,
-            )  # fmt: skip
-            center = tl.sum(h, axis=1)[:, None] * (1.0 / BLOCK)
-        sums = tl.zeros([ROWS, BLOCK], ACC)
-        squares = tl.zeros([ROWS, BLOCK], ACC)
-        for start in range(0, num_cols, BLOCK):
-            at = start + col
-            mask = row_mask & within(at, num_cols, EXACT)
-            h = normalised(
-                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, False,
-            )  # fmt: skip
-            deviation = h - center
-            if not EXACT:
-                deviation = tl.where(mask, deviation, 0.0)
-            sums += deviation
-            squares += deviation * deviation
-        rest = quotient(sum_of((sums,)), count, each)
-        mean = center
-        variance = quotient(sum_of((squares,)), count, each)
-        if not RMS:
-            mean = center + rest
-            variance = tl.where(variance < float("inf"), variance - rest * rest, variance)
-        rstd = reciprocal_sqrt(variance + EPS)
-        for start in range(0, num_cols, BLOCK):
-            at = start + col
-            col_mask = within(at, num_cols, EXACT)
-            mask = row_mask & col_mask
-            h = normalised(
-                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + start, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, BLOCK, WIDE, True,
-            )  # fmt: skip
-            if HAS_RESIDUAL:
-                store(h_ptr, y_row + at, h, mask, LAST=True)
-            weight, bias = weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
-            _, z = affine((h - mean) * rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ROUNDS_TO)
-            store(y_ptr, y_row + at, value(z, ACTIVATION), mask, LAST=True)
+    x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
+    residual_row = row_offset(row, (middle, inner), (r0, r1, r2), C.unit, C.flat)
+    rows = (x_row, residual_row, row * num_cols)
+    pointers = (x_ptr, residual_ptr, seed_ptr)
+    parameters = (weight_ptr, bias_ptr)
+    results = (y_ptr, h_ptr)
+    wait_for_previous_kernel(C.chained)
+    let_next_kernel_start(C.chained and C.releases)
+    if C.looped:
+        mean, rstd = _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C)
     else:
-        hs = ()
-        parameters = ()
-        for i in tl.static_range(PIECES):
-            at = i * BLOCK + col
-            col_mask = within(at, num_cols, EXACT)
-            mask = row_mask & col_mask
-            h = normalised(
-                x_ptr, residual_ptr, seed_ptr, x_row + at, residual_row + at, y_row + i * BLOCK + start, mask,
-                PRE, THRESHOLD, KEPT_SCALE, ALIGNED, HAS_RESIDUAL, WIDTH, WIDE, False,
-            )  # fmt: skip
-            if PRE != "identity" and not EXACT:
-                h = tl.where(mask, h, 0.0)  # as it was read
-            hs = hs + (h,)
-            if EARLY:
-                parameters = parameters + (weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS),)
-        if HAS_RESIDUAL:
-            for i in tl.static_range(PIECES):
-                at = i * BLOCK + col
-                store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, EXACT))
-        mean, deviations, variance = _moments(hs, col, start, num_cols, count, each, RMS, EXACT, BLOCK, SLICES)
-        rstd = reciprocal_sqrt(variance + EPS)
-        for i in tl.static_range(PIECES):
-            at = i * BLOCK + col
-            col_mask = within(at, num_cols, EXACT)
-            if EARLY:
-                weight, bias = parameters[i]
-            else:
-                weight, bias = weight_and_bias(weight_ptr, bias_ptr, at, col_mask, HAS_WEIGHT, HAS_BIAS)
-            _, z = affine(deviations[i] * rstd, weight, bias, OFFSET, HAS_WEIGHT, HAS_BIAS, ROUNDS_TO)
-            store(y_ptr, y_row + at, value(z, ACTIVATION), row_mask & col_mask)
-    if STATS:
+        mean, rstd = _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C)
+    if C.stats:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
-        if RMS:
+        if C.rms:
             store(stats_ptr, row, rstd, row_mask)
         else:
             store(stats_ptr, row, mean, row_mask)

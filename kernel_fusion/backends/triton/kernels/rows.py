@@ -13,15 +13,18 @@ def scalar(argument, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def row_offset(row, middle, inner, stride0, stride1, stride2, FLAT: tl.constexpr):
+def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
     """The offset of row number `row` (int64) of a tensor whose rows are indexed (outer, middle, inner).
 
-    FLAT: both `middle` and `inner` are 1, which saves the divisions.
+    `extents` are the middle and the inner one, `strides` all three in UNIT elements. FLAT: both extents are 1, which
+    saves the divisions.
     """
     if FLAT:
-        return row * stride0
+        return row * (strides[0] * UNIT)
+    middle, inner = extents
     plane = row // inner
-    return (plane // middle) * stride0 + (plane % middle) * stride1 + (row % inner) * stride2
+    outer_offset = (plane // middle) * (strides[0] * UNIT)
+    return outer_offset + (plane % middle) * (strides[1] * UNIT) + (row % inner) * (strides[2] * UNIT)
 
 
 @triton.jit

@@ -1,0 +1,187 @@
+"""The constants of the kernels, all of a kernel's in one object: `C`, its only argument that is compiled in.
+
+A kernel reads a field as `C.rms`. Triton wants a constant with a name of its own in shapes, in ranges and where a value
+of it is passed on as one: `BLOCK: tl.constexpr = C.block`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import triton.language as tl
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Constants:
+    """What every kernel has.
+
+    Attributes:
+        wide: computed in float64, else in float32.
+        rows, block: the tile of a program, rows times columns.
+        chained: launched while the kernel before it still runs.
+    """
+
+    wide: bool
+    rows: int
+    block: int
+    chained: bool = False
+
+    def __post_init__(self) -> None:
+        """Wrap names: Triton 3.6 passes a plain str on to no function."""
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), str):
+                object.__setattr__(self, field.name, tl.constexpr(value))
+
+    @property
+    def acc(self) -> tl.dtype:
+        """The type that is computed in."""
+        return tl.float64 if self.wide else tl.float32
+
+    def __repr__(self) -> str:
+        """An expression that needs no import, because Inductor writes it into a module of its own."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
+        return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowNorm(Constants):
+    """What the kernels of the norms have in common.
+
+    Attributes:
+        rms: RMSNorm instead of LayerNorm.
+        offset: what is added to the weight.
+        pre_activation, activation: names.
+        hf: whether the normalised value and its product with the weight are rounded.
+        threshold, kept_scale: of dropout; 0 and 1 without.
+        has_weight, has_bias, has_residual: whether there is one. Backward reads h where forward had a residual.
+        flat: whether rows have one stride.
+        unit: what lengths and strides count, in elements: so the compiler knows what they are divisible by.
+        exact: whether blocks divide rows, so that no column needs a mask.
+    """
+
+    rms: bool
+    offset: float
+    pre_activation: str
+    activation: str
+    hf: bool
+    threshold: int
+    kept_scale: float
+    has_weight: bool
+    has_bias: bool
+    flat: bool
+    unit: int
+    exact: bool
+    has_residual: bool = False
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row begins with a block of random bits."""
+        return self.unit % 8 == 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowNormForward(RowNorm):
+    """Forward of the norms; `pieces`, `looped`, `slices`, `early` and `releases` as in plan.py.
+
+    Attributes:
+        eps: what is added to the variance.
+        stats: whether mean and rstd are written.
+    """
+
+    eps: float
+    stats: bool
+    pieces: int
+    looped: bool
+    slices: int
+    early: bool
+    releases: bool
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowNormBackward(RowNorm):
+    """Backward of the norms; `pieces`, `again`, `looped` and `stages` as in plan.py.
+
+    Attributes:
+        stored: whether h is read as forward wrote it, or else computed from x.
+        has_dh: whether something arrives at h.
+        dx, dresidual, dweight, dbias: which gradients are computed.
+    """
+
+    stored: bool
+    dweight: bool
+    dbias: bool
+    has_dh: bool = False
+    dx: bool = False
+    dresidual: bool = False
+    pieces: int = 1
+    again: bool = False
+    looped: bool = False
+    stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SumPartials(Constants):
+    """The finish of the column sums; `pair`: of two of them, of which axis 1 of the grid says which."""
+
+    pair: bool
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Pointwise(Constants):
+    """Pointwise chains.
+
+    Attributes:
+        combine, activation: names.
+        scale: what the chain, and what dropout keeps, are multiplied by.
+        threshold: of dropout; 0 without.
+        unit: what lengths and outer strides count, in elements.
+        flat: whether everything is one long row.
+        simple: whether there is a single outer dimension.
+        da, db: which gradients are computed.
+    """
+
+    combine: str
+    activation: str
+    scale: float
+    threshold: int
+    unit: int
+    flat: bool = False
+    simple: bool = True
+    da: bool = False
+    db: bool = False
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row of a tile begins with a block of random bits; tiles of one long row do."""
+        return self.flat or self.unit % 8 == 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Reduction(Constants):
+    """Reductions: the function of an element, by its name, and whether the sum is divided."""
+
+    map: str
+    mean: bool
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Softmax(Constants):
+    """Softmax.
+
+    Attributes:
+        scale: what x is multiplied by.
+        unit: what the length and the strides of x count, in elements.
+        looped: whether rows are read a block at a time.
+        mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Of forward.
+        flat: whether rows have one stride.
+        leaves_out: whether elements are left out, which are then zero.
+    """
+
+    scale: float
+    unit: int
+    looped: bool
+    leaves_out: bool
+    mask: str = "none"
+    causal: bool = False
+    flat: bool = True
