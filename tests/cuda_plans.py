@@ -19,15 +19,15 @@ _MAX_ELEMENTS = 64  # per thread: the most that an executor without spare regist
 def anywhere(spec: RowNormSpec) -> Access:
     """How rows of a spec lie that begin at any element, with several strides."""
     own = planner.contiguous_access(spec)
-    residual = ITEMSIZE[spec.residual] if spec.residual else 16
+    other = spec.residual or (None if spec.direction.startswith("backward") else spec.gate)
     return replace(
         own,
         x=ITEMSIZE[spec.row] if spec.direction.startswith("backward") else ITEMSIZE[spec.x],
         y=ITEMSIZE[spec.y],
         strided_x=True,
         strided_y=True,
-        residual=residual,
-        pre_x=ITEMSIZE[spec.x],
+        residual=ITEMSIZE[other] if other else 16,
+        pre_x=ITEMSIZE[spec.gate or spec.x],
         strided_residual=True,
         strided_pre_x=True,
     )
@@ -57,7 +57,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     # Of what a row meets beside x, backward asks dy alone how long its vectors may be, a streamed forward y.
     asked = [(), (spec.y,)]
     if spec.direction != "backward":
-        asked.append((spec.y, spec.weight, spec.bias, spec.residual))
+        asked.append((spec.y, spec.weight, spec.bias, spec.residual, spec.gate))
     assert plan.vec in [min([natural, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)]) for dtypes in asked]
     assert 32 <= plan.threads <= 1024
     assert plan.threads % 32 == 0
@@ -79,7 +79,8 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     if plan.slots:
         _assert_streamed(spec, plan, device)
     elif plan.tiled:
-        assert (plan.warps, device.has_clusters, spec.residual, spec.acc) == (1, True, None, "f32")
+        assert (plan.warps, device.has_clusters, spec.acc) == (1, True, "f32")
+        assert (spec.residual, spec.gate, spec.grouped) == (None, None, False)
         rounds, rest = divmod(plan.per_block, plan.least_per_block)
         assert rest == 0
         assert rounds & (rounds - 1) == 0  # as the kernel counts them
@@ -141,7 +142,7 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
 def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
     """Types and alignments of the rows that come through shared memory."""
     if spec.direction == "forward" or spec.direction == "inference":
-        tensors = [(spec.x, access.x), (spec.residual, access.residual)]
+        tensors = [(spec.x, access.x), (spec.residual or spec.gate, access.residual)]
     else:
         dh = spec.residual if spec.dh else None
         normalised = spec.residual or spec.x

@@ -125,11 +125,15 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     w, b = _randn(device, 6), _randn(device, 6)
     seed = torch.tensor([7], device=device)
     affine = {"num_dims": 1, "weight": w, "bias": b, "eps": 1e-5, "weight_offset": 0.5, "out_dtype": None}
-    none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None, "rounding": "once"}
-    some = {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf"}
+    none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None, "rounding": "once",
+            "gate": None, "gate_activation": "identity", "gate_first": False}  # fmt: skip
+    some = none | {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf"}
+    gated = none | {"gate": _randn(device, 3, 5, 6), "gate_activation": "silu", "weight": _randn(device, 5, 6),
+                    "bias": _randn(device, 5, 6)}  # fmt: skip
     staged = [
         {"input": x, "residual": r, "rms": False, **affine, **some},
         {"input": x, "residual": None, "rms": True, **affine, **none},
+        {"input": x, "residual": None, "rms": False, **affine, **gated},
     ]
     stats = torch.stack([x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()])
     bwd = {"dy": dy, "input": x, "stats": stats, "num_dims": 1, "weight": w, "bias_dtype": torch.float32,
@@ -137,6 +141,7 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
            "x": None, "bias": None, "has_residual": False, **none}  # fmt: skip
     bwd_staged = {"output_mask": [True] * 4, "x_dtype": torch.float32, "dh": _randn(device, 3, 5, 6), "x": r, "bias": b,
                   "has_residual": True, **some, "dropout_p": 0.0, "seed": None}  # fmt: skip
+    bwd_gated = {"output_mask": [True] * 4, **gated, "gate_first": True}
     pointwise = [
         {"a": x, "b": b, "combine": "add", "activation": "tanh", "scale": 0.5, "dropout_p": 0.25, "seed": seed},
         {"a": x, "b": None, "combine": "first", "activation": "relu", "scale": 1.0, "dropout_p": 0.0, "seed": None},
@@ -152,7 +157,7 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
         **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference", "row_norm_fwd"), staged),
-        "row_norm_bwd": [bwd, bwd | bwd_staged],
+        "row_norm_bwd": [bwd, bwd | bwd_staged, bwd | bwd_gated],
         **dict.fromkeys(("pointwise", "pointwise_reference", "pointwise_fwd"), pointwise),
         "pointwise_bwd": [
             {"dy": dy, **arguments, "output_mask": [True, arguments["b"] is not None]}
@@ -177,7 +182,8 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
              "input_dtype": torch.float32, "bias_dtype": torch.float32, "weight_offset": 0.5, "rms": False,
              "pre_activation": call["pre_activation"], "activation": call["activation"], "dropout_p": 0.0,
              "seed": None, "stored": call["has_residual"],
-             "wants": [True, call["has_residual"], True, call["bias"] is not None], "rounding": call["rounding"]}
+             "wants": [True, call["output_mask"][3], True, call["bias"] is not None],
+             **{name: call[name] for name in ("rounding", "gate", "gate_activation", "gate_first")}}
             for call in calls["row_norm_bwd"]
         ],
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
@@ -212,7 +218,11 @@ def _row_norm(input: Tensor, num_dims: int, weight: Any, bias: Any, eps: Any, we
 def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
     y, h = torch.ops.kernel_fusion.staged_row_norm_reference(**call)
     bare = call | {"weight": None, "bias": None, "weight_offset": 0.0, "activation": "identity", "out_dtype": None}
-    if call["residual"] is None:
+    if call["gate"] is not None:
+        dims, u = tuple(range(-call["num_dims"], 0)), call["input"].double()
+        if call["gate_first"]:
+            u = u * formula(call["gate_activation"])(call["gate"].double())
+    elif call["residual"] is None:
         dims = tuple(range(-call["num_dims"], 0))
         u = torch.ops.kernel_fusion.pointwise_reference(
             call["input"].contiguous(), None, "first", call["pre_activation"], 1.0, call["dropout_p"], call["seed"]
@@ -235,11 +245,15 @@ def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
         raise NotImplementedError
     dims = tuple(range(-call["num_dims"], 0))
     leading = (..., *(None,) * len(dims))
+    reads_bias = call["activation"] != "identity" or call["gate"] is not None
     h = call["input"].double()
     x = call["x"] if call["has_residual"] and call["x"] is not None else call["input"]
+    gate = torch.ones_like(h) if call["gate"] is None else call["gate"].double().detach().requires_grad_()
+    factor = gate if call["gate"] is None else formula(call["gate_activation"])(gate)
+    first, last = (torch.ones_like(gate), factor)[:: -1 if call["gate_first"] else 1]
     if not call["has_residual"]:
         u_of_x = x.double().requires_grad_()
-        h = formula(call["pre_activation"])(u_of_x)
+        h = formula(call["pre_activation"])(u_of_x) * first
     mean, rstd = (torch.zeros_like(call["stats"][0]), call["stats"][0]) if call["rms"] else call["stats"]
     n = ((h - mean.double()[leading]) * rstd.double()[leading]).detach().requires_grad_()
     w = (
@@ -247,9 +261,10 @@ def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
         if call["weight"] is None
         else call["weight"].double() + call["weight_offset"]
     )
-    b = torch.zeros_like(w) if call["bias"] is None or call["activation"] == "identity" else call["bias"].double()
+    b = torch.zeros_like(w) if call["bias"] is None or not reads_bias else call["bias"].double()
     w, b = w.detach().requires_grad_(), b.detach().requires_grad_()
-    dn, dw, db = torch.autograd.grad(formula(call["activation"])(n * w + b), (n, w, b), call["dy"].double())
+    y = formula(call["activation"])(n * w + b) * last
+    dn, dw, db = torch.autograd.grad(y, (n, w, b), call["dy"].double(), retain_graph=True)
     n = n.detach()
     dh = rstd.double()[leading] * (
         dn - (0 if call["rms"] else dn.mean(dims, keepdim=True)) - n * (dn * n).mean(dims, keepdim=True)
@@ -257,8 +272,13 @@ def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
     if call["dh"] is not None:
         dh = dh + call["dh"].double()
     u_of_x = x.double().detach().requires_grad_()
-    (dx,) = torch.autograd.grad(formula(call["pre_activation"])(u_of_x), u_of_x, dh)
-    return tuple(t if wanted else None for t, wanted in zip((dx, dw, db, dh), call["output_mask"], strict=True))
+    u = formula(call["pre_activation"])(u_of_x) * first
+    (dx,) = torch.autograd.grad(u, u_of_x, dh, retain_graph=True)
+    other = dh
+    if call["gate"] is not None:
+        outputs = (u, dh) if call["gate_first"] else (y, call["dy"].double())
+        (other,) = torch.autograd.grad(outputs[0], gate, outputs[1])
+    return tuple(t if wanted else None for t, wanted in zip((dx, dw, db, other), call["output_mask"], strict=True))
 
 
 def _pointwise_bwd(**call: Any) -> tuple[Any, ...]:

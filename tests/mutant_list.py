@@ -157,7 +157,7 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: h is normalised before it is rounded", f"{_TRITON}/row_norm_fwd.py",
-        "        h = h.to(residual_ptr.dtype.element_ty).to(C.acc)\n", "",
+        "        h = h.to(other_ptr.dtype.element_ty).to(C.acc)\n", "",
         "tests/test_triton.py::test_h_is_normalised_as_it_is",
     ),
     Mutant(
@@ -254,8 +254,8 @@ _OF_DISPATCHER = (
     ),
     Mutant(
         "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "if (needs_definition(input, call.residual, call.weight, call.bias) ||",
-        "if (needs_definition(input, call.residual, call.weight) ||",
+        "if (needs_definition(input, call.other(), call.weight, call.bias) ||",
+        "if (needs_definition(input, call.other(), call.weight) ||",
         "tests/test_transforms.py::test_forward_mode",
     ),
     Mutant(

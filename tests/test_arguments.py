@@ -229,6 +229,12 @@ _OF_DTYPE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda x: kf.add_rms_norm(x, x, 8, dropout_p=0.5)[0],
         lambda x: F.rms_norm(F.dropout(x) + x, (8,)),
     ),
+    "gated_layer_norm": ("input", lambda x: kf.gated_layer_norm(x, x, 8), lambda x: F.layer_norm(x, (8,)) * F.silu(x)),
+    "gated_rms_norm": (
+        "input",
+        lambda x: kf.gated_rms_norm(x, x, 8, gate_activation="tanh", gate_first=True),
+        lambda x: F.rms_norm(x * torch.tanh(x), (8,)),
+    ),
     "add_act": ("a", lambda x: kf.add_act(x, x, "relu"), lambda x: F.relu(x + x)),
     "mul_act": ("a", lambda x: kf.mul_act(x, x, "tanh"), lambda x: torch.tanh(x * x)),
     "gated_act": ("gate", lambda x: kf.gated_act(x, x, "silu"), lambda x: F.silu(x) * x),

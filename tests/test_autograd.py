@@ -409,6 +409,9 @@ _KEPT = {
     "rms_norm-staged": 7,
     "add_layer_norm": 14 + 119,
     "add_rms_norm": 7 + 119,
+    "gated_layer_norm": 14,
+    "gated_rms_norm": 7,
+    "gated_rms_norm-grouped": 14,
     "softmax": 119,
     "softmax-masked": 119,
     "bias_act-tanh": 119,  # the result

@@ -279,6 +279,10 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 # Of PyTorch itself, which looks for the .grad of saved tensors when it traces.
 def test_compiled_autograd(operation: Verb, target: Target) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
+    if operation.reshapes:
+        pytest.skip(
+            "PyTorch 2.13 does not tell nodes written in C++ the shape of a gradient that another node computed"
+        )
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
     tensors = operation.leaves(target, 8, 64)
     function = operation.on(target)

@@ -38,18 +38,24 @@ _STAGES = {"residual": "bf16", "dropout": True, "pre_activation": "gelu", "activ
 _CHAIN = {"combine": "add", "activation": "relu", "dropout": True, "a": "bf16", "b": "bf16"}
 _GRADIENTS = PointwiseSpec(**_CHAIN, dy="bf16", da="bf16", db="bf16")
 # Grid rationale. Each template of native/kernels once, and those that both a bare norm and one with stages instantiate
-# with the stages too, whose operands are read and whose seed is loaded elsewhere.
+# with the stages too, whose operands are read and whose seed is loaded elsewhere; those of a gate in groups of columns.
+_GATE = {"gate": "bf16", "gate_activation": "silu", "grouped": True}
 _KERNELS: dict[str, tuple[Any, Any]] = {
     "row_norm_fwd": _norm("forward", 768),
     "row_norm_fwd, stages": _norm("forward", 768, **_STAGES),
     "row_norm_fwd_streamed": _norm("forward", 65536),
     "row_norm_fwd_streamed, stages": _norm("forward", 65536, residual="bf16", activation="silu"),
+    "row_norm_fwd, gate": _norm("forward", 768, **_GATE),
+    "row_norm_fwd_streamed, gate": _norm("forward", 65536, gate_first=True, **_GATE),
     "row_norm_fwd_tile": _norm("forward", 255),
     "row_norm_fwd_long": _norm("forward", 24576, rms=True),
     "row_norm_bwd": _norm("backward", 64),
     "row_norm_bwd, stages": _norm("backward", 64, dh=True, dresidual=True, **_STAGES),
     "row_norm_bwd_streamed": _norm("backward", 4096),
     "row_norm_bwd_streamed, stages": _norm("backward", 4096, dh=True, dresidual=True, **_STAGES),
+    "row_norm_bwd, gate": _norm("backward", 64, dresidual=True, gate_first=True, **_GATE),
+    "row_norm_bwd_streamed, gate": _norm("backward", 4096, dresidual=True, **_GATE),
+    "row_norm_bwd_weight, gate": _norm("backward_weight", 131072, **_GATE),
     "row_norm_bwd_weight": _norm("backward_weight", 131072),
     "sum_partials": (SumPartialsSpec(768, "f32", "bf16", "bf16"), Access()),
     "pointwise": (PointwiseSpec(**_CHAIN, y="bf16"), PointwiseAccess(1, 8)),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cuda_plans import executors
 from support import CUDA, call
 from torch import Tensor
 
+import kernel_fusion as kf
 from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.plan import Plan
@@ -89,6 +91,64 @@ def test_every_executor_gives_the_same_bits(verb: str, cols: int, dtype: torch.d
             results = y_and_dx(verb, inputs, alone=alone)
         for tensor, one, other in zip(("y", "dx"), results, expected, strict=True):
             assert torch.equal(one, other), f"{tensor} by {plan}"
+
+
+# Grid rationale. Rows of one warp, of a block and of a cluster; of vectors, with the last alone (264), and of single
+# elements (4099). From sm_90 on forward streams the longest, and backward all. Groups beside one another.
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(264, BF16), (1024, F32), (4096, BF16), (4099, BF16), (32768, BF16)], ids=str
+)
+def test_every_executor_of_a_gate_gives_the_same_bits(
+    cols: int, dtype: torch.dtype, groups: int, first: bool, direction: Direction
+) -> None:
+    """A gate is read by blocks and clusters, from memory and through slots: the same y, dx and dgate."""
+    rows, name = 2**22 // (cols * groups) | 1, dtype_name(dtype)
+    x, gate, dy = (torch.randn(rows, groups * cols, device="cuda").add_(1).to(dtype) for _ in range(3))
+    weight, bias = (torch.randn(groups * cols, device="cuda").to(dtype) for _ in range(2))
+
+    def results() -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (x, gate, weight, bias)]
+        options: dict[str, Any] = {"gate_first": first, "group_size": cols if groups > 1 else None, "backend": "cuda"}
+        y = kf.gated_layer_norm(leaves[0], leaves[1], groups * cols, leaves[2], leaves[3], **options)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)[:2]]
+
+    expected = results()
+    stages: dict[str, Any] = {"gate": name, "gate_activation": "silu", "gate_first": first, "grouped": groups > 1}
+    spec = replace(planner.family(cols, name, name, rms=False, **stages)[1], direction=direction)
+    if direction == "backward":
+        spec = replace(spec, dresidual=True, bias=None if first else name)
+    device = Device.of(torch.cuda.current_device())
+    for plan in executors(spec, planner.plan_for(spec, planner.contiguous_access(spec), device), device):
+        with forced(direction, plan), CUDA.ran(forward=1, backward=1):
+            again = results()
+        for tensor, one, other in zip(("y", "dx", "dgate"), again, expected, strict=True):
+            assert torch.equal(one, other), f"{tensor} by {plan}"
+
+
+# Grid rationale. A gate that is infinite, or none, in the last of rows that share a block with some that are not there.
+@pytest.mark.parametrize("cols", [64, 255, 1000])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_gate_that_is_not_finite_stays_in_its_columns(cols: int, groups: int) -> None:
+    """It reaches y and dx of its own group, and the gradients of weight and bias, in PyTorch's way."""
+    x, gate, dy = torch.randn(3, 3, groups * cols, device="cuda").unbind()
+    gate[-1, 1], gate[-1, 2] = torch.inf, torch.nan
+    weight, bias = torch.randn(2, groups * cols, device="cuda").unbind()
+    gradients = []
+    for backend in ("cuda", "eager"):
+        leaves = [t.clone().requires_grad_() for t in (x, gate, weight, bias)]
+        options: dict[str, Any] = {
+            "group_size": cols if groups > 1 else None,
+            "gate_activation": None,
+            "backend": backend,
+        }
+        y = kf.gated_layer_norm(leaves[0], leaves[1], groups * cols, leaves[2], leaves[3], **options)
+        gradients.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 # Grid rationale. Rows of few warps, of a block and of clusters, with even and odd numbers of chunks to a warp. Of odd

@@ -93,7 +93,8 @@ def _with_helpers(spec: RowNormSpec, access: Access, arch: int) -> Iterator[Kern
 
 # Grid rationale. What stages take registers for: an activation after the norm, cheap or not, whose argument backward
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
-# dropout's random bits; values that are rounded on the way. Of the lengths those where a plan changes.
+# dropout's random bits; values that are rounded on the way; a gate, last or first, in the type of x or wider, and
+# groups. Of the lengths those where a plan changes.
 _STAGED_LENGTHS = (64, 255, 768, 1024, 1280, 4096, 4099, 5120, 10240, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
@@ -103,6 +104,11 @@ _STAGES: dict[str, dict[str, Any]] = {
     "add-f32": {"residual": "f32"},
     "add-dropout": {"residual": "bf16", "dropout": True, "rms": True},
     "hf": {"hf": True},
+    "gate": {"gate": "bf16", "gate_activation": "silu"},
+    "gate-f32": {"gate": "f32", "gate_activation": "silu", "grouped": True},
+    "gate-first": {"gate": "bf16", "gate_activation": "silu", "gate_first": True, "grouped": True, "rms": True},
+    "gate-first-f32": {"gate": "f32", "gate_activation": "mish", "gate_first": True},
+    "hf-gate": {"hf": True, "gate": "bf16", "gate_activation": "sigmoid"},
     "hf-add-silu": {"hf": True, "residual": "bf16", "activation": "silu"},
     "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},
 }
@@ -112,8 +118,9 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
     """Each direction with some stages; of the architectures one of each generation."""
     if arch not in (80, 90, 120):
         return
-    # Rounding also beside float32 parameters, which take the most registers.
-    wanted = [*product(_STAGED_LENGTHS, ["bf16"], _STAGES.values()), *product(_STAGED_LENGTHS, ["f32"], [{"hf": True}])]
+    # Rounding and gates also beside float32 parameters, which take the most registers.
+    beside_f32 = [_STAGES[name] for name in ("hf", "gate-f32", "gate-first-f32")]
+    wanted = [*product(_STAGED_LENGTHS, ["bf16"], _STAGES.values()), *product(_STAGED_LENGTHS, ["f32"], beside_f32)]
     for cols, weight, stages in wanted:
         for spec in planner.family(cols, "bf16", weight, **{"rms": False, **stages}):
             yield from _with_helpers(spec, planner.contiguous_access(spec), arch)
@@ -167,6 +174,19 @@ def test_every_access_compiles_with_stages(direction: str, access: Access) -> No
         assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
 
 
+# Grid rationale. As above; a gate of fp32 may begin anywhere, and every kernel that knows groups has them once.
+@pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_every_access_compiles_with_a_gate(direction: str, gate_first: bool) -> None:
+    """Gates may be unaligned and strided, in groups of columns or without, and their gradient need not be wanted."""
+    for cols, arch in product((255, 4096, 32768), (80, 90)):
+        gate = {"gate": "f32", "gate_activation": "silu", "gate_first": gate_first, "grouped": arch == 90}
+        spec = RowNormSpec(direction, False, cols, "bf16", "f32", "bf16", "bf16", dresidual=cols != 255, **gate)
+        access = anywhere(spec)
+        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[arch]))
+        assert compile_source(source.text(), arch)[0].startswith(b"\x7fELF")
+
+
 def test_compile_error_holds_the_log() -> None:
     """A source that does not compile raises with the compiler's words."""
     with pytest.raises(CompileError, match=r"(?s)sm_90.*nonsense"):
@@ -212,6 +232,15 @@ _fields = {
     "grads": st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
 }
 _specs_of_any_length = st.builds(RowNormSpec, **_fields)
+_specs_with_a_gate = st.builds(
+    RowNormSpec,
+    **_fields,
+    gate=st.sampled_from(list(ITEMSIZE)),
+    gate_activation=st.sampled_from(["identity", "silu"]),
+    gate_first=st.booleans(),
+    grouped=st.booleans(),
+    dresidual=st.booleans(),
+)
 _specs_with_stages = st.builds(
     RowNormSpec,
     **_fields,
@@ -226,7 +255,7 @@ _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
 # The examples: rows that the warps of their cluster do not divide, of which the last block of 16 has few columns.
-@given(spec=st.one_of(_specs_of_any_length, _specs_with_stages), device=_devices)
+@given(spec=st.one_of(_specs_of_any_length, _specs_with_stages, _specs_with_a_gate), device=_devices)
 @example(spec=RowNormSpec("forward", False, 33344, "bf16", "bf16"), device=KNOWN_DEVICES[90])
 @example(spec=RowNormSpec("backward", False, 106539, "bf16", "bf16", "bf16", "bf16"), device=KNOWN_DEVICES[90])
 @settings(max_examples=2000, deadline=None)
@@ -236,15 +265,21 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
         plan = plan_row_norm(spec, access, device)
         assert_sound(spec, access, plan, device)
         if spec.direction in ("inference", "forward") and not (plan.slots or plan.tiled):
-            dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual))
+            dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual, spec.gate))
             assert plan.vec * max(ITEMSIZE[dtype] for dtype in dtypes) <= 16
 
 
-@given(spec=st.one_of(_specs_of_any_length, _specs_with_stages), device=_devices, other=_specs_of_any_length)
+@given(
+    spec=st.one_of(_specs_of_any_length, _specs_with_stages, _specs_with_a_gate),
+    device=_devices,
+    other=_specs_of_any_length,
+)
 @settings(max_examples=500, deadline=None)
 def test_the_tree_depends_on_length_and_types_alone(spec: RowNormSpec, device: Device, other: RowNormSpec) -> None:
-    """Gradients, an offset and the memory layout do not change how a row is summed."""
+    """Gradients, an offset, groups and the memory layout do not change how a row is summed."""
     varied = replace(spec, grads=other.grads, offset=not spec.offset)
+    if spec.gate is not None:
+        varied = replace(varied, grouped=not spec.grouped, dresidual=not spec.dresidual)
     moved = plan_row_norm(spec, anywhere(spec), device)
     assert tree(planned(spec, device)) == tree(planned(varied, device)) == tree(moved)
 
@@ -375,15 +410,19 @@ def test_rows_of_clusters_stream(dtype: str, cols: int) -> None:
     ],
 )
 def test_rows_taken_many_at_a_time(dtype: str, tiled: tuple[int, ...], not_tiled: tuple[int, ...]) -> None:
-    """Short rows of narrow vectors, from sm_90 on and without a residual."""
+    """Short rows of narrow vectors, from sm_90 on and without a residual or a gate."""
     for cols in (*tiled, *not_tiled):
         spec = RowNormSpec("forward", False, cols, dtype, dtype, dtype, dtype)
         assert planned(spec, KNOWN_DEVICES[90]).tiled == (cols in tiled), cols
         assert not planned(spec, KNOWN_DEVICES[80]).tiled
         assert not planned(replace(spec, residual=dtype), KNOWN_DEVICES[90]).tiled
+        assert not planned(replace(spec, gate=dtype), KNOWN_DEVICES[90]).tiled
 
 
-@given(spec=_specs_of_any_length.filter(lambda spec: spec.direction != "backward_weight"), device=_devices)
+@given(
+    spec=st.one_of(_specs_of_any_length, _specs_with_a_gate).filter(lambda spec: spec.direction != "backward_weight"),
+    device=_devices,
+)
 @example(RowNormSpec("inference", False, 16577, "f16", "f16"), KNOWN_DEVICES[90])  # six slots, fewer helpers
 @example(RowNormSpec("backward", False, 8, "f16", "f32", None, "f64"), KNOWN_DEVICES[90])  # backward reads no such bias
 @example(RowNormSpec("backward", False, 272, "f16", "f16"), KNOWN_DEVICES[90])  # `few` needs three slots

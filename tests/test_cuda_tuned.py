@@ -53,6 +53,9 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"dropout": True},
     {"hf": True},
     {"hf": True, "activation": "silu"},
+    {"gate": "bf16", "gate_activation": "silu"},
+    {"gate": "f32", "gate_activation": "silu"},
+    {"gate": "f32", "gate_activation": "silu", "gate_first": True, "hf": True},
 )
 
 
@@ -64,7 +67,7 @@ def _calls() -> list[_Call]:
 
 def _sample() -> Iterator[_Call]:
     for cols, (x, weight, y), rms, stages in product(_LENGTHS, _MIXES, (False, True), _STAGES):
-        if x == "f64" and "residual" in stages:
+        if x == "f64" and not {"residual", "gate"}.isdisjoint(stages):
             continue
         for spec in planner.family(cols, x, weight, rms=rms, y=y, **stages)[1:]:
             for access in (planner.contiguous_access(spec), anywhere(spec)):

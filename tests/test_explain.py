@@ -26,6 +26,8 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x, y = torch.randn(2, 4, 8, device=device)
     if verb in ("layer_norm", "rms_norm"):
         return (x, 8), {"weight": torch.ones(8, device=device)}
+    if verb.startswith("gated_") and verb.endswith("norm"):
+        return (x, y, (8,)), {"group_size": 4}
     if verb.endswith("norm"):
         return (x, y, (8,)), {"dropout_p": 0.1}
     if verb in ("add_act", "mul_act", "bias_act", "gated_act"):
@@ -115,6 +117,17 @@ def test_plans_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("4-element vectors" in line for line in wider)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
     assert cuda_explain.plan_lines("layer_norm", call) == wider
+
+
+def test_plans_of_gated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is planned as a row of its own length, and a gate as another row that is read."""
+    monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
+    x = torch.ones(4, 1024, dtype=torch.bfloat16)
+    _, whole = explain._bound(kf.gated_rms_norm, (x, x, 1024, x[0]), {})
+    _, grouped = explain._bound(kf.gated_rms_norm, (x, x, 1024, x[0]), {"group_size": 64})
+    lines = [cuda_explain.plan_lines("gated_rms_norm", call) for call in (whole, grouped)]
+    assert [line.partition(":")[0] for line in lines[0]] == ["forward", "backward"]
+    assert lines[0] != lines[1]
 
 
 def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:

@@ -26,6 +26,8 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "rms_norm": lambda x, y, w: kf.rms_norm(x, 8, w),
     "add_layer_norm": lambda x, y, w: kf.add_layer_norm(x, y, 8, w, w),
     "add_rms_norm": lambda x, y, w: kf.add_rms_norm(x, y, 8, w),
+    "gated_layer_norm": lambda x, y, w: kf.gated_layer_norm(x, y, 8, w, w, group_size=4),
+    "gated_rms_norm": lambda x, y, w: kf.gated_rms_norm(x, y, 8, w),
     "add_act": lambda x, y, w: kf.add_act(x, y, "relu"),
     "mul_act": lambda x, y, w: kf.mul_act(x, y, "tanh"),
     "bias_act": lambda x, y, w: kf.bias_act(x, w, "gelu"),

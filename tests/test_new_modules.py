@@ -46,6 +46,10 @@ def _rms_norm(m: nn.Module, h: Tensor) -> Tensor:
     return F.rms_norm(h, (8,), m.weight + m.weight_offset, _EPS)
 
 
+def _grouped(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.unflatten(-1, (2, 4)), (4,), eps=eps).flatten(-2)
+
+
 # PyTorch 2.11 does not say whether there is a bias.
 _LAYER_NORM = nn.LayerNorm(8).extra_repr()
 MODULES = {
@@ -80,6 +84,28 @@ MODULES = {
         lambda device: kf.FusedAddRMSNorm(8, dropout=0.25, weight_offset=1.0, device=device).eval(),
         "(8,), eps=None, elementwise_affine=True, dropout=0.25, weight_offset=1.0",
         lambda m, x: (_rms_norm(m, x), x),
+    ),
+    "gated_rms_norm": Module(
+        lambda device: kf.FusedGatedRMSNorm(8, gate_first=True, group_size=4, device=device),
+        "(8,), eps=1e-05, elementwise_affine=True, gate_activation='silu', gate_first=True, group_size=4",
+        lambda m, x, gate: _grouped(x * F.silu(gate), m.eps) * m.weight,
+        ((3, 8), (3, 8)),
+    ),
+    "gated_rms_norm_offset": Module(
+        lambda device: kf.FusedGatedRMSNorm(8, 1e-3, gate_activation="sigmoid", weight_offset=1.0, device=device),
+        "(8,), eps=0.001, elementwise_affine=True, gate_activation='sigmoid', weight_offset=1.0",
+        lambda m, x, gate: F.rms_norm(x, (8,), m.weight + 1, m.eps) * torch.sigmoid(gate),
+        ((3, 8), (3, 8)),
+    ),
+    "without_a_gate": Module(
+        lambda device: kf.FusedGatedRMSNorm(8, device=device),
+        "(8,), eps=1e-05, elementwise_affine=True, gate_activation='silu'",
+        lambda m, x: F.rms_norm(x, (8,), m.weight, m.eps),
+    ),
+    "without_a_gate_in_groups": Module(
+        lambda device: kf.FusedGatedRMSNorm(8, gate_first=True, group_size=4, device=device),
+        "(8,), eps=1e-05, elementwise_affine=True, gate_activation='silu', gate_first=True, group_size=4",
+        lambda m, x: _grouped(x, m.eps) * m.weight,
     ),
     "bias_act": Module(
         lambda device: kf.FusedBiasAct(8, "gelu", 0.1, device=device).eval(),
@@ -184,6 +210,18 @@ def test_moves_between_dtypes_and_devices(name: str, any_target: Target) -> None
     with kf.use_backend(any_target.backend), any_target.ran(forward=None):
         results = _leaves(module.to(torch.bfloat16)(*inputs))
     assert all(y.dtype == torch.bfloat16 and y.isfinite().all() for y in results)
+
+
+def test_gated_norm_has_one_weight() -> None:
+    """The state dict is that of other libraries' gated norms, and what does not fit is refused."""
+    assert list(kf.FusedGatedRMSNorm(8).state_dict()) == ["weight"]
+    for arguments, text in (
+        ({"group_size": 3}, "`FusedGatedRMSNorm`: `group_size` must divide the length of a row, N = 8, got 3"),
+        ({"gate_activation": "swish"}, "`FusedGatedRMSNorm`: `gate_activation` must be one of "),
+        ({"rounding": "up"}, "`FusedGatedRMSNorm`: `rounding` must be one of "),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            kf.FusedGatedRMSNorm(8, **arguments)
 
 
 @pytest.mark.parametrize(

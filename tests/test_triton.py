@@ -25,7 +25,7 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
-from kernel_fusion.testing.row_norms import Inputs
+from kernel_fusion.testing.row_norms import GatedNormCase, Inputs
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICE = TRITON.device
@@ -51,7 +51,7 @@ class SteppedNormCase(RowNormCase):
 # Grid rationale. The quick list of `verify` has every verb, activation and dtype, at lengths with and without a tail;
 # the rest are ways of this backend alone: rows in pieces, with a tail; in slices, with and without one, with a mean far
 # from zero and with stages; those that backward reads again; rows that are looped over in either direction, in each
-# family; up to three strides of rows, and more; columns of bias summed in tiles; sections of reductions.
+# family, with a gate; up to three strides of rows, and more; columns of bias summed in tiles; sections of reductions.
 def _own_cases() -> Iterator[Case]:
     stages = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
     yield RowNormCase("layer_norm", (5, 1500), F32, weight=F32, bias=F32)
@@ -65,6 +65,13 @@ def _own_cases() -> Iterator[Case]:
     yield SteppedNormCase("layer_norm", (2, 32800), F32, weight=F32, bias=F32)
     yield RowNormCase("rms_norm", (2, 32776), F32, weight=F32)
     yield StagedNormCase("add_layer_norm", (1, 33000), F32, weight=F32, residual=F32, **stages)
+    yield GatedNormCase("gated_layer_norm", (3, 2500), BF16, weight=BF16, bias=F32, gate=F32, gate_first=True)
+    yield GatedNormCase("gated_rms_norm", (3, 2500), BF16, weight=BF16, gate=BF16, rounding="hf")
+    yield GatedNormCase("gated_rms_norm", (2, 33000), F32, weight=F32, gate=F32, group_size=16500)
+    yield GatedNormCase("gated_layer_norm", (1, 33000), BF16, weight=F32, bias=F32, gate=F32)
+    yield GatedNormCase("gated_layer_norm", (1, 33000), F32, weight=F32, gate=F32, gate_first=True)
+    gated = {"layout": "transposed", "gate_layout": "transposed", "group_size": 24}
+    yield GatedNormCase("gated_rms_norm", (4, 3, 96), F32, weight=F32, bias=F32, gate=F32, **gated)
     yield SoftmaxCase("softmax", (1, 33000), F32)
     yield SoftmaxCase("softmax", (2, 33000), F32, causal=True)
     yield ReduceCase("mean_abs", (2100, 5), F32, dim=0)

@@ -154,7 +154,8 @@ _TRACE = """
 
     def f(x, r, w):
         y, h = kf.add_layer_norm(x, r, 256, w, activation="gelu", dropout_p=0.1, backend="triton")
-        z = kf.gated_act(kf.rms_norm(y, 256, w, backend="triton"), h, "silu", backend="triton")
+        z = kf.gated_rms_norm(y, r, 256, w, group_size=64, backend="triton")
+        z = kf.gated_act(z, h, "silu", backend="triton")
         weights = kf.softmax(kf.bias_act(z, w, "gelu", backend="triton"), backend="triton")
         return kf.sum_squared(weights, -1, backend="triton")
 

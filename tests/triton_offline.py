@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,18 @@ def compile_for(target: GPUTarget, launch: Launch) -> tuple[int, int, int | None
     return len(code.asm["cubin"]), code.metadata.shared, waited
 
 
+def gated(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Norms with a gate in either place, which is half of a projection, of whole rows and of four groups."""
+    x, gate = torch.zeros(rows, 2 * cols, dtype=dtype).requires_grad_().chunk(2, -1)
+    w = torch.zeros(cols, dtype=dtype, requires_grad=True)
+    for rms, first, whole in product((False, True), repeat=3):
+        shape = (cols,) if whole else (4, cols // 4)
+        tensors = [x.unflatten(-1, shape), None, 1, w.view(shape), w.view(shape), 1e-5, 0.0, None, rms]
+        stages = "identity", "identity", 0.0, None, "once", gate.unflatten(-1, shape), "silu", first
+        y = serve("staged_row_norm", *tensors, *stages)[0]
+        torch.autograd.grad(y, [x, gate, w], torch.zeros_like(y))
+
+
 def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Both norms in both directions, bare and with every stage."""
     x, r = torch.zeros(2, rows, cols, dtype=dtype).requires_grad_().unbind()
@@ -188,12 +201,16 @@ def all_launches(arch: str) -> list[Launch]:
         launches += recorded(partial(verbs, rows, cols, dtype))
     launches += recorded(lambda: verbs(5, 255, torch.float64))
     launches += recorded(lambda: norms(3, 2048, torch.float32))
+    for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
+        launches += recorded(partial(gated, 3, cols, dtype))
     if arch == "90":
         # Rows in slices; in pieces, fetched ahead; with 16 warps; the longest that are; and those that are read again.
         launches += recorded(lambda: norms(3, 3000, torch.bfloat16))
         for cols in (4096, 5120, 16384):
             launches += recorded(partial(norms, 3, cols, torch.float32))
         launches += recorded(lambda: norms(3, 24576, torch.bfloat16))
+        for cols, dtype in ((4096, torch.float32), (8192, torch.bfloat16), (40000, torch.bfloat16)):
+            launches += recorded(partial(gated, 3, cols, dtype))
     if arch == "80":
         launches += recorded(lambda: norms(3, 12288, torch.float32))
     return launches

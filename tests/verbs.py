@@ -35,6 +35,7 @@ class Verb:
         kernels: how many kernels one call and one backward run; None for at least one.
         batches: whether a batched first argument is one call with more rows.
         row_wise: whether row i of every result comes from row i of the first argument alone.
+        reshapes: whether the result has another shape than that of the operator behind it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Verb:
     kernels: int | None = 1
     batches: bool = False
     row_wise: bool = True
+    reshapes: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -119,6 +121,7 @@ def _keys(rows: int, cols: int) -> tuple[int, ...]:
 
 _AFFINE = {"x": _matrix, "weight": _row, "bias": _row}
 _ADDED = {"x": _matrix, "residual": _matrix, "weight": _row, "bias": _row}
+_GATED = {"x": _matrix, "gate": _matrix, "weight": _row, "bias": _row}
 _PAIR = {"a": _matrix, "b": _matrix}
 _BIASED = {"x": _matrix, "bias": _row}
 
@@ -140,6 +143,27 @@ def _norm(name: str, verb: str, **stages: Any) -> Verb:
     return Verb(name, _ADDED if added else _AFFINE, ours, pytorch, batches=not stages)
 
 
+def _gated_norm(name: str, verb: str, **gating: Any) -> Verb:
+    """A gated norm over the last dimension, or with `group_size` over either half of it."""
+    arguments = _GATED
+    if "group_size" in gating:
+        arguments = {name: lambda r, c, of=of: of(r, 2 * c) for name, of in _GATED.items()}
+
+    def options(x: Tensor) -> dict[str, Any]:
+        return gating | ({"group_size": x.shape[-1] // 2} if "group_size" in gating else {})
+
+    def ours(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, backend: str | None = None) -> Tensor:
+        norm = getattr(kf, verb)
+        y: Tensor = norm(x, gate, x.shape[-1:], weight, bias=bias, eps=EPS, backend=backend, **options(x))
+        return y
+
+    def pytorch(x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rms = verb.endswith("rms_norm")
+        return unfused.gated_norm(x, gate, x.shape[-1:], weight, bias, EPS, rms=rms, **options(x))
+
+    return Verb(name, arguments, ours, pytorch, reshapes="group_size" in gating)
+
+
 def _pointwise(verb: str, activation: str, arguments: dict[str, Any], form: str = "", **options: Any) -> Verb:
     def ours(*tensors: Tensor, **backend: Any) -> Tensor:
         return getattr(kf, verb)(*tensors, activation, **backend)
@@ -158,6 +182,9 @@ _VERBS = (
     _norm("rms_norm-staged", "rms_norm", **_STAGES),
     _norm("add_layer_norm", "add_layer_norm", pre_activation="tanh"),
     _norm("add_rms_norm", "add_rms_norm", pre_activation="tanh"),
+    _gated_norm("gated_layer_norm", "gated_layer_norm"),
+    _gated_norm("gated_rms_norm", "gated_rms_norm", gate_activation="gelu", gate_first=True),
+    _gated_norm("gated_rms_norm-grouped", "gated_rms_norm", group_size=None),
     _pointwise("add_act", "gelu", _PAIR),
     _pointwise("add_act", "silu", {"a": _matrix, "b": _column}, "-column", kernels=None),
     _pointwise("mul_act", "tanh", _PAIR),

@@ -88,6 +88,12 @@ def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | N
     return all(list(p.shape) == list(shape) for p in (weight, bias) if p is not None)
 
 
+def parameter_shape(input: Tensor, num_dims: int, gated: bool, *parameters: Tensor | None) -> list[int]:
+    """The shape of weight and bias: the normalised one; beside a gate they may have a dimension of groups before it."""
+    grouped = gated and any(p is not None and p.dim() > num_dims for p in parameters)
+    return list(input.shape[max(0, input.dim() - num_dims - grouped) :])
+
+
 def row_norm(
     verb: str,
     input: Tensor,
@@ -111,20 +117,20 @@ def row_norm(
         raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
 
 
-def residual(verb: str, input: Tensor, residual: Tensor | None) -> None:
-    """Raise unless the residual stream has the input's shape and device, and a dtype that goes with the input's."""
-    if residual is None:
+def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
+    """Raise unless a residual or a gate has the input's shape and device, and a dtype that goes with the input's."""
+    if other is None:
         return
-    if residual.shape != input.shape:
+    if other.shape != input.shape:
         raise RuntimeError(
-            f"`{verb}`: `residual` must have the shape of `input`, {list(input.shape)}, got {list(residual.shape)}"
+            f"`{verb}`: `{argument}` must have the shape of `input`, {list(input.shape)}, got {list(other.shape)}"
         )
-    if residual.device != input.device:
+    if other.device != input.device:
         raise RuntimeError(
-            f"`{verb}`: expected all tensors to be on the same device, but `residual` is on {residual.device} and "
+            f"`{verb}`: expected all tensors to be on the same device, but `{argument}` is on {other.device} and "
             f"`input` is on {input.device}"
         )
-    _check_mix(verb, "residual", residual.dtype, input.dtype)
+    _check_mix(verb, argument, other.dtype, input.dtype)
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
@@ -135,6 +141,14 @@ def activation(verb: str, argument: str, name: str | None) -> str:
         choices = ", ".join(repr(choice) for choice in ACTIVATIONS)
         raise ValueError(f"`{verb}`: `{argument}` must be one of {choices}, got {name!r}")
     return name
+
+
+def group_size(verb: str, shape: Sequence[int], size: int) -> None:
+    """Raise unless groups of so many columns make up the normalised dimension, of which there is one."""
+    if len(shape) != 1:
+        raise ValueError(f"`{verb}`: `group_size` goes with a `normalized_shape` of one dimension, got {list(shape)}")
+    if size < 1 or shape[0] % size:
+        raise ValueError(f"`{verb}`: `group_size` must divide the length of a row, N = {shape[0]}, got {size}")
 
 
 def rounding(verb: str, rounding: str) -> None:
@@ -158,6 +172,12 @@ def number(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is a number."""
     if not _is_number(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a number, got {_described(value)}")
+
+
+def flag(verb: str, argument: str, value: object) -> None:
+    """Raise unless `value` is a bool, or stands for one."""
+    if not hasattr(value, "__bool__"):
+        raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {_described(value)}")
 
 
 def dimension(verb: str, argument: str, value: object) -> None:
@@ -186,6 +206,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "weight_offset": ("a number", _is_number),
     "scale": ("a number", _is_number),
     "normalized_shape": ("an int or a sequence of ints", _is_size),
+    "group_size": ("an int or None", lambda v: v is None or hasattr(v, "__index__")),
     "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
     "keepdim": ("a bool", lambda v: hasattr(v, "__bool__")),
     "causal": ("a bool", lambda v: hasattr(v, "__bool__")),

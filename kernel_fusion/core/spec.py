@@ -86,6 +86,10 @@ class RowNormSpec:
         dh: whether backward is given a gradient of h beside that of y.
         dresidual: whether backward computes the gradient of the residual.
         hf: whether the normalised value and its product with the weight are rounded (`rounding="hf"`).
+        gate: dtype of the gate, or None; its gradient is that of the other row, so `dresidual` asks for it.
+        gate_activation: what is applied to the gate before it multiplies.
+        gate_first: whether it multiplies x, and not what comes of the norm.
+        grouped: whether a row is a group of columns, whose weight and bias are others than those of its neighbours.
     """
 
     direction: Direction
@@ -104,6 +108,10 @@ class RowNormSpec:
     dh: bool = False
     dresidual: bool = False
     hf: bool = False
+    gate: Dtype | None = None
+    gate_activation: Activation = IDENTITY
+    gate_first: bool = False
+    grouped: bool = False
 
     @property
     def acc(self) -> str:
@@ -113,12 +121,13 @@ class RowNormSpec:
     @property
     def changes_x(self) -> bool:
         """Whether a stage changes x before anything is added to it."""
-        return self.dropout or self.pre_activation != IDENTITY
+        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
 
     @property
     def has_stages(self) -> bool:
         """Whether there is anything around the norm."""
-        return self.residual is not None or self.changes_x or self.activation != IDENTITY
+        others = self.residual is not None or self.gate is not None
+        return others or self.changes_x or self.activation != IDENTITY
 
     @property
     def row(self) -> str:
@@ -129,7 +138,9 @@ class RowNormSpec:
 
     @property
     def pre_x(self) -> str | None:
-        """The type of x where backward reads it beside h, to differentiate the pre-activation."""
+        """The type of what backward reads beside the normalised row: the gate, or x for the slope of an activation."""
+        if self.gate is not None:
+            return self.gate
         return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
 
     def __str__(self) -> str:
@@ -139,7 +150,9 @@ class RowNormSpec:
         stages = [f"residual={self.residual}"] if self.residual else []
         stages += [f"pre_activation={self.pre_activation}"] if self.pre_activation != IDENTITY else []
         stages += [f"activation={self.activation}"] if self.activation != IDENTITY else []
-        stages += [name for name in ("dropout", "dh", "dresidual", "hf") if getattr(self, name)]
+        stages += [f"gate={self.gate} {self.gate_activation}"] if self.gate else []
+        flags = ("dropout", "dh", "dresidual", "hf", "gate_first", "grouped")
+        stages += [name for name in flags if getattr(self, name)]
         return ", ".join([text, *stages]) + "]"
 
 
@@ -151,8 +164,8 @@ class Access:
         x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
-        residual: alignment of the residual (forward) or of dh (backward).
-        pre_x: alignment of x where backward reads it beside h, which is then called x.
+        residual: alignment of the residual or the gate (forward), or of dh (backward).
+        pre_x: alignment of what backward reads beside the normalised row, which is called x: the gate, or x beside h.
         strided_residual, strided_pre_x: as strided_x.
     """
 

@@ -10,6 +10,7 @@ others may then be arrays or tensors, and the result is an array of the first on
 from __future__ import annotations
 
 from kernel_fusion.functional.attention import attention_scores, softmax
+from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
 from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -23,6 +24,8 @@ __all__ = [
     "attention_scores",
     "bias_act",
     "gated_act",
+    "gated_layer_norm",
+    "gated_rms_norm",
     "layer_norm",
     "mean_abs",
     "mul_act",

@@ -24,7 +24,7 @@ _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
 # normalized_shape, weight, bias, eps, weight_offset, out_dtype.
-_Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
+Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
 # pre_activation, activation, dropout_p, rounding.
 _Stages = tuple[str | None, str | None, float, str]
 
@@ -98,7 +98,9 @@ def layer_norm(
         checks.number("layer_norm", "eps", eps)
         return _unusual("layer_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
     except checks.REFUSALS as error:
-        _explain("layer_norm", error, input, None, (normalized_shape, weight, bias, eps, weight_offset, out_dtype))
+        explain_norm(
+            "layer_norm", error, {"input": input}, (normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        )
         raise
 
 
@@ -161,11 +163,13 @@ def rms_norm(
                 return norm_op(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
         return _unusual("rms_norm", input, (normalized_shape, weight, bias, eps, weight_offset, out_dtype), backend)
     except checks.REFUSALS as error:
-        _explain("rms_norm", error, input, None, (normalized_shape, weight, bias, eps, weight_offset, out_dtype))
+        explain_norm(
+            "rms_norm", error, {"input": input}, (normalized_shape, weight, bias, eps, weight_offset, out_dtype)
+        )
         raise
 
 
-def _unusual(verb: str, input: Tensor, norm: _Norm, backend: str | None) -> Tensor:
+def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tensor:
     """A norm without stages, of an unusual tensor, by an explicit backend or with arguments that don't fit."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     shape = _sizes(normalized_shape)
@@ -312,7 +316,7 @@ def add_rms_norm(
 
 
 def _staged(
-    verb: str, input: Tensor, residual: Tensor | None, norm: _Norm, stages: _Stages, backend: str | None
+    verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None
 ) -> NormOutput:
     """A norm with stages around it."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
@@ -328,30 +332,34 @@ def _staged(
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     if residual is None and verb.startswith("add_"):
         raise TypeError(f"`{verb}`: `residual` must be a tensor, got None; without one the verb is `{verb[4:]}`")
-    rms = verb.endswith("rms_norm")
     try:
-        shape = _sizes(normalized_shape)
-        if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
-            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)  # raises, in PyTorch's words
-        if eps is None and rms:
-            eps = schemas.default_eps(input)
+        shape, eps = resolved(verb, input, norm)
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
-        affine = len(shape), weight, bias, eps, weight_offset, out_dtype, rms
+        affine = len(shape), weight, bias, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
             args = *args, rounding  # the default costs less where it is left out
         return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
-        _explain(verb, error, input, residual, norm)
+        explain_norm(verb, error, {"input": input, "residual": residual}, norm)
         raise
 
 
-def _explain(verb: str, error: Exception, input: Tensor, residual: Tensor | None, norm: _Norm) -> None:
-    """Raise a better error than `error`, if an argument of the norm explains it."""
+def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:
+    """The normalised sizes and eps; raises, in PyTorch's words, where the input does not end with the sizes."""
+    normalized_shape, weight, bias, eps, _, _ = norm
+    shape, rms = _sizes(normalized_shape), verb.endswith("rms_norm")
+    if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
+        eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
+    return shape, schemas.default_eps(input) if eps is None and rms else eps
+
+
+def explain_norm(verb: str, error: Exception, rows: dict[str, Any], norm: Norm, **others: Any) -> None:
+    """Raise a better error than `error`, if an argument of the norm explains it; `rows` and `others` by their names."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
-    others: dict[str, Any] = {"normalized_shape": normalized_shape, "weight_offset": weight_offset}
+    tensors = rows | {"weight": weight, "bias": bias}
+    others |= {"normalized_shape": normalized_shape, "weight_offset": weight_offset}
     if eps is not None or not verb.endswith("rms_norm"):  # where None is a number
         others["eps"] = eps
     checks.explain(verb, error, tensors, out_dtype=out_dtype, **others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
 from kernel_fusion.nn.softmax import FusedSoftmax
@@ -11,6 +12,7 @@ __all__ = [
     "FusedAddRMSNorm",
     "FusedBiasAct",
     "FusedGatedAct",
+    "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
     "FusedSoftmax",

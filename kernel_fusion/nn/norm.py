@@ -1,7 +1,7 @@
 """The norms: subclasses of `torch.nn.LayerNorm` and `torch.nn.RMSNorm`.
 
 So the constructor, the state dict, `extra_repr`, `isinstance` checks and initialisation are PyTorch's own; only
-`forward` is ours, and the keyword-only extras, which `_Stages` holds for all four.
+`forward` is ours, and the keyword-only extras, which `Stages` holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, l
 _Shape = int | Sequence[int] | torch.Size
 
 
-class _Stages(nn.Module):
+class Stages(nn.Module):
     """The keyword-only extras of the norms: their checks, how they start, how they print."""
 
     weight: nn.Parameter
@@ -70,7 +70,7 @@ class _Stages(nn.Module):
         return ", ".join(filter(None, (super().extra_repr(), extras)))
 
 
-class _AddStages(_Stages):
+class _AddStages(Stages):
     """The same of the norms that add to a residual, which have dropout too."""
 
     dropout: float
@@ -91,7 +91,7 @@ class _AddStages(_Stages):
         return input.new_full(row, -0.0).expand_as(input)
 
 
-class FusedLayerNorm(_Stages, nn.LayerNorm):
+class FusedLayerNorm(Stages, nn.LayerNorm):
     r"""Drop-in for `torch.nn.LayerNorm`: same constructor, same state dict, fused kernels, forward and backward.
 
     .. math::
@@ -157,7 +157,7 @@ class FusedLayerNorm(_Stages, nn.LayerNorm):
         )
 
 
-class FusedRMSNorm(_Stages, nn.RMSNorm):
+class FusedRMSNorm(Stages, nn.RMSNorm):
     r"""Drop-in for `torch.nn.RMSNorm`: same constructor, same state dict, fused kernels, forward and backward.
 
     .. math::

@@ -16,7 +16,7 @@ from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
 from kernel_fusion.testing.pointwise import PointwiseCase
 from kernel_fusion.testing.reductions import ReduceCase
-from kernel_fusion.testing.row_norms import RowNormCase, StagedNormCase
+from kernel_fusion.testing.row_norms import GatedNormCase, RowNormCase, StagedNormCase
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (_FP32, _BF16, _HALF, _FP64)
@@ -26,7 +26,7 @@ _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 def cases(quick: bool) -> list[Case]:
     """All of them; `quick` leaves out shapes, never a verb or a dtype."""
-    families = (row_norms, staged_norms, pointwise, reductions, softmaxes, scores)
+    families = (row_norms, staged_norms, gated_norms, pointwise, reductions, softmaxes, scores)
     return [case for family in families for case in family(quick)]
 
 
@@ -104,6 +104,26 @@ def staged_norms(quick: bool) -> Iterator[Case]:
             yield StagedNormCase(verb, **common, **options)
         for verb, options in product(("add_layer_norm", "add_rms_norm"), added):
             yield StagedNormCase(verb, residual=other, **common, **options)
+
+
+def gated_norms(quick: bool) -> Iterator[Case]:
+    """The norms with a gate, last and first, of whole rows and of groups; shapes as for the norms with stages."""
+    places: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"shape": (16, 255)}, 51),
+        ({"shape": (5, 4096), "gate_layout": "contiguous"}, 512),
+        ({"shape": (9, 1000), "layout": "padded"}, 125),
+        ({"shape": (2, 3, 24578), "layout": "half"}, 12289),
+    )
+    for (dtype, other), (place, group_size) in product(_MIXES, places[:2] if quick else places):
+        gates: tuple[dict[str, Any], ...] = (
+            {},
+            {"gate_first": True},
+            {"gate_activation": "sigmoid", "group_size": group_size},
+            {"gate_first": True, "group_size": group_size, "weight_offset": 1.0},
+            {"rounding": "hf"},
+        )
+        for verb, options in product(("gated_layer_norm", "gated_rms_norm"), gates):
+            yield GatedNormCase(verb, dtype=dtype, weight=other, bias=other, gate=other, **place, **options)
 
 
 def pointwise(quick: bool) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Cases of the row norms, and of the norms with stages around them."""
+"""Cases of the row norms, and of the norms with stages around them or with a gate."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Inputs(Tensors):
     residual: Tensor | None = None
     dh: Tensor | None = None
     seed: Tensor | None = None
+    gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -115,32 +116,35 @@ class RowNormCase(Case):
         h = keep * pre.value(x)
         if inputs.residual is not None:
             h = h + wide(inputs.residual)
-        y, dh, dweight, dbias = self._norm_by_hand(h, inputs, post)
+        y, dh, dweight, dbias = self._norm_by_hand(h, wide(inputs.dy), inputs, post)
         results = {"y": y, "dweight": dweight, "dbias": dbias}
         if inputs.dh is not None:
             dh = dh + wide(inputs.dh)
             results |= {"h": h, "dresidual": dh}
         results["dx"] = dh * keep * pre.slope(x)
-        absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
-        return {name: value for name, value in results.items() if name not in absent}
+        return _present(results, inputs)
 
-    def _norm_by_hand(self, h: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Array, Array]:
+    def _mean(self, values: Array) -> Array:
+        """The means of what is normalised together, in a shape that broadcasts to that of the values."""
+        return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
+
+    def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Array, Array]:
         """activation(norm(h)), and the gradients of h, weight and bias."""
-        axes, rows = tuple(range(-self.num_dims, 0)), tuple(range(len(self.shape) - self.num_dims))
+        rows = tuple(range(len(self.shape) - self.num_dims))
         none = np.zeros(self.normalized_shape, np.longdouble)
         weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
         bias = none if inputs.bias is None else wide(inputs.bias)
         if h.size == 0:
             return h, h, none, none
-        centered = h if self.rms else h - h.mean(axes, keepdims=True)
-        rstd = 1 / np.sqrt((centered * centered).mean(axes, keepdims=True) + np.longdouble(default_eps(self)))
+        centered = h if self.rms else h - self._mean(h)
+        rstd = 1 / np.sqrt(self._mean(centered * centered) + np.longdouble(default_eps(self)))
         xhat = centered * rstd
         n = xhat * weight + bias
-        dn = wide(inputs.dy) * post.slope(n)
+        dn = dy * post.slope(n)
         g = dn * weight
-        dh = g - xhat * (g * xhat).mean(axes, keepdims=True)
+        dh = g - xhat * self._mean(g * xhat)
         if not self.rms:
-            dh = dh - g.mean(axes, keepdims=True)
+            dh = dh - self._mean(g)
         return post.value(n), dh * rstd, (dn * xhat).sum(rows), dn.sum(rows)
 
 
@@ -205,6 +209,77 @@ class StagedNormCase(RowNormCase):
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         keep = wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
         return self._by_hand(inputs, pre, post, keep)
+
+
+@dataclass(frozen=True)
+class GatedNormCase(RowNormCase):
+    """One call of "gated_layer_norm" or "gated_rms_norm".
+
+    Attributes:
+        gate: its dtype.
+        gate_layout: as in `lay_out`; that of a gate is often half of a projection.
+        gate_activation, gate_first, group_size, rounding: as in the verb.
+    """
+
+    gate: torch.dtype = torch.float32
+    gate_layout: str = "half"
+    gate_activation: str | None = "silu"
+    gate_first: bool = False
+    group_size: int | None = None
+    rounding: str = "once"
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+        """x, weight, bias, dy and the gate."""
+        inputs = super().make_inputs(device, seed)
+        inputs.gate = Draw(device, seed + 1).normal(self.shape, self.gate, layout=self.gate_layout).requires_grad_()
+        return inputs
+
+    @property
+    def _gating(self) -> dict[str, Any]:
+        names = "gate_activation", "gate_first", "group_size", "weight_offset"
+        return {name: getattr(self, name) for name in names}
+
+    def ours(self, inputs: Inputs, backend: str | None) -> Results:
+        """y, by the verb."""
+        options: dict[str, Any] = {"out_dtype": self.out_dtype, "rounding": self.rounding, "backend": backend}
+        return {"y": self._verb(inputs, inputs.gate, **self._gating, **options)}
+
+    def definition(self, inputs: Inputs) -> Results:
+        """y in float64; nothing on the way is rounded."""
+        return {"y": self._verb(inputs, inputs.gate, eps=default_eps(self), backend="eager", **self._gating)}
+
+    def pytorch(self, inputs: Inputs) -> Results:
+        """The norm, of groups where there are any, the activation and the products, each by PyTorch."""
+        assert inputs.gate is not None
+        affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
+        options = self._gating | {"rms": self.rms, "out_dtype": self.result_dtype, "rounding": self.rounding}
+        return {"y": unfused.gated_norm(inputs.x, inputs.gate, *affine, **options)}
+
+    def long_double(self, inputs: Inputs) -> Reference:
+        """The formulas of forward and backward."""
+        assert inputs.gate is not None
+        x, gate, dy = wide(inputs.x), wide(inputs.gate), wide(inputs.dy)
+        act, none = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.gate_activation, IDENTITY))
+        factor = act.value(gate)
+        if self.gate_first:
+            y, du, dweight, dbias = self._norm_by_hand(x * factor, dy, inputs, none)
+            results = {"y": y, "dx": du * factor, "dgate": du * x * act.slope(gate)}
+        else:
+            z, dx, dweight, dbias = self._norm_by_hand(x, dy * factor, inputs, none)
+            results = {"y": z * factor, "dx": dx, "dgate": dy * z * act.slope(gate)}
+        return _present(results | {"dweight": dweight, "dbias": dbias}, inputs)
+
+    def _mean(self, values: Array) -> Array:
+        if self.group_size is None:
+            return super()._mean(values)
+        groups = values.reshape(*values.shape[:-1], -1, self.group_size)
+        return np.repeat(groups.mean(-1), self.group_size, axis=-1)
+
+
+def _present(results: Reference, inputs: Inputs) -> Reference:
+    """Without the gradients of parameters that are not there."""
+    absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
+    return {name: value for name, value in results.items() if name not in absent}
 
 
 def default_eps(case: RowNormCase) -> float:

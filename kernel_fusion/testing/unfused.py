@@ -78,6 +78,35 @@ def staged_norm(
     return formula(activation or IDENTITY)(y), h
 
 
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    weight_offset: float = 0.0,
+    gate_activation: str | None = "silu",
+    gate_first: bool = False,
+    group_size: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
+) -> Tensor:
+    """Activation, norm and product; of groups the norm without parameters, and these after it."""
+    factor = formula(gate_activation or IDENTITY)(gate)
+    h = x * factor if gate_first else x
+    if group_size is None:
+        y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding)
+    else:
+        y = norm(h.unflatten(-1, (-1, group_size)), (group_size,), None, None, eps, rms=rms).flatten(-2)
+        y = y if weight is None else y * (weight + weight_offset)
+        y = y if bias is None else y + bias
+    y = y if gate_first else y.to(x.dtype) * factor
+    return y.to(out_dtype or x.dtype)
+
+
 def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
     """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout` one by one."""
     act = formula(activation or IDENTITY)

@@ -34,18 +34,21 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         out_dtype = torch.float32
-    names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual")}
+    names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual", "gate")}
+    group_size = arguments.get("group_size")
     specs = planner.family(
-        int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
+        group_size or int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
         dtype_name(input.dtype),
         names["weight"],
         rms=verb.endswith("rms_norm"),
         y=dtype_name(out_dtype or input.dtype),
         residual=names["residual"],
-        pre_activation=arguments["pre_activation"] or IDENTITY,
-        activation=arguments["activation"] or IDENTITY,
+        **{name: arguments.get(name) or IDENTITY for name in ("pre_activation", "activation", "gate_activation")},
         dropout=bool(arguments.get("dropout_p")) and arguments["training"],
         offset=arguments["weight_offset"] != 0,
+        gate=names["gate"],
+        gate_first=bool(arguments.get("gate_first")),
+        grouped=group_size is not None and bool(names["weight"] or names["bias"]),
         hf=rounding_for(arguments["rounding"], torch_dtype(names["residual"] or dtype_name(input.dtype))) == "hf",
     )
     device, lines = Device.of(input.device.index), []
@@ -73,5 +76,5 @@ def _dtype(tensor: Tensor | None) -> str | None:
 
 
 _EXPLAINERS: dict[str, _Explainer] = dict.fromkeys(
-    ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), _row_norm
+    ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "gated_layer_norm", "gated_rms_norm"), _row_norm
 )

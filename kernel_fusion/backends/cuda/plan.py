@@ -132,6 +132,13 @@ def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **o
     return Plan(kernel, tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, **options)
 
 
+def pace_of(facts: Facts, keeps: bool) -> Pace | None:
+    """How blocks keep together, if they do, by the tables or else as `keeps` says; groups of columns go apart."""
+    if facts.spec.grouped or not facts.tuned("keeps_pace", keeps):
+        return None
+    return Pace(*facts.tuned("pace", (8, 15)))
+
+
 def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
     """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
     spec, tree = facts.spec, facts.tree
@@ -160,7 +167,8 @@ def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: i
 def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
     """Types and alignments of the tensors whose rows a slot holds."""
     if spec.direction != "backward":
-        return [(spec.x, access.x)] + ([(spec.residual, access.residual)] if spec.residual else [])
+        other = spec.residual or spec.gate
+        return [(spec.x, access.x)] + ([(other, access.residual)] if other else [])
     tensors = [(spec.row, access.x), (spec.y, access.y)]
     tensors += [(spec.row, access.residual)] if spec.dh else []
     return tensors + ([(spec.pre_x, access.pre_x)] if spec.pre_x else [])

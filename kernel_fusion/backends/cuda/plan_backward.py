@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kernel_fusion.backends.cuda.plan import Pace, Plan, direct_plan, streamed_plan
+from kernel_fusion.backends.cuda.plan import Plan, direct_plan, pace_of, streamed_plan
 from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree, ceil_div, power_of_two, spread_row
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
@@ -114,8 +114,7 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
     """The plan of so many rows at a time, with the weight where it has room."""
     weight, tree = facts.spec.weight, facts.tree
     facts = facts.also(groups=groups, team=groups * tree.block_warps)
-    pace = Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", True) else None
-    plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace)
+    plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace_of(facts, keeps=True))
     if weight is not None and (tree.elements <= 8 or _has_registers(facts)):
         return plan(keeps=facts.tuned("keeps", "weight"))
     if weight is None or (tree.vec == 1 and tree.cluster == 1):
@@ -150,7 +149,9 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
-    held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y])
+    # A gate counts twice, as it is a factor and has a gradient.
+    gate = 2 * ITEMSIZE[spec.gate] if spec.gate else 0
+    held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + gate)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
     fits = not scarce or held + (2 * elements * acc if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
     # Rows that share a block keep their sums in registers: shared memory is where the block adds them up.

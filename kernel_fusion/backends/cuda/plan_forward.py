@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Pace, Plan, direct_plan, streamed_plan
+from kernel_fusion.backends.cuda.plan import SMALL_ROW_THREADS, Plan, direct_plan, pace_of, streamed_plan
 from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree, ceil_div, power_of_two, spread_row
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
 _MAX_STREAMED_ELEMENTS = 32  # of a thread, in 128 registers
+_MAX_HELD = 256  # bytes of x, parameters and last gate that a thread of 128 registers holds at once
 # Rows of which a block takes many together: about so many bytes of them, and so many elements of a row per lane, whose
 # weight and bias then stay in its registers, or up to twice as many without these.
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
@@ -39,10 +40,11 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     if few is not None:
         yield _streamed(facts.also(few_warps=True).of(few))
     tree = _tree(facts)
-    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.y)
+    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.gate, spec.y)
     if facts.of(tree).tuned("twice", False):
         yield _read_twice(facts, _one_block(facts, tree).narrowed(spec.cols, in_16_bytes))
-    most = 24 if spec.changes_x and spec.residual else _MAX_STREAMED_ELEMENTS
+    wide_gate = spec.gate is not None and ITEMSIZE[spec.gate] > facts.itemsize
+    most = 24 if spec.changes_x and (spec.residual or wide_gate) else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
         # x comes from shared memory and the parameters from registers, so y alone asks for shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
@@ -67,10 +69,11 @@ def _tree(facts: Facts) -> Tree:
 
 
 def _tiled(facts: Facts) -> Plan | None:
-    """Short rows of narrow vectors, of which a block takes many together."""
+    """Short rows of narrow vectors, of which a block takes many together, with nothing beside them."""
     spec, vec, itemsize = facts.spec, facts.vec, facts.itemsize
     longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
-    applies = facts.device.has_clusters and spec.acc == "f32" and not spec.residual
+    alone = spec.residual is None and spec.gate is None and not spec.grouped
+    applies = facts.device.has_clusters and spec.acc == "f32" and alone
     if not applies or vec * itemsize > 4 or spec.cols > longest * vec:
         return None
     vectors, each = spec.cols // vec, _TILED_ELEMENTS // vec
@@ -107,8 +110,7 @@ def _few_warps(facts: Facts) -> Tree | None:
 def _streamed(facts: Facts) -> Plan | None:
     helpers = facts.tuned("helpers", 0)
     facts = facts.also(helpers=helpers)
-    pace = Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", False) else None
-    return streamed_plan(facts, facts.tuned("slots", 4), helpers=helpers, pace=pace)
+    return streamed_plan(facts, facts.tuned("slots", 4), helpers=helpers, pace=pace_of(facts, keeps=False))
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:
@@ -129,7 +131,7 @@ def _direct(facts: Facts) -> Plan:
     """Rows in registers, or, where there are none for them, read again."""
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
     # Parameters of more elements, loaded beside x, cost threads; so do they in rows of fp16 and bf16 by 16 warps.
-    ahead = facts.tuned("ahead", elements <= 16) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
+    ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = facts.also(ahead=ahead).tuned("bound", False)
     plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
     plan = replace(plan, min_blocks=max(1, 1024 // plan.threads) if bound else 1)
@@ -141,6 +143,15 @@ def _direct(facts: Facts) -> Plan:
     together = max(1, min(8, facts.tuned("parameters", 16) // tree.vec))
     later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than some step of the exchange between warps
     return replace(plan, variant="ahead" if ahead else later, batches=(together,))
+
+
+def _loads_ahead(facts: Facts) -> bool:
+    """Whether a thread has registers for parameters beside x; the last gate, which comes with them, is worth more."""
+    spec, elements = facts.spec, facts.tree.elements
+    if spec.gate is None or spec.gate_first:
+        return elements <= 16
+    held = sum(ITEMSIZE[dtype] for dtype in (spec.x, spec.weight, spec.bias, spec.gate) if dtype)
+    return elements * held <= _MAX_HELD
 
 
 def _batches(tree: Tree) -> tuple[int, int]:

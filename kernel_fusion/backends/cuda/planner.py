@@ -156,8 +156,8 @@ def family(
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
     specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
-    added = specs[-1].residual is not None
-    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added)]
+    added, gated = specs[-1].residual is not None, specs[-1].gate is not None
+    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or gated)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
@@ -203,11 +203,13 @@ def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))
-    h = _row_alignment(spec.cols, spec.residual) if spec.residual else 16
+    other = spec.residual or spec.gate
+    h = _row_alignment(spec.cols, other) if other else 16
     if not spec.direction.startswith("backward"):
         return Access(x=x, y=y, residual=h)
     normalised = h if spec.residual else x
-    return Access(x=normalised, y=y, dx=x, residual=h if spec.dh else 16, pre_x=x if spec.pre_x else 16)
+    pre_x = _row_alignment(spec.cols, spec.pre_x) if spec.pre_x else 16
+    return Access(x=normalised, y=y, dx=x, residual=h if spec.dh else 16, pre_x=pre_x)
 
 
 def _row_alignment(cols: int, dtype: str) -> int:

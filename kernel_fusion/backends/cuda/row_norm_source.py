@@ -13,7 +13,9 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
-        **constants(spec, "rms", "cols", "offset", "pre_activation", "activation", "dropout", "hf"),
+        **constants(
+            spec, "rms", "cols", "offset", "pre_activation", "activation", "gate_activation", "dropout", "hf", "grouped"
+        ),
         **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,
@@ -30,18 +32,24 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
 
 def _name(spec: RowNormSpec) -> str:
     stages = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
-    words = [*stages, "rms_norm" if spec.rms else "layer_norm", spec.activation]
+    gate = "gate" if spec.gate else IDENTITY
+    first, last = (gate, IDENTITY) if spec.gate_first else (IDENTITY, gate)
+    words = [*stages, first, "rms_norm" if spec.rms else "layer_norm", spec.activation, last]
     return "_".join(["kf", *(word for word in words if word != IDENTITY), spec.direction, str(spec.cols), spec.x])
 
 
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "Row": spec.row, "Residual": spec.residual}
     types["Weight"] = spec.weight
+    types |= (
+        {"FirstGate": spec.gate, "LastGate": None} if spec.gate_first else {"FirstGate": None, "LastGate": spec.gate}
+    )
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
-    # Backward reads the bias for the argument of the activation alone.
-    types["Bias"] = None if spec.activation == IDENTITY else spec.bias
-    return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": spec.pre_x}
+    # Backward reads the bias for the argument of the activation, or for what the last gate multiplies, alone.
+    types["Bias"] = spec.bias if spec.activation != IDENTITY or types["LastGate"] else None
+    pre_x = None if spec.gate else spec.pre_x
+    return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": pre_x}
 
 
 def _forward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[str, int | str]:

@@ -19,6 +19,7 @@ from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 TABLES = Path(__file__).parent / "tuned"
+_BESIDE = ("residual", "gate")  # rows that are read beside x
 
 
 class Facts:
@@ -36,13 +37,13 @@ class Facts:
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
-        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", "residual")}
-        flags = ("rms", "offset", "dropout", "changes_x", "dh", "dresidual", "hf")
-        names = ("cols", "pre_activation", "activation", *flags)
+        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", *_BESIDE)}
+        flags = ("rms", "offset", "dropout", "changes_x", "dh", "dresidual", "hf", "gate_first", "grouped")
+        names = ("cols", "pre_activation", "activation", "gate_activation", *flags)
         self.known: dict[str, Any] = size | {name: getattr(spec, name) for name in names}
         self.known |= {
             "stages": spec.has_stages,
-            "costly": not {spec.pre_activation, spec.activation} <= {IDENTITY, "relu"},
+            "costly": not {spec.pre_activation, spec.activation, spec.gate_activation} <= {IDENTITY, "relu"},
             "like_x": spec.y == spec.x,
             "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # parameters or y are wider than x
             "dy_wider": size["y"] > size["x"],

@@ -48,7 +48,8 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 # The conditions of a row, all of these facts: it holds for one kernel, whose tensors lie as they were measured.
-_STAGES = ("residual", "offset", "dropout", "hf", "pre_activation", "activation")
+_GATE = ("gate", "gate_activation", "gate_first", "grouped")
+_STAGES = ("residual", "offset", "dropout", "hf", "pre_activation", "activation", *_GATE)
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
-from kernel_fusion.core.activations import formula
+from kernel_fusion.core.activations import IDENTITY, formula
 from kernel_fusion.core.spec import compute_dtype
 
 
@@ -82,6 +82,9 @@ def staged_row_norm(
     dropout_p: float,
     seed: Tensor | None,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str = IDENTITY,
+    gate_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The norm with its stages, and h, what it normalises: in the residual's dtype, or without elements.
 
@@ -89,21 +92,32 @@ def staged_row_norm(
     without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
     With rounding "hf" norm(h) is rounded to the dtype of h, or without a residual of the input; and where there is a
     weight, the argument of the activation to the promoted dtype of that and the weight's.
+    A gate, beside which there are no other stages, multiplies after its activation: the input if `gate_first`, else the
+    result. Beside it weight and bias may have a dimension more than is normalised, for groups of columns.
     """
-    shape = input.shape[input.dim() - num_dims :]
+    normalized_shape = list(input.shape[input.dim() - num_dims :])
+    shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):
         # PyTorch's words, or its rules for dtypes that we have no kernels for.
+        apart = (rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, weight, bias)
         h = formula(pre_activation)(input)
+        h = h * formula(gate_activation)(gate) if gate is not None and gate_first else h
         h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)
         h = h if residual is None else h + residual
-        y = pytorch_row_norm(h, shape, weight, bias, eps, weight_offset, out_dtype, rms, rounding)
+        y = pytorch_row_norm(h, normalized_shape, weight, bias, eps, weight_offset, out_dtype, rms, apart)
+        y = y if gate is None or gate_first else y * formula(gate_activation)(gate)
         return formula(activation)(y), torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
-    verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
+    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
+    verb = prefix + ("rms_norm" if rms else "layer_norm")
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    checks.residual(verb, input, residual)
+    checks.other_row(verb, "residual", input, residual)
+    checks.other_row(verb, "gate", input, gate)
     wide = compute_dtype(input.dtype)
+    factor = None if gate is None else formula(gate_activation)(gate.to(wide))
     h = formula(pre_activation)(input.to(wide))
+    if factor is not None and gate_first:
+        h = h * factor
     if seed is not None:
         h = dropout(h.contiguous(), dropout_p, seed)
     summed = input.new_empty(0)
@@ -112,6 +126,8 @@ def staged_row_norm(
         h = summed.to(wide)
     rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
     y = _normalize(h, num_dims, weight, bias, eps, weight_offset, rms, rounds_to)
+    if factor is not None and not gate_first:
+        y = y * factor
     return formula(activation)(y).to(out_dtype or input.dtype), summed
 
 
@@ -124,9 +140,9 @@ def pytorch_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-    rounding: str = "once",
+    apart: bool = False,
 ) -> Tensor:
-    """PyTorch's own call, for what is PyTorch's affair.
+    """PyTorch's own call, for what is PyTorch's affair; with weight and bias in calls of their own if they are `apart`.
 
     That is: integers, complex numbers, other layouts, tensor subclasses; and shapes that don't fit, so that the error
     is PyTorch's own, in the words of the version at hand.
@@ -134,7 +150,7 @@ def pytorch_row_norm(
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
         weight = weight + weight_offset
-    if rounding == "hf" and checks.parameters_fit(shape, weight, bias):
+    if apart:
         y = pytorch_row_norm(input, shape, None, None, eps, 0.0, None, rms)
         y = y if weight is None else y * weight
         y = y if bias is None else y + bias

@@ -31,22 +31,28 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
 
 def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
     x: Tensor = arguments["input"]
-    residual, weight, bias = (arguments.get(name) for name in ("residual", "weight", "bias"))
+    residual, gate, weight, bias = (arguments.get(name) for name in ("residual", "gate", "weight", "bias"))
     pre_activation, activation = (arguments.get(name) for name in ("pre_activation", "activation"))
     h = x if residual is None else residual
-    # What backward reads: dy and h, of a residual dh, and what its stages need.
+    group = arguments.get("group_size")
+    cols, groups = (cols, 1) if group is None else (group, cols // group)
+    # What backward reads: dy and h, of a residual dh, and what its stages need; of a first gate both rows twice.
     dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
     dtypes += [] if residual is None else [h.dtype, x.dtype] if pre_activation else [h.dtype]
-    dtypes += [t.dtype for t, needed in ((weight, True), (bias, activation)) if t is not None and needed]
-    staged = bool(pre_activation or activation or arguments.get("dropout_p"))
+    dtypes += [] if gate is None else [gate.dtype, h.dtype, gate.dtype] if arguments["gate_first"] else [gate.dtype]
+    reads_bias = activation or gate is not None
+    dtypes += [t.dtype for t, needed in ((weight, True), (bias, reads_bias)) if t is not None and needed]
+    staged = bool(pre_activation or activation or arguments.get("dropout_p")) or gate is not None
     sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
     itemsize = h.dtype.itemsize
     backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, staged, *sizes)
     forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
     lines = f"forward: {forward}", f"backward: {backward}"
-    rows = x.numel() // max(1, cols)
+    samples = x.numel() // max(1, cols * groups)
+    of_groups = "" if group is None else f" for each of {groups} groups"
     if backward.resident > 0:
-        return *lines[:1], f"{lines[1]}, {device.programs(backward, rows)} programs"
+        return *lines[:1], f"{lines[1]}, {device.programs(backward, samples, groups)} programs{of_groups}"
     columns = plan.norm_columns(itemsize, device.warp_size)
     beside = -(-cols // columns.block)
-    return *lines, f"dweight, dbias: {columns}, {device.programs(columns, rows, beside)} by {beside} programs"
+    programs = device.programs(columns, samples, beside * groups)
+    return *lines, f"dweight, dbias: {columns}, {programs} by {beside} programs{of_groups}"

@@ -14,7 +14,7 @@ import torch
 
 from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
-from kernel_fusion.backends.triton.row_norm import staged_row_norm
+from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 

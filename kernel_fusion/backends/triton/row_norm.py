@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with their stages: the operators on the kernels, and their autograd."""
+"""LayerNorm and RMSNorm with their stages or a gate: the operators on the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from kernel_fusion.backends.triton import autograd, plan
+from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward, SumPartials
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
@@ -25,25 +25,49 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
-def _stages(
-    pre_activation: str, activation: str, dropout_p: float, seed: Tensor | None, rounding: str
+def _constants(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    rms: bool,
+    wide: bool,
+    stages: tuple[str, str, float, Tensor | None],
+    rounding: str,
+    gate: Tensor | None,
+    gate_activation: str,
+    gate_first: bool,
 ) -> dict[str, Any]:
-    """The constants of the stages."""
+    """The constants of both directions, but for those of how rows lie."""
+    pre_activation, activation, dropout_p, seed = stages
     active = seed is not None
     return {
+        "has_weight": weight is not None,
+        "has_bias": bias is not None,
+        "offset": weight_offset,
+        "rms": rms,
+        "wide": wide,
         "pre_activation": pre_activation,
         "activation": activation,
         "hf": rounding == "hf",
         "threshold": dropout.threshold(dropout_p) if active else 0,
         "kept_scale": dropout.scale(dropout_p) if active else 1.0,
+        "gate": "none" if gate is None else "first" if gate_first else "last",
+        "gate_activation": gate_activation,
     }
 
 
-def _in_units(rows: Rows, cols: int) -> tuple[int, list[int], list[int]]:
-    """The unit, the lengths (rows, columns, middle, inner) and all strides in it."""
-    strides = [stride for of in rows.strides for stride in of]
+def _in_units(rows: Rows, cols: int, groups: int) -> tuple[int, list[int], list[int]]:
+    """The unit, the lengths (samples, columns, middle, inner) and all strides in it, of two tensors or more."""
+    strides = [stride for of in (rows.strides * 2)[: max(2, len(rows.strides))] for stride in of]
     size = unit(cols, *strides)
-    return size, [rows.count, cols // size, rows.middle, rows.inner], [stride // size for stride in strides]
+    lengths = [rows.count // groups, cols // size, rows.middle, rows.inner]
+    return size, lengths, [stride // size for stride in strides]
+
+
+def _grouped(shape: Sequence[int], num_dims: int) -> tuple[bool, int]:
+    """Whether weight and bias, which have this shape, are those of groups; and how many there are."""
+    grouped = len(shape) > num_dims
+    return grouped, shape[0] if grouped else 1
 
 
 def _takes(
@@ -52,13 +76,20 @@ def _takes(
     parameters: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
     stages: tuple[str, str, float, Tensor | None],
+    gate: Tensor | None,
+    gate_activation: str,
+    has_residual: bool,
 ) -> bool:
-    """Whether the kernels take these tensors, of which `others` have the input's shape."""
+    """Whether the kernels take these tensors, of which `others` and the gate have the input's shape."""
     pre_activation, activation, dropout_p, seed = stages
-    if not (1 <= num_dims <= input.dim() and pre_activation in CODES and activation in CODES):
+    named = {pre_activation, activation, gate_activation} <= CODES.keys()
+    if not (1 <= num_dims <= input.dim() and named):
         return False
-    shapes = shaped(input.shape[input.dim() - num_dims :], *parameters) and shaped(input.shape, *others)
-    types = floating(input, *parameters, *others) and is_seed(seed)
+    if gate is not None and (has_residual or seed is not None or not pre_activation == activation == IDENTITY):
+        return False
+    shape = checks.parameter_shape(input, num_dims, gate is not None, *parameters)
+    shapes = shaped(shape, *parameters) and shaped(input.shape, *others, gate)
+    types = floating(input, *parameters, *others, gate) and is_seed(seed)
     return shapes and types and input.numel() > 0 and 0.0 <= dropout_p <= 1.0
 
 
@@ -85,36 +116,37 @@ def forward(
     seed: Tensor | None,
     wants_stats: bool,
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str = IDENTITY,
+    gate_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
     stages = pre_activation, activation, dropout_p, seed
-    takes = out_dtype in checks.FLOATING and _takes(input, num_dims, [weight, bias], [residual], stages)
-    require("triton_row_norm_fwd", [input, residual, weight, bias, seed], takes)
-    given = [input] if residual is None else [input, residual]
-    tensors, rows = rows_of(given, num_dims)
-    x, r = tensors[0], tensors[-1]
+    takes = _takes(input, num_dims, [weight, bias], [residual], stages, gate, gate_activation, residual is not None)
+    require("triton_row_norm_fwd", [input, residual, gate, weight, bias, seed], takes and out_dtype in checks.FLOATING)
+    grouped, groups = _grouped(checks.parameter_shape(input, num_dims, gate is not None, weight, bias), num_dims)
+    other = residual if gate is None else gate
+    tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
-    wide = compute_dtype(input.dtype)
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
-    h = torch.empty(input.shape if residual is not None else (0,), dtype=r.dtype, device=input.device)
-    kinds = 0 if not wants_stats else 1 if rms else 2
-    stats = torch.empty((kinds, rows.count), dtype=wide, device=input.device)
+    h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
+    stats = input.new_empty(((1 if rms else 2) * wants_stats, rows.count), dtype=compute_dtype(input.dtype))
     device = plan.device_of(input.device)
     layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
-    size, lengths, strides = _in_units(Rows(rows.count, rows.middle, rows.inner, (rows.strides * 2)[:2]), cols)
+    size, lengths, strides = _in_units(rows, cols, groups)
+    norm = weight, bias, weight_offset, rms, stats.dtype == torch.float64
     constants = RowNormForward(
-        eps=eps, offset=weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), rms=rms,
-        has_residual=residual is not None, has_weight=weight is not None, has_bias=bias is not None, stats=wants_stats,
-        wide=wide == torch.float64, flat=rows.simple, unit=size, **row_tile(layout, cols), pieces=layout.pieces,
-        looped=layout.looped, slices=layout.slices, early=layout.early, chained=device.chained,
-        releases=layout.releases,
+        eps=eps, **_constants(*norm, stages, rounding, gate, gate_activation, gate_first),
+        has_residual=residual is not None, stats=wants_stats, grouped=grouped, flat=rows.simple, unit=size,
+        **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
+        chained=device.chained, releases=layout.releases,
     )  # fmt: skip
     launch(
-        fwd_kernel, (-(-rows.count // layout.rows),),
-        x, r, _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides, constants=constants,
-        warps=layout.warps,
+        fwd_kernel, (-(-lengths[0] // layout.rows), groups)[: 1 + grouped],
+        tensors[0], tensors[-1], _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
+        constants=constants, warps=layout.warps,
     )  # fmt: skip
-    bare = residual is None and seed is None and pre_activation == activation == IDENTITY
+    bare = other is None and seed is None and pre_activation == activation == IDENTITY
     if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, h, stats
@@ -141,71 +173,73 @@ def backward(
     stored: bool,
     wants: Sequence[bool],
     rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str = IDENTITY,
+    gate_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dresidual, dweight, dbias; those that are not wanted have no elements.
+    """dx, that of the residual or the gate, dweight, dbias; those that are not wanted have no elements.
 
     Args:
         dy, dh: what arrives at y and at h.
         h: what was normalised, if it was `stored`; else the input, of which it is computed again.
         x: the input, where h was stored and there is a pre-activation.
-        bias: where there is an activation.
+        bias: where there is an activation, or a gate that comes last.
     """
-    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], (pre_activation, activation, dropout_p, seed))
-    kinds = (input_dtype in checks.FLOATING, bias_dtype in (*checks.FLOATING, None), len(wants) == 4)
-    takes = takes and all(kinds) and _are_statistics(stats, h, num_dims, rms)
-    require("triton_row_norm_bwd", [dy, dh, h, x, stats, weight, bias, seed], takes)
-    results = _gradients(h, num_dims, weight, input_dtype, bias_dtype, wants)
-    tensors, rows = rows_of([dy, h, h if x is None else x], num_dims)
-    cols = product(h.shape[h.dim() - num_dims :])
-    size, *numbers = _in_units(rows, cols)
-    fetched = sum(t.dtype.itemsize for t in (dy, dh, h, x, weight, bias) if t is not None)
-    constants = {
-        "offset": weight_offset, **_stages(pre_activation, activation, dropout_p, seed, rounding), "stored": stored,
-        "has_weight": weight is not None, "has_bias": bias is not None, "rms": rms, "flat": rows.simple, "unit": size,
-        "wide": stats.dtype == torch.float64,
-    }  # fmt: skip
-    given = [*tensors, None if dh is None else dh.contiguous(), _flat(weight), _flat(bias), seed, stats]
-    _launch_backward(given, results, rows.count, cols, numbers, fetched, wants, constants)
+    stages = pre_activation, activation, dropout_p, seed
+    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], stages, gate, gate_activation, stored)
+    takes = takes and {input_dtype, bias_dtype or input_dtype} <= set(checks.FLOATING) and len(wants) == 4
+    takes = takes and _are_statistics(stats, h, num_dims, rms)
+    require("triton_row_norm_bwd", [dy, dh, h, x, gate, stats, weight, bias, seed], takes)
+    grouped, groups = _grouped(shape := checks.parameter_shape(h, num_dims, gate is not None, weight, bias), num_dims)
+    weight_dtype = input_dtype if weight is None else weight.dtype
+    dtypes = input_dtype, (h if gate is None else gate).dtype, weight_dtype, bias_dtype or input_dtype
+    results = _memory(h, shape, dtypes, wants)
+    tensors, rows = rows_of([dy, h, gate if gate is not None else h if x is None else x], num_dims)
+    size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), groups)
+    norm = weight, bias, weight_offset, rms, stats.dtype == torch.float64
+    constants = _constants(*norm, stages, rounding, gate, gate_activation, gate_first)
+    constants |= {"stored": stored, "grouped": grouped, "flat": rows.simple, "unit": size}
+    fetched = _bytes(dy, dh, h, x, weight, bias, gate) + (_bytes(h, gate) if constants["gate"] == "first" else 0)
+    given = [*tensors, *map(_flat, (dh, weight, bias)), seed, stats]
+    _launch_backward(given, results, numbers, groups, fetched, wants, constants)
     return results
 
 
-def _gradients(
-    h: Tensor,
-    num_dims: int,
-    weight: Tensor | None,
-    input_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    wants: Sequence[bool],
+def _bytes(*tensors: Tensor | None) -> int:
+    """Those of an element of each tensor that is given, all together."""
+    return sum(t.dtype.itemsize for t in tensors if t is not None)
+
+
+def _memory(
+    h: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for dx, dresidual, dweight and dbias."""
-    shape = h.shape[h.dim() - num_dims :]
-    dtypes = (input_dtype, h.dtype, input_dtype if weight is None else weight.dtype, bias_dtype or input_dtype)
-    shapes = (h.shape, h.shape, shape, shape)
-    dx, dresidual, dweight, dbias = (
+    """For dx, that of the other row, dweight and dbias, of which the last two have this shape."""
+    dx, dother, dweight, dbias = (
         torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
-        for of, dtype, wanted in zip(shapes, dtypes, wants, strict=True)
+        for of, dtype, wanted in zip((h.shape, h.shape, shape, shape), dtypes, wants, strict=True)
     )
-    return dx, dresidual, dweight, dbias
+    return dx, dother, dweight, dbias
 
 
 def _launch_backward(
     given: Sequence[Tensor | None],
     results: Sequence[Tensor],
-    count: int,
-    cols: int,
-    numbers: Sequence[Sequence[int]],
+    numbers: Sequence[list[int]],
+    groups: int,
     fetched: int,
     wants: Sequence[bool],
     constants: dict[str, Any],
 ) -> None:
-    """Fill the gradients that are wanted, of `count` rows, from dy, h, x, dh, weight, bias, seed and the statistics."""
-    dy, h, *_, seed, stats = given
-    assert dy is not None
+    """Fill the wanted gradients, from dy, h, the other row, dh, weight, bias, seed and the statistics."""
+    dy, h, other, dh, *parameters, seed, stats = given
     assert h is not None
     assert stats is not None
     device = plan.device_of(h.device)
-    dx, dresidual, dweight, dbias = results
-    staged = constants["pre_activation"] != IDENTITY or constants["activation"] != IDENTITY or seed is not None
+    dx, dother, dweight, dbias = results
+    lengths, strides = numbers
+    count, cols = lengths[0], lengths[1] * constants["unit"]
+    plain = constants["pre_activation"] == constants["activation"] == IDENTITY and constants["gate"] == "none"
+    staged = seed is not None or not plain
     sizes = fetched, device.shared_bytes
     layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
     # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.
@@ -213,25 +247,24 @@ def _launch_backward(
     whole = sums and layout.resident > 0
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
     beside = 1 if whole else -(-cols // columns.block)
-    programs = device.programs(layout if whole else columns, count, beside)
-    partials = torch.empty((wants[2] + wants[3]) * programs * cols, dtype=stats.dtype, device=h.device)
-    lengths, strides = numbers
+    programs = device.programs(layout if whole else columns, count, beside * groups)
+    partials = torch.empty((wants[2] + wants[3]) * programs * cols * groups, dtype=stats.dtype, device=h.device)
     if wants[0] or wants[1] or whole:
         of_rows = RowNormBackward(
-            has_dh=given[3] is not None, dx=wants[0], dresidual=wants[1], dweight=wants[2] and whole,
+            has_dh=dh is not None, dx=wants[0], dother=wants[1], dweight=wants[2] and whole,
             dbias=wants[3] and whole, **row_tile(layout, cols), pieces=layout.pieces, again=layout.again,
             looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
             **constants,
         )  # fmt: skip
         launch(
-            bwd.row_norm_bwd, (programs if whole else -(-count // layout.rows),),
-            *given, dx, dresidual, partials, *lengths, *strides, constants=of_rows, warps=layout.warps,
+            bwd.row_norm_bwd, (programs if whole else -(-count // layout.rows), groups)[: 1 + constants["grouped"]],
+            *given, dx, dother, partials, *lengths, *strides, constants=of_rows, warps=layout.warps,
             registers=None if staged else device.registers_of(layout),
         )  # fmt: skip
     if sums and not whole:
         launch(
-            bwd.row_norm_bwd_columns, (beside, programs),
-            dy, h, *given[4:], partials, *lengths, *strides[:-3], warps=columns.warps,
+            bwd.row_norm_bwd_columns, (beside, programs, groups)[: 2 + constants["grouped"]],
+            dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:], warps=columns.warps,
             constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
         )  # fmt: skip
     if sums:
@@ -252,131 +285,3 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> 
         bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
         partials, outputs[0], outputs[1] if pair else None, programs, cols, constants=constants, warps=layout.warps,
     )  # fmt: skip
-
-
-class StagedRowNorm(torch.autograd.Function):
-    """Autograd of the operator; arguments as for `kernel_fusion::staged_row_norm`."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        """y, and h or nothing."""
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, pre, act, p, seed, rounding = args
-        y, h, stats = _forward(*args, wants_stats=True)
-        if residual is None:
-            ctx.mark_non_differentiable(h)
-        ctx.set_materialize_grads(False)
-        stored = residual is not None
-        # With h at hand, backward needs the input for the slope of the pre-activation alone.
-        kept = input if not stored or pre != IDENTITY else None
-        ctx.save_for_backward(kept, h if stored else None, weight, bias, seed, stats)
-        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms, pre, act, p, rounding
-        ctx.stored, ctx.input_dtype = stored, input.dtype
-        return y, h
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of input, residual, weight and bias."""
-        dy, dh = grads
-        wants = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4)]
-        if dy is None and dh is None:
-            return (None,) * 14
-        if torch.is_grad_enabled():
-            found = _differentiable_backward(ctx, dy, dh, wants)
-        else:
-            found = _kernel_backward(ctx, dy, dh, wants)
-        return found[0], found[1], None, found[2], found[3], *(None,) * 9
-
-
-def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    input, residual, num_dims, weight, bias, eps, offset, out_dtype, *stages, rounding = args
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.kernel_fusion.triton_row_norm_fwd(
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype or input.dtype, *stages, wants_stats, rounding
-    )
-    return result
-
-
-def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
-    x, h, weight, bias, seed, stats = ctx.saved_tensors
-    num_dims, _, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
-    normalised = h if ctx.stored else x
-    if dy is None:
-        dy = torch.zeros_like(normalised, dtype=out_dtype)
-    # Without a stage between them, dx is dresidual.
-    same = ctx.stored and pre == IDENTITY and seed is None and h.dtype == ctx.input_dtype and wants[0]
-    asked = [False, True, *wants[2:]] if same else wants
-    results = torch.ops.kernel_fusion.triton_row_norm_bwd(
-        dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if act != IDENTITY else None,
-        ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, pre, act, p, seed, ctx.stored, asked,
-        rounding,
-    )  # fmt: skip
-    dx, dresidual, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
-    return [dresidual if same else dx, dresidual if wants[1] else None, dweight, dbias]
-
-
-def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
-    """The definition's gradients: through h, where it was stored, and from there to the input."""
-    x, h, weight, bias, seed, _ = ctx.saved_tensors
-    num_dims, eps, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
-    reference = torch.ops.kernel_fusion.staged_row_norm_reference
-    affine = weight, bias, eps, offset, out_dtype, rms
-    if not ctx.stored:
-        y, _ = reference(x, None, num_dims, *affine, pre, act, p, seed, rounding)
-        dx, dweight, dbias = autograd.differentiable([y], [dy], [x, weight, bias], [wants[0], *wants[2:]])
-        return [dx, None, dweight, dbias]
-    total, dweight, dbias = None, None, None
-    if dy is not None:
-        # In the compute type, so that y of a narrow h is not rounded on the way.
-        y, _ = reference(h, None, num_dims, *affine, IDENTITY, act, 0.0, None, rounding)
-        total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:]])
-    if dh is not None:
-        total = dh if total is None else total + dh
-    assert total is not None
-    dx = None
-    if wants[0]:
-        dx = _through_stages(total, x, pre, p, seed, ctx.input_dtype)
-    return [dx, total if wants[1] else None, dweight, dbias]
-
-
-def _through_stages(
-    du: Tensor, x: Tensor | None, pre: str, p: float, seed: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
-    """The gradient of x, where u = dropout(pre_activation(x)) and `du` is that of u."""
-    chain = torch.ops.kernel_fusion.pointwise_reference
-    if pre != IDENTITY:
-        assert x is not None
-        u = chain(x.to(du.dtype).contiguous(), None, "first", pre, 1.0, p, seed)
-        return autograd.differentiable([u], [du], [x], [True])[0]
-    return (du if seed is None else chain(du.contiguous(), None, "first", IDENTITY, 1.0, p, seed)).to(dtype)
-
-
-def staged_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    rounding: str = "once",
-) -> tuple[Tensor, Tensor]:
-    """`kernel_fusion::staged_row_norm` on the Triton kernels."""
-    stages = pre_activation, activation, dropout_p, seed, rounding
-    args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages)
-    shape = input.shape[input.dim() - num_dims :]
-    if autograd.needs_definition([input, residual, weight, bias], [seed]) or not checks.parameters_fit(
-        shape, weight, bias
-    ):
-        return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
-    verb = ("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm")
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    checks.residual(verb, input, residual)
-    if autograd.requires_grad(input, residual, weight, bias):
-        return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
-    y, h, _ = _forward(*args, wants_stats=False)
-    return y, h

@@ -12,8 +12,9 @@ namespace {
 // fp64 goes with fp64, the three others with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-template <class Call> c10::SymIntArrayRef normalized_shape(const Call& c) {
-  return c.input.sym_sizes().slice(c.input.dim() - c.num_dims);
+// Of weight and bias: the normalised dimensions, and that of the groups where there are any.
+template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
+  return c.input.sym_sizes().slice(c.input.dim() - c.num_dims - (is_grouped(c) ? 1 : 0));
 }
 
 // As integers where there are no symbols, which is several times faster.
@@ -29,6 +30,9 @@ bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shap
          same(t->sym_sizes(), shape);
 }
 
+// A gate goes without other stages.
+bool takes_gate(const ForwardCall& c) { return !present(c.residual) && !c.pre_activation && !c.activation && !c.dropout; }
+
 }  // namespace
 
 double resolve_eps(const Tensor& input, std::optional<double> eps) {
@@ -39,10 +43,10 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
 bool accepts(const ForwardCall& c) {
   const Tensor& input = c.input;
   return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(c.weight, input, normalized_shape(c)) &&
-         fits(c.bias, input, normalized_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
-         (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.residual, input, input.sym_sizes()) &&
-         (!c.dropout || is_seed(c.seed, input));
+         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(c.weight, input, parameter_shape(c)) &&
+         fits(c.bias, input, parameter_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
+         (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.other(), input, input.sym_sizes()) &&
+         (!c.dropout || is_seed(c.seed, input)) && (!present(c.gate) || takes_gate(c));
 }
 
 StagedResult reference(const ForwardCall& call) {
@@ -69,18 +73,21 @@ Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
   return empty(backend, shape, c.input, acc_dtype(c.input));
 }
 
+at::ScalarType dtype_of_other(const BackwardCall& c) { return dtype_of(c.gate).value_or(c.input.scalar_type()); }
+
 // Whether the forward that it belongs to would be accepted, and all that is given goes with it.
 bool consistent(const BackwardCall& c) {
   const Tensor& input = c.input;
   const auto type = input.scalar_type(), dy_type = c.dy.scalar_type();
   const auto shape = input.sym_sizes();
   const bool has_x = present(c.x) || !c.has_residual || c.pre_activation == 0;
-  return accepts({c, input, c.weight, c.bias, 0.0, dy_type, kAbsent, c.seed}) && same(c.dy.sym_sizes(), shape) &&
+  return accepts({c, input, c.weight, c.bias, 0.0, dy_type, kAbsent, c.seed, c.gate}) && same(c.dy.sym_sizes(), shape) &&
          c.dy.device() == input.device() && c.stats.device() == input.device() && c.stats.scalar_type() == acc_dtype(input) &&
          c.stats.dim() == 1 + input.dim() - c.num_dims && c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
          same(c.stats.sym_sizes().slice(1), shape.slice(0, input.dim() - c.num_dims)) &&
-         (!c.bias_dtype || mixes(type, *c.bias_dtype)) && has_x && fits(c.x, input, shape) && fits(c.dh, input, shape) &&
-         (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) && (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
+         (!c.bias_dtype || mixes(type, *c.bias_dtype)) && (!present(c.gate) || !c.has_residual) && has_x &&
+         fits(c.x, input, shape) && fits(c.dh, input, shape) && (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) &&
+         (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
          (!present(c.dh) || (c.has_residual && c.dh->scalar_type() == type));
 }
 
@@ -119,14 +126,14 @@ BackwardResult backward(const Backend& backend, const BackwardCall& call) {
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
   TORCH_CHECK(
-      (present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_residual || !wants_dresidual),
+      (present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_other() || !wants_dresidual),
       "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
-  const auto shape = call.input.sym_sizes(), parameter_shape = normalized_shape(call);
+  const auto shape = call.input.sym_sizes(), of_parameters = parameter_shape(call);
   Tensor dx, dweight, dbias, dresidual;
   if (wants_dx) dx = empty(backend, shape, call.input, call.x_dtype);
-  if (wants_dweight) dweight = empty(backend, parameter_shape, call.input, call.weight->scalar_type());
-  if (wants_dbias) dbias = empty(backend, parameter_shape, call.input, *call.bias_dtype);
-  if (wants_dresidual) dresidual = empty(backend, shape, call.input, call.input.scalar_type());
+  if (wants_dweight) dweight = empty(backend, of_parameters, call.input, call.weight->scalar_type());
+  if (wants_dbias) dbias = empty(backend, of_parameters, call.input, *call.bias_dtype);
+  if (wants_dresidual) dresidual = empty(backend, shape, call.input, dtype_of_other(call));
   if (backend.backward && call.input.numel()) {
     with_tensors(call, check_all_memory);
     backend.backward(call, dx, dweight, dbias, dresidual);
@@ -162,7 +169,7 @@ template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall
   define(std::get<0>(result), call.input, call.x_dtype);
   define(std::get<1>(result), call.input, dtype_of(call.weight));
   define(std::get<2>(result), call.input, call.bias_dtype);
-  define(std::get<3>(result), call.input, call.input.scalar_type());
+  define(std::get<3>(result), call.input, dtype_of_other(call));
   return result;
 }
 

@@ -37,9 +37,9 @@ BackwardResult call_backward(const BackwardCall& c) {
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
 struct RowNormBackward : SavingNode {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
-  // activation's argument and double backward; it is a parameter, so keeping it costs no memory. x where there are both a
-  // residual and a pre-activation.
-  SavedVariable input, weight, bias, stats, x, seed;
+  // activation's argument, the gradient of a gate and double backward; it is a parameter, so keeping it costs no memory. x
+  // where there are both a residual and a pre-activation.
+  SavedVariable input, weight, bias, stats, x, seed, gate;
   const Norm norm;
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
@@ -47,10 +47,10 @@ struct RowNormBackward : SavingNode {
   bool saves_output = false;  // what is saved as input is h with its history
 
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
-      : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.residual)),
+      : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other())),
         weight(call.weight, /*is_output=*/false), bias(call.bias, /*is_output=*/false), stats(call_stats, /*is_output=*/false),
-        seed(call.seed, /*is_output=*/false), norm(call), eps(call.eps), x_dtype(call.input.scalar_type()),
-        y_dtype(call.y_dtype()), has_residual(present(call.residual)) {
+        seed(call.seed, /*is_output=*/false), gate(call.gate, /*is_output=*/false), norm(call), eps(call.eps),
+        x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()), has_residual(present(call.residual)) {
     if (has_residual && norm.pre_activation) x = SavedVariable(call.input, /*is_output=*/false);
   }
 
@@ -62,10 +62,10 @@ struct RowNormBackward : SavingNode {
 
   std::string name() const override { return "RowNormBackward"; }
 
-  SavedList saved() override { return {{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}, {&seed}}; }
+  SavedList saved() override { return {{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}, {&seed}, {&gate}}; }
   std::string key() const override {
     return key_of(norm.num_dims, norm.weight_offset, norm.rms, norm.pre_activation, norm.activation, norm.dropout.threshold,
-                  norm.hf, eps, x_dtype, y_dtype, has_residual, saves_output);
+                  norm.hf, norm.gate_activation, norm.gate_first, eps, x_dtype, y_dtype, has_residual, saves_output);
   }
 
   // Whether h = residual + x, so that both have the same gradient, up to its dtype.
@@ -78,13 +78,13 @@ struct RowNormBackward : SavingNode {
     const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::zeros_like(saved, saved.options().dtype(y_dtype));
     std::array<bool, 4> wants;
     for (size_t i = 0; i < wants.size(); ++i) wants[i] = task_should_compute_output(i);
-    const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack());
-    if (at::GradMode::is_enabled()) return differentiable(dy, dh, saved, w, b, wants);
+    const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack()), g = optional(gate.unpack());
+    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, g}, wants);
     const bool same = only_adds() && x_dtype == saved.scalar_type();
     const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false} : wants;
     auto [dx, dweight, dbias, dresidual] =
         call_backward({norm, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
-                       norm.activation ? b : kAbsent, has_residual, optional(seed.unpack())});
+                       norm.activation || g ? b : kAbsent, has_residual, optional(seed.unpack()), g});
     if (same) dresidual = dx;
     variable_list list(num_outputs());
     if (wants[0]) list[0] = std::move(dx);
@@ -96,36 +96,38 @@ struct RowNormBackward : SavingNode {
 
   // The gradients as differentiable functions of everything: those of the eager definition, which is run again. Behind h they
   // reach x and the residual through the history of h, which is this node.
-  variable_list differentiable(const Tensor& dy, const OptionalTensor& dh, const Tensor& saved, const OptionalTensor& w,
-                               const OptionalTensor& b, const std::array<bool, 4>& wants) const {
+  variable_list differentiable(const Tensor& dy, const OptionalTensor& dh, std::array<OptionalTensor, 4> tensors,
+                               const std::array<bool, 4>& wants) const {
     // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
-    const auto alias = [](const OptionalTensor& t) { return t ? OptionalTensor(at::alias(*t)) : std::nullopt; };
+    const auto type = tensors[0]->scalar_type();
     // (With hf it keeps its type, which says what to round to.)
-    const Tensor normalized = has_residual && !norm.hf ? saved.to(acc_dtype(saved)) : saved;
-    const std::array<OptionalTensor, 3> tensors{at::alias(normalized), alias(w), alias(b)};
-    const std::array<bool, 3> needed{wants[0] || wants[3], wants[1], wants[2]};
+    if (has_residual && !norm.hf) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
+    for (auto& t : tensors)
+      if (t) t = at::alias(*t);
+    const std::array<bool, 4> needed{wants[0] || (has_residual && wants[3]), wants[1], wants[2], !has_residual && wants[3]};
     variable_list inputs, result(num_outputs());
-    for (size_t i = 0; i < 3; ++i)
+    for (size_t i = 0; i < 4; ++i)
       if (needed[i]) inputs.push_back(*tensors[i]);
-    auto gradients = differentiate(definition(*tensors[0], tensors[1], tensors[2], dy.scalar_type()), inputs, dy);
-    for (size_t i = 0, next = 0; i < 3; ++i)
+    auto gradients = differentiate(definition(tensors, dy.scalar_type()), inputs, dy);
+    for (size_t i = 0, next = 0; i < 4; ++i)
       if (needed[i]) result[i] = std::move(gradients[next++]);
     if (!has_residual || !needed[0]) return result;
     const Tensor total = dh ? result[0].add(*dh) : result[0];
     result[0] = wants[0] ? before_h(total) : Tensor();
-    if (wants[3]) result[3] = total.to(saved.scalar_type());
+    if (wants[3]) result[3] = total.to(type);
     return result;
   }
 
-  // y of the input, in the definition; behind an h there is only the norm and its activation left.
-  Tensor definition(const Tensor& input, const OptionalTensor& w, const OptionalTensor& b, at::ScalarType dtype) const {
+  // y of the input, weight, bias and gate, in the definition; behind an h there is only the norm and its activation left.
+  Tensor definition(const std::array<OptionalTensor, 4>& tensors, at::ScalarType dtype) const {
+    const auto& [input, w, b, g] = tensors;
     Norm rest = norm;
     if (has_residual) {
       rest.pre_activation = 0;
       rest.dropout = {};
     }
     const OptionalTensor of_dropout = rest.dropout ? optional(seed.unpack()) : std::nullopt;
-    return std::get<0>(reference({rest, input, w, b, eps, dtype, kAbsent, of_dropout}));
+    return std::get<0>(reference({rest, *input, w, b, eps, dtype, kAbsent, of_dropout, g}));
   }
 
   // dx of h = residual + dropout(pre_activation(x)), from the gradient of h.
@@ -172,11 +174,11 @@ struct Verb<name, Result, make> {
 
   static Result autograd(c10::DispatchKeySet keys, const Tensor& input, Rest... rest) {
     ForwardCall call = make(input, rest...);
-    if (needs_definition(input, call.residual, call.weight, call.bias) || !accepts(call)) {
+    if (needs_definition(input, call.other(), call.weight, call.bias) || !accepts(call)) {
       auto [y, h] = reference(call);
       return verb_result<Result>(std::move(y), std::move(h), input);
     }
-    call.wants_stats = torch::autograd::compute_requires_grad(input, call.residual, call.weight, call.bias);
+    call.wants_stats = torch::autograd::compute_requires_grad(input, call.other(), call.weight, call.bias);
     Tensor y, stats, h;
     {
       const at::AutoDispatchBelowADInplaceOrView below;

@@ -50,17 +50,6 @@ class Prepared {
 size_t bytes_of(const Tensor& t) { return t.defined() ? t.nbytes() : 0; }
 size_t bytes_of(const OptionalTensor& t) { return t ? bytes_of(*t) : 0; }
 
-// The stages that both directions share; `h` is the type of h, or of x without a residual.
-template <class Call> cpu::Stages common(const Call& c, at::ScalarType h) {
-  const auto acc = acc_dtype(c.input), normalized = c.hf ? h : acc;
-  return {c.pre_activation,
-          c.activation,
-          c.dropout,
-          c.dropout ? static_cast<uint64_t>(*c.seed->template const_data_ptr<int64_t>()) : 0,
-          cpu_dtype(normalized),
-          cpu_dtype(dtype_of(c.weight) == normalized ? normalized : acc)};
-}
-
 // The rows of a tensor that may be absent.
 struct OptionalRows {
   std::optional<Rows> rows;
@@ -71,24 +60,37 @@ struct OptionalRows {
   RowLayout layout() const { return rows ? rows->layout : RowLayout{}; }
 };
 
+// The stages that both directions share; `h` is the type of h, or of x without a residual.
+template <class Call> cpu::Stages common(const Call& c, const OptionalRows& gate, at::ScalarType h) {
+  const auto acc = acc_dtype(c.input), normalized = c.hf ? h : acc;
+  return {c.pre_activation,
+          c.activation,
+          c.dropout,
+          c.dropout ? static_cast<uint64_t>(*c.seed->template const_data_ptr<int64_t>()) : 0,
+          cpu_dtype(normalized),
+          cpu_dtype(dtype_of(c.weight) == normalized ? normalized : acc),
+          {gate.data(), gate.layout(), cpu_dtype(dtype_of(c.gate).value_or(acc)), c.gate_activation, c.gate_first}};
+}
+
 // The stages of a forward call as pointers, and what they point to.
 struct StagedForward {
-  OptionalRows residual;
+  OptionalRows residual, gate;
   cpu::ForwardStages args;
 
-  StagedForward(const ForwardCall& call, Tensor& h) : residual(call.residual, call.num_dims) {
-    args = {common(call, dtype_of(call.residual).value_or(call.input.scalar_type())), residual.data(),
+  StagedForward(const ForwardCall& call, Tensor& h) : residual(call.residual, call.num_dims), gate(call.gate, call.num_dims) {
+    args = {common(call, gate, dtype_of(call.residual).value_or(call.input.scalar_type())), residual.data(),
             h.defined() ? h.data_ptr() : nullptr, residual.layout(), cpu_dtype(dtype_of(call.residual).value_or(at::kFloat))};
   }
 };
 
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
-  OptionalRows x;
+  OptionalRows x, gate;
   cpu::BackwardStages args;
 
-  StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual) : x(call.x, call.num_dims) {
-    args = {common(call, call.input.scalar_type()),
+  StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
+      : x(call.x, call.num_dims), gate(call.gate, call.num_dims) {
+    args = {common(call, gate, call.input.scalar_type()),
             call.has_residual,
             x.data(),
             nullptr,
@@ -104,8 +106,8 @@ struct StagedBackward {
 // Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
 // the kernel of the bare norm takes these as they lie.
 bool is_bare(const BackwardCall& c) {
-  return c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout && !c.hf &&
-         !c.wants[3] && c.x_dtype == c.input.scalar_type();
+  return !present(c.gate) && c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout &&
+         !c.hf && !c.wants[3] && c.x_dtype == c.input.scalar_type();
 }
 
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
@@ -161,27 +163,28 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
 // worth. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region of threads, since
 // partial rows pass from core to core: two cores without a cache in common take 1000 x 1024 fp16 in 0.13 ms with 32 blocks,
 // 0.155 with 63 (EPYC with AVX-512).
-int64_t rows_of_block(const Rows& x, const Tensor& dweight, const Tensor& dbias) {
+int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const Tensor& dbias) {
   const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
   const int64_t short_block = is_rounded(dweight) && is_rounded(dbias) ? 32 : 8;
-  const int64_t worth_a_region = ceil_div(x.rows, std::max<int64_t>(1, x.rows * x.cols / kRegion));
-  return std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(x.rows, 64)});
+  const int64_t worth_a_region = ceil_div(rows, std::max<int64_t>(1, rows * cols / kRegion));
+  return std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(rows, 64)});
 }
 
 // dx, and dweight and dbias from the partial sums of the blocks.
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
                         const Given& weight, Tensor& dweight, Tensor& dbias) {
   const auto acc = acc_dtype(call.input);
-  const Given bias(staged && call.activation ? call.bias : kAbsent, 0.0, false);
-  const int64_t block_rows = rows_of_block(x, dweight, dbias);
-  const int64_t blocks = ceil_div(x.rows, block_rows), block_elements = block_rows * x.cols;
-  const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(acc)), gradients = call.wants[1] + call.wants[2];
+  const Given bias(staged && (call.activation || staged->gate.is_last()) ? call.bias : kAbsent, 0.0, false);
+  const int64_t samples = x.rows / args.groups, cols = x.cols * args.groups;
+  const int64_t block_rows = rows_of_block(samples, cols, dweight, dbias);
+  const int64_t blocks = ceil_div(samples, block_rows), block_elements = block_rows * cols;
+  const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc)), gradients = call.wants[1] + call.wants[2];
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(gradients * blocks * row_bytes);
   const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
   };
   share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > 64 && gradients ? 2 * x.cols : 0;
+    const int64_t totals = block_rows > 64 && gradients ? 2 * cols : 0;
     return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc),
             room = std::unique_ptr<double[]>(new double[totals])](int64_t begin, int64_t end) {
       cpu::Backward mine = args;
@@ -191,7 +194,7 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
       if (staged) stages = *staged;
       stages.bias = b.parameter.data;
       for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * block_rows, last = std::min(x.rows, first + block_rows);
+        const int64_t first = block * block_rows, last = std::min(samples, first + block_rows);
         mine.dweight = call.wants[1] ? partial(0, block) : nullptr;
         mine.dbias = call.wants[2] ? partial(gradients - 1, block) : nullptr;
         if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
@@ -200,7 +203,7 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
     };
   });
   if (gradients == 0) return;
-  sum_rows(gradients, blocks, x.cols, 1.0, [&](int64_t gradient) {
+  sum_rows(gradients, blocks, cols, 1.0, [&](int64_t gradient) {
     return RowsToSum{partial(gradient, 0), acc, call.wants[1] && gradient == 0 ? dweight : dbias};
   });
 }
@@ -232,7 +235,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
                           call.rms,
                           x_type,
                           y_type,
-                          past_caches(call.input.nbytes() + y.nbytes(), free_threads())};
+                          past_caches(call.input.nbytes() + y.nbytes(), free_threads()),
+                          groups_of(call)};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
@@ -266,14 +270,15 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const size_t moved =
-      bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) + bytes_of(call.x);
+  const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) +
+                       bytes_of(call.x) + bytes_of(call.gate);
   // Not the caches of all threads: 16 take 0.46 ms so for 2048 x 2048 fp32 instead of 0.40 (Xeon).
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
   cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? dx.data_ptr() : nullptr,
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
                      dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
+  args.groups = groups_of(call);
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);

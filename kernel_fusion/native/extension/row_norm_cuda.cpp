@@ -10,7 +10,6 @@ namespace {
 
 // weight or bias, contiguous; its bytes are N elements, so a copy is no cost.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
-int alignment_or_full(const void* p) { return p ? alignment_of(p) : 16; }
 
 struct Stats {
   char* mean;
@@ -20,8 +19,22 @@ struct Stats {
         rstd(static_cast<char*>(stats.data_ptr()) + (rms ? 0 : rows * stats.element_size())) {}
 };
 
+bool repeats_rows(const Tensor& t, int64_t num_dims) {
+  for (int64_t i = 0; i < t.dim() - num_dims; ++i)
+    if (t.stride(i) == 0 && t.size(i) > 1) return true;
+  return false;
+}
+
+// The rows of a tensor. Kernels read whole units of 16 bytes, but not behind the last row. Where others end with it, in a
+// tensor that repeats rows, these are copied.
+Rows rows_of(const Tensor& t, int64_t num_dims) {
+  Rows rows(t, num_dims);
+  const bool whole = rows.cols * t.element_size() % 16 == 0;
+  if (!whole && repeats_rows(t, num_dims)) return Rows(t.contiguous(), num_dims);
+  return rows;
+}
 std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
-  return present(t) ? std::optional<Rows>(std::in_place, *t, num_dims) : std::nullopt;
+  return present(t) ? std::optional<Rows>(rows_of(*t, num_dims)) : std::nullopt;
 }
 
 // The alignment of the rows of a contiguous tensor of our own making.
@@ -29,8 +42,19 @@ int own_alignment(int64_t cols, at::ScalarType type) {
   return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
 }
 
-void check_length(int64_t cols) {
-  if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
+// That of the parameter of every group, of which there are `groups`; 16 where there is no parameter.
+int parameter_alignment(const Tensor& t, int64_t groups) {
+  if (!t.defined()) return 16;
+  const int whole = alignment_of(t.const_data_ptr());
+  return groups > 1 ? std::min(whole, own_alignment(t.numel() / groups, t.scalar_type())) : whole;
+}
+
+constexpr int64_t kMaxGridY = 65535;
+
+void check_length(int64_t cols, int64_t groups) {
+  const int64_t n = cols * groups;
+  if (n > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(n));
+  if (groups > kMaxGridY) driver::fail("more than 65535 groups are not supported, got " + std::to_string(groups));
 }
 
 RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
@@ -47,43 +71,49 @@ RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
           .pre_activation = call.pre_activation,
           .activation = call.activation,
           .dropout = bool(call.dropout),
-          .hf = call.hf};
+          .hf = call.hf,
+          .gate = dtype_or_absent(dtype_of(call.gate)),
+          .gate_activation = call.gate_activation,
+          .gate_first = call.gate_first,
+          .grouped = is_grouped(call)};
 }
 
 }  // namespace
 
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
-  const Rows x(call.input, call.num_dims);
-  check_length(x.cols);
-  const auto residual = rows_of(call.residual, call.num_dims);
+  const Rows x = rows_of(call.input, call.num_dims);
+  const int64_t groups = groups_of(call);
+  check_length(x.cols, groups);
+  const auto other = rows_of(call.other(), call.num_dims);
   const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
-  const void *w = data_or_null(weight), *b = data_or_null(bias);
   const auto row_bytes = (x.cols * y.element_size()) & 15;
   const Access access{.x = x.alignment,
                       .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
-                      .weight = std::min(alignment_or_full(w), alignment_or_full(b)),
+                      .weight = std::min(parameter_alignment(weight, groups), parameter_alignment(bias, groups)),
                       .strided_x = x.strided,
-                      .residual = residual ? residual->alignment : 16,
-                      .strided_residual = residual && residual->strided};
+                      .residual = other ? other->alignment : 16,
+                      .strided_residual = other && other->strided};
   const OnDevice on(call.input.device());
   const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
-  RowNormFwdArgs args{x.data(), w, b, y.data_ptr(), nullptr, nullptr, x.rows, x.layout, call.eps, call.weight_offset};
+  RowNormFwdArgs args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), nullptr,
+                      nullptr,  x.rows / groups,      x.layout,           call.eps,     call.weight_offset};
+  args.groups = groups;
   if (call.wants_stats) {
     const Stats s(stats, x.rows, call.rms);
     args.mean = s.mean;
     args.rstd = s.rstd;
   }
-  if (residual) {
-    args.residual = residual->data();
-    args.residual_rows = residual->layout;
-    args.h = h.data_ptr();
+  if (other) {
+    args.residual = other->data();
+    args.residual_rows = other->layout;
   }
+  if (h.defined()) args.h = h.data_ptr();
   if (call.dropout) {
     args.seed = call.seed->const_data_ptr();
     args.dropout_last = call.dropout.last();
     args.dropout_scale = call.dropout.scale();
   }
-  launch(kernel, kernel.grid(x.rows), 1, on.stream, &args);
+  launch(kernel, kernel.grid(args.rows, groups), groups, on.stream, &args);
 }
 
 namespace {
@@ -91,16 +121,18 @@ namespace {
 // The tensors of a backward as its kernels read them.
 struct BackwardInputs {
   Rows x, dy;
-  std::optional<Rows> pre_x;
+  std::optional<Rows> other;
   Tensor weight, bias, stats, dh;
+  int64_t groups;
 
   explicit BackwardInputs(const BackwardCall& call)
-      : x(call.input, call.num_dims), dy(call.dy, call.num_dims), weight(contiguous(call.weight)),
-        stats(call.stats.contiguous()) {
+      : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)), weight(contiguous(call.weight)),
+        stats(call.stats.contiguous()), groups(groups_of(call)) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    if (call.activation) bias = contiguous(call.bias);
+    if (call.activation || (present(call.gate) && !call.gate_first && wants_dresidual)) bias = contiguous(call.bias);
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
-    if (wants_dx && call.has_residual && call.pre_activation) pre_x.emplace(*call.x, call.num_dims);
+    if (present(call.gate) || (wants_dx && call.has_residual && call.pre_activation))
+      other = rows_of(call.other(), call.num_dims);
   }
 
   RowNormSpec spec(const BackwardCall& call) const {
@@ -120,20 +152,24 @@ struct BackwardInputs {
             .dropout = bool(call.dropout),
             .dh = dh.defined(),
             .dresidual = wants_dresidual,
-            .hf = call.hf};
+            .hf = call.hf,
+            .gate = dtype_or_absent(dtype_of(call.gate)),
+            .gate_activation = call.gate_activation,
+            .gate_first = call.gate_first,
+            .grouped = is_grouped(call)};
   }
 
   Access access(const BackwardCall& call) const {
     const void* g = data_or_null(dh);
     return {.x = x.alignment,
             .y = dy.alignment,
-            .weight = std::min(alignment_or_full(data_or_null(weight)), alignment_or_full(data_or_null(bias))),
+            .weight = std::min(parameter_alignment(weight, groups), parameter_alignment(bias, groups)),
             .dx = own_alignment(x.cols, call.x_dtype),
             .strided_x = x.strided,
             .strided_y = dy.strided,
             .residual = g ? std::min(alignment_of(g), own_alignment(x.cols, dh.scalar_type())) : 16,
-            .pre_x = pre_x ? pre_x->alignment : 16,
-            .strided_pre_x = pre_x && pre_x->strided};
+            .pre_x = other ? other->alignment : 16,
+            .strided_pre_x = other && other->strided};
   }
 
   RowNormBwdArgs args(const BackwardCall& call) const {
@@ -146,16 +182,17 @@ struct BackwardInputs {
                         nullptr,
                         nullptr,
                         nullptr,
-                        x.rows,
+                        x.rows / groups,
                         0,
                         x.layout,
                         dy.layout,
                         call.weight_offset,
                         data_or_null(bias),
                         data_or_null(dh)};
-    if (pre_x) {
-      args.pre_x = pre_x->data();
-      args.pre_x_rows = pre_x->layout;
+    args.groups = groups;
+    if (other) {
+      args.pre_x = other->data();
+      args.pre_x_rows = other->layout;
     }
     if (call.dropout) {
       args.seed = call.seed->const_data_ptr();
@@ -171,7 +208,8 @@ struct BackwardInputs {
 void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   const BackwardInputs inputs(call);
-  const int64_t rows = inputs.x.rows, cols = inputs.x.cols;
+  const int64_t cols = inputs.x.cols, groups = inputs.groups, rows = inputs.x.rows / groups;
+  check_length(cols, groups);
   const auto device = call.input.device();
   auto spec = inputs.spec(call);
   const auto access = inputs.access(call);
@@ -181,22 +219,24 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   RowNormBwdArgs args = inputs.args(call);
   if (wants_dx) args.dx = dx.data_ptr();
   if (wants_dresidual) args.dresidual = dresidual.data_ptr();
-  const int64_t grid = kernel.grid(rows);
-  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, 1, on.stream, &args);
+  const int64_t grid = kernel.grid(rows, groups);
+  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, groups, on.stream, &args);
 
   spec.direction = Direction::kBackwardWeight;
   const auto* split = kernel.splits_weight ? &find_kernel({device, spec, access}, on.stream) : nullptr;
   const int64_t column_tiles = split ? split->grid(cols) : 1;
   // Split: enough slabs of rows to fill the device, at least 16 rows each.
   const int64_t num_partials =
-      split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles)))
+      split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles * groups)))
             : grid / kernel.cluster;
-  const PartialRows partials(call.input, num_partials, cols);
+  const PartialRows partials(call.input, num_partials, cols * groups);
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
   args.partial_pitch = partials.pitch;
-  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, 1, on.stream, &args);
-  if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
+  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, groups, on.stream, &args);
+  // The group is the second coordinate of a block, and else it is the slab.
+  if (split && spec.grouped) launch(*split, column_tiles * num_partials, groups, on.stream, &args);
+  else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
   sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream);
 }
 

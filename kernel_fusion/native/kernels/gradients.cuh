@@ -55,14 +55,18 @@ template <class S> struct Derivative {
   }
 };
 
+// xhat * weight + bias: the argument of the activation, or what the last gate multiplies.
+template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
+  using R = Rounding<S>;
+  return R::argument(fused(R::normalized(xhat), weight, bias));
+}
+
 // What takes the place of dy: with an activation, dy * activation'(z).
 template <class S>
 __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight, typename S::Acc bias) {
-  using A = typename S::Acc;
   if constexpr (S::kActivation != 0) {
-    using M = typename MathFor<A, typename S::DY>::type;
-    using R = Rounding<S>;
-    return times_slope<S::kActivation, M>(dy, R::argument(fused(R::normalized(xhat), weight, bias)));
+    using M = typename MathFor<typename S::Acc, typename S::DY>::type;
+    return times_slope<S::kActivation, M>(dy, affine_of<S>(xhat, weight, bias));
   } else {
     return dy;
   }
@@ -78,12 +82,20 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x.
+// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x, all but the gate.
 template <class S>
 __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
   widen_pack(pack, x);
   if constexpr (!kAddsResidual<S>) before.change(row, col, x);
+}
+
+// What the gate multiplies, x if it is first and dy if it is last, times act(gate).
+template <class S, int kVec, class A>
+__device__ void apply_gate(const Before<S, typename S::DY>& before, const Pack<Gate<S>, kVec>& gate, A (&x)[kVec],
+                           A (&dy)[kVec]) {
+  if constexpr (kGateFirst<S>) before.gate(gate, x);
+  else multiply_gate<S, typename MathFor<A, typename S::DY>::type>(gate, dy);
 }
 
 // A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
@@ -99,22 +111,59 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
+// The type of what backward reads beside the normalised row: the gate, or x, to differentiate the pre-activation.
+template <class S> using Second = typename PresentOr<typename S::PreX, Gate<S>>::type;
+
 // From the gradient at h, of the norm alone, to what is stored of a row.
 template <class S> struct Outgoing {
   using A = typename S::Acc;
   using X = typename S::X;
-  using Residual = typename S::Residual;
+  using Other = Beside<S>;
   static constexpr int kVec = S::kVec, kCols = S::kCols;
   static constexpr bool kCovers = Place<S>::kCovers;
 
   const Dropout<S>& dropout;
   i64 row;
   X* dx_row;
-  Residual* dresidual_row;
+  Other* dresidual_row;  // or that of dgate
 
   __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
-        dresidual_row(static_cast<Residual*>(args.dresidual) + row * kCols) {}
+        dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
+
+  // dgate of a last gate: dy * (xhat * weight + bias) * act'(gate).
+  __device__ void last_gate(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
+                            const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Gate<S>, kVec>& gate) const {
+    if constexpr (kGateLast<S> && S::kDResidual) {
+      A dgate[kVec];
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) dgate[e] = product(dy[e], affine_of<S>(normalize(x[e]), weight[e], bias[e]));
+      store_dgate(col, dgate, gate);
+    }
+  }
+
+  // dgate of a first gate, du * x * act'(gate), and dx, du * act(gate).
+  __device__ void first_gate(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Gate<S>, kVec>& gate) const {
+    if constexpr (S::kDResidual) {
+      A dgate[kVec];
+      widen_pack(pack, dgate);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) dgate[e] = product(dgate[e], du[e]);
+      store_dgate(col, dgate, gate);
+    }
+    if constexpr (S::kDX) {
+      multiply_gate<S, typename MathFor<A, X>::type>(gate, du);
+      store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(du));
+    }
+  }
+
+  // The gradient at act(gate), times act'(gate).
+  __device__ void store_dgate(int col, A (&g)[kVec], const Pack<Gate<S>, kVec>& gate) const {
+    A at[kVec];
+    widen_pack(gate, at);
+    multiply_slope<S::kGateActivation, typename MathFor<A, Gate<S>>::type>(g, at);
+    store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Gate<S>>(g));
+  }
 
   // `pre_x` is the argument of the pre-activation, of any type if there is none.
   template <class PreX>
@@ -125,7 +174,8 @@ template <class S> struct Outgoing {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) g[e] += added[e];
     }
-    if constexpr (S::kDResidual) store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Residual>(g));
+    if constexpr (S::kDResidual && !kGateLast<S>)
+      store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Other>(g));
     if constexpr (S::kDX) {
       dropout.apply(row * kCols + col, g);
       if constexpr (S::kPreActivation != 0) {

@@ -6,14 +6,16 @@
 // Stages (stages.cuh) change three places (gradients.cuh). x is what was normalised: h as forward stored it, or without a
 // residual u, computed again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx
 // above is the gradient at h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation.
+// With a last gate dy * act(gate) takes the place of dy, and dgate = dy * (xhat * weight + bias) * act'(gate); with a first one
+// x is u = x * act(gate), and of du as above dx = du * act(gate) and dgate = du * x * act'(gate).
 // With kHf the xhat of dweight and of the activation's argument is rounded, and so is that argument; dx has xhat itself.
 //
 // Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
 // columns and adds their dweight and dbias up itself, in registers or in shared memory (private to the thread,
 // up to 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
 // order. Memory: one read of x and of dy, one write of dx; of stages one read of dh, one write of dresidual, and with both
-// residual and pre-activation one read of x itself. With kPrefetch the next row is loaded before the sums of this one
-// are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
+// residual and pre-activation one read of x itself; one read of a gate, one write of dgate. With kPrefetch the next row is
+// loaded before the sums of this one are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -158,6 +160,30 @@ template <class S, int kVectors> struct Accumulators {
   }
 };
 
+// The gate of a sample, the last one past the end: where it lies, and its vectors, kept as those of x are.
+template <class S, class T = Gate<S>> struct GateOfRow {
+  const Place<S>& at;
+  const T* row;
+  Pack<T, S::kVec> kept[S::kResident ? Place<S>::kVectors : 1];
+
+  __device__ GateOfRow(const RowNormBwdArgs& args, const Place<S>& at, i64 sample) : at(at) {
+    static_assert(!S::kPrefetch);
+    const i64 index = row_of_sample<S>(args, min(sample, args.rows - 1));
+    row = static_cast<const T*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, index);
+    if constexpr (S::kResident)
+#pragma unroll
+      for (int i = 0; i < Place<S>::kVectors; ++i) kept[i] = load(i);
+  }
+  __device__ Pack<T, S::kVec> load(int i) const { return load_row<S, S::kAlignPreX>(row, at.col(i)); }
+  __device__ Pack<T, S::kVec> operator()(int i) const {
+    if constexpr (S::kResident) return kept[i];
+    else return load(i);
+  }
+};
+template <class S> struct GateOfRow<S, absent> {
+  __device__ GateOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
+};
+
 template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   using A = typename S::Acc;
   using P = Place<S>;
@@ -201,7 +227,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
   auto fetch = [&](Row& r, i64 wanted) {
     r.live = wanted < args.rows;
-    const i64 row = r.live ? wanted : args.rows - 1;
+    const i64 row = row_of_sample<S>(args, r.live ? wanted : args.rows - 1);
     r.x_row = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
     r.dy_row = static_cast<const DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
     if constexpr (S::kResident) {
@@ -227,14 +253,15 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   Row next;
   if (S::kPrefetch && first < args.rows) fetch(next, first + behind);
   for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all that go on together
-    const i64 row = base + behind;
+    const i64 sample = base + behind, row = row_of_sample<S>(args, sample);
     Row now;
     if constexpr (S::kPrefetch) {
       now = next;
-      if (base + step < args.rows) fetch(next, row + step);
+      if (base + step < args.rows) fetch(next, sample + step);
     } else {
-      fetch(now, row);
+      fetch(now, sample);
     }
+    const GateOfRow<S> gate_at(args, at, sample);
     // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
     const Normalize<S> normalize{now.mean, is_live(now) ? now.rstd : A(0)};
     auto x_at = [&](int i) {
@@ -256,6 +283,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
       widen_row<S>(before, x_at(i), row, at.col(i), x);
       widen_pack(dy_at(i), dys);
+      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, gate_at(i), x, dys);
       weights.get(i, weight);
       biases.get(i, bias);
 #pragma unroll
@@ -300,16 +328,24 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         widen_pack(dy_at(i), dy);
         weights.get(i, weight);
         biases.get(i, bias);
+        if constexpr (kPresent<Gate<S>>) {
+          if (is_live(now)) outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate_at(i));
+          apply_gate<S>(before, gate_at(i), x, dy);
+        }
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if (is_live(now)) outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
+        if constexpr (kGateFirst<S>) {
+          if (is_live(now)) outgoing.first_gate(at.col(i), g, x_at(i), gate_at(i));
+        } else {
+          if (is_live(now)) outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
+        }
       }
     }
   }
 
   if constexpr (kSums) {
-    const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;
+    const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
     A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
 #pragma unroll
     for (int which = 0; which < 2; ++which) {

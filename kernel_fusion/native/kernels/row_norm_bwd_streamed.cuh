@@ -2,9 +2,9 @@
 // formulas and the tree are those of row_norm_bwd.cuh; here is another executor of them.
 //
 // A thread holds the dweight and dbias of its columns in registers (2 x kVectors x kVec of them) and nothing of the row: it
-// reads x and dy from shared memory once for the sums and once for dx. What only stages need, dh and x beside h, comes through
-// the slot too, so that its loads are ahead. One block per multiprocessor also means few partial rows for the finish to add.
-// Memory: as in row_norm_bwd.cuh.
+// reads x and dy from shared memory once for the sums and once for dx. What only stages need, dh and x beside h, or the gate,
+// comes through the slot too, so that its loads are ahead. One block per multiprocessor also means few partial rows for the
+// finish to add. Memory: as in row_norm_bwd.cuh.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -12,17 +12,57 @@
 
 namespace kf {
 
+// The column sums of a thread, to the one partial row of its block. Several groups add up theirs, in order, in shared memory.
+template <class S, class Stream, int kVectors>
+__device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group, float (&sums)[2][kVectors][S::kVec],
+                           char* shared) {
+  using A = float;
+  constexpr int kGroups = S::kRows, kOwn = Stream::kCols;  // of the block
+  const int first_col = Stream::first_col(), cols = Stream::cols();
+  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
+  A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
+  auto* table = reinterpret_cast<A*>(shared);  // [2][kGroups][kOwn]
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kGroups == 1) {
+        store_by_pairs<S::kCols, !S::kGrouped>(out[which], at.col(i), at.lane, sums[which][i]);
+      } else if (Place<S>::kCovers || at.col(i) < S::kCols) {
+#pragma unroll
+        for (int e = 0; e < S::kVec; ++e)
+          table[(which * kGroups + group) * kOwn + at.col(i) - first_col + e] = sums[which][i][e];
+      }
+    }
+  }
+  if constexpr (kGroups > 1) {
+    __syncthreads();
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+#pragma unroll 1
+      for (int c = threadIdx.x; c < cols; c += kGroups * Stream::kThreads) {
+        A sum = table[which * kGroups * kOwn + c];
+#pragma unroll
+        for (int g = 1; g < kGroups; ++g) sum += table[(which * kGroups + g) * kOwn + c];
+        out[which][first_col + c] = sum;
+      }
+    }
+  }
+}
+
 template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& args) {
   using A = float;
   using P = Place<S>;
   using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
   using Pair = typename Stream::Pair;
-  using X = Piece<typename S::Row, S::kAlignX, Stream::kCols, S::kCols>;
-  using DY = Piece<typename S::DY, S::kAlignDY, Stream::kCols, S::kCols>;
-  using DH = Piece<typename S::DH, S::kAlignDH, Stream::kCols, S::kCols>;
-  using PreX = Piece<typename S::PreX, S::kAlignPreX, Stream::kCols, S::kCols>;
+  using X = StreamedRows<S, Stream, typename S::Row, S::kAlignX, S::kStridedX>;
+  using DY = StreamedRows<S, Stream, typename S::DY, S::kAlignDY, S::kStridedDY>;
+  using DH = StreamedRows<S, Stream, typename S::DH, S::kAlignDH>;
+  using Other = StreamedRows<S, Stream, Second<S>, S::kAlignPreX, S::kStridedPreX>;
   constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
-  constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + PreX::kBytes;
+  constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + Other::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kGroups][kSlots][kSlotBytes], then weight and bias
   __shared__ typename Stream::Shared shared[kGroups];
   __shared__ Normalize<S> stats[kGroups][S::kSlots];
@@ -35,34 +75,23 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   const int first_col = Stream::first_col(), cols = Stream::cols();
   char* const ring = settled_shared(slots + group * S::kSlots * kSlotBytes);
   Normalize<S>* const stats_slot = settled_shared(stats[group]);
-  const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
-  const auto dy_slot = [&](int s) { return x_slot(s) + X::kBytes; };
-  const auto dh_slot = [&](int s) { return dy_slot(s) + DY::kBytes; };
-  const auto pre_x_slot = [&](int s) { return dh_slot(s) + DH::kBytes; };
-  const auto x_of = [&](i64 row) {
-    return X{static_cast<const typename S::Row*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
-  };
-  const auto dy_of = [&](i64 row) {
-    return DY{static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row) + first_col};
-  };
-  const auto dh_of = [&](i64 row) { return DH{static_cast<const typename S::DH*>(args.dh) + row * kCols + first_col}; };
-  const auto pre_x_of = [&](i64 row) {
-    const i64 offset = row_offset<S::kStridedPreX>(args.pre_x_rows, row) + first_col;
-    return PreX{static_cast<const typename S::PreX*>(args.pre_x) + offset};
-  };
-  const auto fill = [&](i64 row, int slot) {
-    const i64 end = args.rows - 1;
+  const X x_rows{args.x, &args.x_rows, ring, kSlotBytes, first_col};
+  const DY dy_rows{args.dy, &args.dy_rows, x_rows.slots + X::kBytes, kSlotBytes, first_col};
+  const DH dh_rows{args.dh, nullptr, dy_rows.slots + DY::kBytes, kSlotBytes, first_col};
+  const Other others{args.pre_x, &args.pre_x_rows, dh_rows.slots + DH::kBytes, kSlotBytes, first_col};
+  const auto fill = [&](i64 sample, int slot) {
+    const i64 row = row_of_sample<S>(args, sample);
+    const bool last = sample == args.rows - 1;
     Mbarrier* full = &stream.shared.full[slot];
-    copy_pieces(full, cols, PieceCopy<X>{x_of(row), x_of(end), x_slot(slot)},
-                PieceCopy<DY>{dy_of(row), dy_of(end), dy_slot(slot)}, PieceCopy<DH>{dh_of(row), dh_of(end), dh_slot(slot)},
-                PieceCopy<PreX>{pre_x_of(row), pre_x_of(end), pre_x_slot(slot)});
+    copy_pieces(full, cols, x_rows.copy(row, slot, last), dy_rows.copy(row, slot, last), dh_rows.copy(row, slot, last),
+                others.copy(row, slot, last));
     if constexpr (!S::kRms) copy_word(&stats_slot[slot].mean, static_cast<const A*>(args.mean) + row);
     copy_word(&stats_slot[slot].rstd, static_cast<const A*>(args.rstd) + row);
     copy_arrive(full);
   };
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
-  wait_for_previous_kernel(x_of(first).source);
+  wait_for_previous_kernel(x_rows.piece(row_of_sample<S>(args, first)).source);
 
   A sums[2][kVectors][kVec] = {};  // dweight, dbias
   char* const kept = slots + kGroups * S::kSlots * kSlotBytes;
@@ -83,33 +112,28 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     if constexpr (S::kRms) normalize.mean = 0;
     return normalize;
   };
+  const auto x_at = [&](i64 row, int slot, int i) { return x_rows.at(row, slot, at.col(i)); };
+  const auto other_at = [&](i64 row, int slot, int i) { return others.at(row, slot, at.col(i)); };
   const auto read = [&](i64 row, int slot, int i, A(&x)[kVec], A(&dy)[kVec], A(&weight)[kVec], A(&bias)[kVec]) {
-    const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
-    const auto* dy_row = dy_of(row).row_in(dy_slot(slot), first_col);
-    widen_row<S>(before, load_row<S, S::kAlignX>(x_row, at.col(i)), row, at.col(i), x);
-    widen_pack(load_row<S, S::kAlignDY>(dy_row, at.col(i)), dy);
+    widen_row<S>(before, x_at(row, slot, i), row, at.col(i), x);
+    widen_pack(dy_rows.at(row, slot, at.col(i)), dy);
     weights.get(i, weight);
     biases.get(i, bias);
   };
-  const auto dh_at = [&](i64 row, int slot, int i) {
-    if constexpr (kPresent<typename S::DH>)
-      return load_row<S, S::kAlignDH>(dh_of(row).row_in(dh_slot(slot), first_col), at.col(i));
-    else return Pack<absent, kVec>{};
-  };
   const auto pre_x_at = [&](i64 row, int slot, int i) {
-    if constexpr (kPresent<typename S::PreX>)
-      return load_row<S, S::kAlignPreX>(pre_x_of(row).row_in(pre_x_slot(slot), first_col), at.col(i));
-    else if constexpr (S::kPreActivation != 0)
-      return load_row<S, S::kAlignX>(x_of(row).row_in(x_slot(slot), first_col), at.col(i));
+    if constexpr (kPresent<typename S::PreX>) return other_at(row, slot, i);
+    else if constexpr (S::kPreActivation != 0) return x_at(row, slot, i);
     else return Pack<absent, kVec>{};
   };
-  const auto first_pass = [&](i64 row, int slot) {
+  const auto first_pass = [&](i64 sample, int slot) {
+    const i64 row = row_of_sample<S>(args, sample);
     RowSums<A> row_sums{};
     const Normalize<S> normalize = stats_of(slot);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dy[kVec], weight[kVec], bias[kVec];
       read(row, slot, i, x, dy, weight, bias);
+      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, other_at(row, slot, i), x, dy);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         // Past the row's end dy is zero, and xhat finite until it is rounded.
@@ -132,7 +156,8 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     Exchange<S>::sum_pairs(at.lane, all, pair.first, pair.second);
     return pair;
   };
-  const auto second_pass = [&](i64 row, int slot, const Pair& sums_of_g) {
+  const auto second_pass = [&](i64 sample, int slot, const Pair& sums_of_g) {
+    const i64 row = row_of_sample<S>(args, sample);
     if constexpr (S::kDX || S::kDResidual) {
       const Normalize<S> normalize = stats_of(slot);
       const Derivative<S> derivative(normalize, sums_of_g.first, sums_of_g.second);
@@ -141,10 +166,16 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
         read(row, slot, i, x, dy, weight, bias);
+        if constexpr (kPresent<Gate<S>>) {
+          const auto gate = other_at(row, slot, i);
+          outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate);
+          apply_gate<S>(before, gate, x, dy);
+        }
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        outgoing(at.col(i), g, dh_at(row, slot, i), pre_x_at(row, slot, i));
+        if constexpr (kGateFirst<S>) outgoing.first_gate(at.col(i), g, x_at(row, slot, i), other_at(row, slot, i));
+        else outgoing(at.col(i), g, dh_rows.at(row, slot, at.col(i)), pre_x_at(row, slot, i));
       }
     }
   };
@@ -154,39 +185,8 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);
   if (!are_few) stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
 
-  // One partial row per block. Several groups add up theirs, in order, in shared memory that the rows have left.
-  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch;
-  A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
-  constexpr int kOwn = Stream::kCols;         // of the block
-  auto* table = reinterpret_cast<A*>(slots);  // [2][kGroups][kOwn]
-  if constexpr (kGroups > 1) __syncthreads();
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if constexpr (kGroups == 1) {
-        store_by_pairs<kCols>(out[which], at.col(i), at.lane, sums[which][i]);
-      } else if (P::kCovers || at.col(i) < kCols) {
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) table[(which * kGroups + group) * kOwn + at.col(i) - first_col + e] = sums[which][i][e];
-      }
-    }
-  }
-  if constexpr (kGroups > 1) {
-    __syncthreads();
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
-#pragma unroll 1
-      for (int c = threadIdx.x; c < cols; c += kGroups * kThreads) {
-        A sum = table[which * kGroups * kOwn + c];
-#pragma unroll
-        for (int g = 1; g < kGroups; ++g) sum += table[(which * kGroups + g) * kOwn + c];
-        out[which][first_col + c] = sum;
-      }
-    }
-  }
+  if constexpr (S::kRows > 1) __syncthreads();  // the rows have left the slots
+  store_sums<S, Stream>(args, at, group, sums, slots);
   stream.join();
 }
 

@@ -1,6 +1,7 @@
 // dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums beside the row: a second pass over x and dy
 // that adds up columns alone. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of
-// partial row p. Memory: one read of x and of dy. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh.
+// partial row p. Memory: one read of x, of dy and of a gate. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups
+// blockIdx.y is the group, and blockIdx.x counts tiles and, slower, slabs of rows.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -11,8 +12,11 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kCols = S::kCols;
   constexpr bool kCovers = false;
+  constexpr unsigned kTiles = (kCols - 1) / (S::kThreads * kVec) + 1;
   wait_for_previous_kernel();
-  const i64 start = (static_cast<i64>(blockIdx.x) * S::kThreads + threadIdx.x) * kVec;
+  const unsigned tile = S::kGrouped ? blockIdx.x % kTiles : blockIdx.x, slab = S::kGrouped ? blockIdx.x / kTiles : blockIdx.y;
+  const unsigned slabs = S::kGrouped ? gridDim.x / kTiles : gridDim.y;
+  const i64 start = (static_cast<i64>(tile) * S::kThreads + threadIdx.x) * kVec;
   if (start >= kCols) return;
   const int col = static_cast<int>(start);
   const Before<S, typename S::DY> before(args);
@@ -24,12 +28,17 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
     widen_parameter<S, Bias, false>(load_parameter<S, Bias>(args.bias, col), 0, bias);
   }
 #pragma unroll 4
-  for (i64 row = blockIdx.y; row < args.rows; row += gridDim.y) {
+  for (i64 sample = slab; sample < args.rows; sample += slabs) {
+    const i64 row = row_of_sample<S>(args, sample);
     const auto* x_row = static_cast<const typename S::Row*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
     const auto* dy_row = static_cast<const typename S::DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
     A x[kVec], dy[kVec];
     widen_row<S>(before, load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), row, col, x);
     widen_pack(load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col), dy);
+    if constexpr (kPresent<Gate<S>>) {
+      const auto* gate_row = static_cast<const Gate<S>*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
+      apply_gate<S>(before, load_cols<S::kAlignPreX, kVec, kCols, kCovers>(gate_row, col), x, dy);
+    }
     const Normalize<S> normalize{S::kRms ? A(0) : static_cast<const A*>(args.mean)[row], static_cast<const A*>(args.rstd)[row]};
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {
@@ -39,7 +48,7 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
       dbias[e] += dy[e];
     }
   }
-  const i64 partial = blockIdx.y * args.partial_pitch + col;
+  const i64 partial = slab * args.partial_pitch + first_of_group<S>() + col;
 #pragma unroll
   for (int e = 0; e < kVec; ++e) {
     if constexpr (S::kDWeight) static_cast<A*>(args.dweight_partials)[partial + e] = dweight[e];

@@ -2,7 +2,8 @@
 // (RMSNorm: mean = 0 and var = E[x^2]), where h takes the place of x if there are stages before the norm (stages.cuh).
 //
 // Who computes what: tree.cuh. One row per lane group, block or cluster; grid = rows / rows per block.
-// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more. The row
+// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more, a gate one
+// read: first beside x, or last beside the weight. The row
 // stays in registers as loaded (kVectors packs per thread), or as S::Row if there are stages; row_norm_fwd_long.cuh has the
 // rows for which there are no registers.
 #pragma once
@@ -14,22 +15,22 @@
 
 namespace kf {
 
-// y of one vector of a row.
+// y of one vector of a row; `gate` is the last one.
 template <class S> struct Affine {
   using A = typename S::Acc;
   A mean, rstd;
 
-  template <int kVec, class Weight, class Bias>
+  template <int kVec, class Weight, class Bias, class Gate>
   __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias,
-                                                  double offset) const {
+                                                  const Gate& gate, double offset) const {
     A y[kVec];
-    unrounded(x, weight, bias, offset, y);
+    unrounded(x, weight, bias, gate, offset, y);
     return narrow_pack<typename S::Y>(y);
   }
 
-  template <int kVec, class Weight, class Bias>
-  __device__ void unrounded(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias, double offset,
-                            A (&y)[kVec]) const {
+  template <int kVec, class Weight, class Bias, class Gate>
+  __device__ void unrounded(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias, const Gate& gate,
+                            double offset, A (&y)[kVec]) const {
     widen_pack(x, y);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
@@ -46,10 +47,12 @@ template <class S> struct Affine {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
-    // Without an activation the store may do it.
-    constexpr bool kStored = S::kActivation == 0 && kSame<typename S::Y, typename Rounding<S>::Normalized>;
+    // With nothing after it the store may do it.
+    constexpr bool kStored = S::kActivation == 0 && !kGateLast<S> && kSame<typename S::Y, typename Rounding<S>::Normalized>;
     if constexpr (Rounding<S>::kArgument && !kStored) Rounding<S>::all(y);
-    activate<S::kActivation, typename MathFor<A, typename S::Y>::type>(y);
+    using M = typename MathFor<A, typename S::Y>::type;
+    activate<S::kActivation, M>(y);
+    if constexpr (kGateLast<S>) multiply_gate<S, M>(gate, y);
   }
 };
 
@@ -67,16 +70,16 @@ template <class S> struct ForwardRow {
   i64 index;
   bool live;  // lanes of a row past the end still take part in shuffles
   const X* x;
-  const Residual* residual;
+  const Beside<S>* beside;
   const RowNormFwdArgs& args;
 
   __device__ ForwardRow(const RowNormFwdArgs& args, const P& at)
       : ForwardRow(args, static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + at.row) {}
   __device__ ForwardRow(const RowNormFwdArgs& args, i64 wanted) : args(args) {
     live = S::kRows == 1 || wanted < args.rows;
-    index = live ? wanted : args.rows - 1;
+    index = row_of_sample<S>(args, live ? wanted : args.rows - 1);
     x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);
-    residual = static_cast<const Residual*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
+    beside = static_cast<const Beside<S>*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
   }
   // Found where they are used: until then they would take registers.
   __device__ Residual* h() const { return static_cast<Residual*>(args.h) + offset(); }
@@ -87,7 +90,15 @@ template <class S> struct ForwardRow {
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
     return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
-  __device__ Pack<Residual, kVec> load_residual(int col) const { return load_row<S, S::kAlignResidual>(residual, col); }
+  // What is used before the norm, and what is used after it.
+  __device__ Pack<Addend<S>, kVec> load_addend(int col) const {
+    if constexpr (kGateLast<S>) return {};
+    else return load_row<S, S::kAlignResidual>(beside, col);
+  }
+  __device__ Pack<typename S::LastGate, kVec> load_gate(int col) const {
+    if constexpr (kGateLast<S>) return load_row<S, S::kAlignResidual>(beside, col);
+    else return {};
+  }
   __device__ void store_h(Residual* h, int col, const Pack<typename S::Row, kVec>& pack) const {
     if constexpr (kAddsResidual<S>)
       if (live) store_cols<16, kVec, S::kCols, P::kCovers>(h, col, pack);
@@ -131,28 +142,30 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
 
   Pack<typename S::Row, kVec> resident[kVectors];
   Pack<typename S::X, kVec> xs[kVectors];  // all loads are on their way before the first is used
-  Pack<typename S::Residual, kVec> residuals[kVectors];
+  Pack<Addend<S>, kVec> addends[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     xs[i] = row.load_x(at.col(i));
-    residuals[i] = row.load_residual(at.col(i));
+    addends[i] = row.load_addend(at.col(i));
   }
-  // Weight and bias of so many vectors are loaded together: no load passes a store that comes before it.
+  // Weight, bias and last gate of so many vectors are loaded together: no load passes a store that comes before it.
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
+  Pack<typename S::LastGate, kVec> gates[kTogether];
   const auto load_parameters = [&](const P& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
       weights[i] = load_parameter<S, typename S::Weight>(args.weight, of.col(first + i));
       biases[i] = load_parameter<S, typename S::Bias>(args.bias, of.col(first + i));
+      gates[i] = row.load_gate(of.col(first + i));
     }
   };
   if constexpr (S::kAhead) load_parameters(at, 0);
   auto* const h = row.h();
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    resident[i] = before(xs[i], residuals[i], row.index, at.col(i));
+    resident[i] = before(xs[i], addends[i], row.index, at.col(i));
     row.store_h(h, at.col(i), resident[i]);
   }
 
@@ -175,7 +188,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     if (i % kTogether == 0 && !loaded) load_parameters(place, i);
     auto& pack = resident[i];
     if constexpr (!S::kRms) keep_packed(pack);
-    affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], args.weight_offset, v);
+    affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], gates[i % kTogether], args.weight_offset, v);
   };
   if constexpr (S::kShifted) {
     store_shifted<S>(y, place, y_at);

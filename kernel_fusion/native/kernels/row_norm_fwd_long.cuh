@@ -24,14 +24,14 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
 
   struct Loaded {
     Pack<typename S::X, kVec> x;
-    Pack<typename S::Residual, kVec> residual;
+    Pack<Addend<S>, kVec> addend;
   };
   auto* const h = row.h();
   const auto load = [&](int k, bool inside) {
-    return Loaded{row.load_x(at.col(k, inside)), row.load_residual(at.col(k, inside))};
+    return Loaded{row.load_x(at.col(k, inside)), row.load_addend(at.col(k, inside))};
   };
   const auto value = [&](int k, const Loaded& loaded, bool inside) {
-    const auto pack = before(loaded.x, loaded.residual, row.index, at.col(k, inside));
+    const auto pack = before(loaded.x, loaded.addend, row.index, at.col(k, inside));
     row.store_h(h, at.col(k, inside), pack);
     return pack;
   };
@@ -41,6 +41,7 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;
     Pack<typename S::Weight, kVec> weight;
     Pack<typename S::Bias, kVec> bias;
+    Pack<Gate<S>, kVec> gate;
   };
   auto* const y = row.y();
   const auto load_again = [&](int k, bool inside) {
@@ -50,14 +51,17 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     else again.x = row.template load_x<true>(col);
     again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
     again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
+    if constexpr (kGateFirst<S>) again.gate = row.load_addend(col);
+    else again.gate = row.load_gate(col);
     return again;
   };
   batched_chunks<S, S::kBatchAgain, 0>(load_again, [&](int k, const Again& again, bool inside) {
     const int col = at.col(k, inside);
     const auto store_y_of = [&](const Pack<typename S::Row, kVec>& pack) {
-      row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, args.weight_offset));
+      row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, again.gate, args.weight_offset));
     };
     if constexpr (kAddsResidual<S>) store_y_of(again.x);
+    else if constexpr (kGateFirst<S>) store_y_of(before(again.x, again.gate, row.index, col));
     else store_y_of(before(again.x, {}, row.index, col));
   });
 }

@@ -3,8 +3,8 @@
 //
 // Each block of the cluster owns a piece of the columns. A thread keeps weight and bias of its columns in registers for all
 // rows: read for every row, they would take twice as much of the L2 cache's bandwidth as x itself. With a residual a slot holds
-// a piece of x and one of the residual, and each pass adds them up.
-// Memory: one read of x, one write of y. A residual is one read and one write more.
+// a piece of x and one of the residual, and each pass adds them up; with a gate one of the gate.
+// Memory: one read of x, one write of y. A residual is one read and one write more, a gate one read.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -17,10 +17,10 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   using P = Place<S>;
   using Stream = RowStream<S, 1, S::kHelpers>;
   using Pair = typename Stream::Pair;
-  using X = Piece<typename S::X, S::kAlignX, Stream::kCols, S::kCols>;
-  using Residual = Piece<typename S::Residual, S::kAlignResidual, Stream::kCols, S::kCols>;
+  using X = StreamedRows<S, Stream, typename S::X, S::kAlignX, S::kStridedX>;
+  using Other = StreamedRows<S, Stream, Beside<S>, S::kAlignResidual, S::kStridedResidual>;
   constexpr int kVec = S::kVec, kVectors = P::kVectors;
-  constexpr int kSlotBytes = X::kBytes + Residual::kBytes;
+  constexpr int kSlotBytes = X::kBytes + Other::kBytes;
   extern __shared__ __align__(128) char slots[];  // [kSlots][kSlotBytes]
   __shared__ typename Stream::Shared shared;
   __shared__ typename Stream::Pacing pacing;
@@ -31,28 +31,22 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   stream.init();
   const int first_col = Stream::first_col(), cols = Stream::cols();
   char* const ring = settled_shared(slots);
-  const auto x_slot = [&](int s) { return ring + s * kSlotBytes; };
-  const auto residual_slot = [&](int s) { return x_slot(s) + X::kBytes; };
-  const auto x_of = [&](i64 row) {
-    return X{static_cast<const typename S::X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row) + first_col};
+  const X x{args.x, &args.x_rows, ring, kSlotBytes, first_col};
+  const Other other{args.residual, &args.residual_rows, ring + X::kBytes, kSlotBytes, first_col};
+  const auto row_of = [&](i64 sample) { return row_of_sample<S>(args, sample); };
+  const auto fill = [&](i64 sample, int slot) {
+    const i64 row = row_of(sample);
+    const bool last = sample == args.rows - 1;
+    copy_pieces(&stream.shared.full[slot], cols, x.copy(row, slot, last), other.copy(row, slot, last));
   };
-  const auto residual_of = [&](i64 row) {
-    return Residual{static_cast<const typename S::Residual*>(args.residual) +
-                    row_offset<S::kStridedResidual>(args.residual_rows, row) + first_col};
-  };
-  const auto fill = [&](i64 row, int slot) {
-    const i64 end = args.rows - 1;
-    copy_pieces(&stream.shared.full[slot], cols, PieceCopy<X>{x_of(row), x_of(end), x_slot(slot)},
-                PieceCopy<Residual>{residual_of(row), residual_of(end), residual_slot(slot)});
-  };
-  const auto combine = [&](i64 row, typename Stream::Sums sums) {
+  const auto combine = [&](i64 sample, typename Stream::Sums sums) {
     const Moments<S> moments = join_moments<S>(at.lane, sums);
     const A rstd = reciprocal_sqrt(moments.squares * kPerCol<S> + static_cast<A>(args.eps));
-    if (S::kStats && stream.leader()) store_stats<S>(args, row, moments.mean, rstd);
+    if (S::kStats && stream.leader()) store_stats<S>(args, row_of(sample), moments.mean, rstd);
     return Pair{moments.mean, rstd};
   };
   const i64 first = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
-  wait_for_previous_kernel(x_of(first).source);
+  wait_for_previous_kernel(x.piece(row_of(first)).source);
   // Two branches that leave. As one, of all helpers, they made the code of odd rows 1.8 times as long.
   if (Stream::is_combiner()) {
     stream.combine_all(args.rows, first, step, combine);
@@ -68,10 +62,9 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
 
   const Before<S, typename S::Y> before(args);
   const auto row_at = [&](i64 row, int slot, int i) {
-    const auto* x_row = x_of(row).row_in(x_slot(slot), first_col);
-    const auto* residual_row = residual_of(row).row_in(residual_slot(slot), first_col);
-    return before(load_row<S, S::kAlignX>(x_row, at.col(i)), load_row<S, S::kAlignResidual>(residual_row, at.col(i)), row,
-                  at.col(i));
+    const int col = at.col(i);
+    if constexpr (kGateLast<S>) return before(x.at(row, slot, col), {}, row, col);
+    else return before(x.at(row, slot, col), other.at(row, slot, col), row, col);
   };
   Pack<typename S::Weight, kVec> weights[kVectors];
   Pack<typename S::Bias, kVec> biases[kVectors];
@@ -81,7 +74,8 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
     biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
   }
 
-  const auto first_pass = [&](i64 row, int slot) {
+  const auto first_pass = [&](i64 sample, int slot) {
+    const i64 row = row_of(sample);
     Moments<S> moments;
     if constexpr (kAddsResidual<S> || kChangesX<S>) {  // what is dear to read twice
       Pack<typename S::Row, kVec> values[kVectors];
@@ -93,7 +87,8 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
     }
     return Pair{moments.mean, moments.squares};
   };
-  const auto second_pass = [&](i64 row, int slot, const Pair& mean_and_rstd) {
+  const auto second_pass = [&](i64 sample, int slot, const Pair& mean_and_rstd) {
+    const i64 row = row_of(sample);
     const Affine<S> affine{mean_and_rstd.first, mean_and_rstd.second};
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
     auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
@@ -102,7 +97,9 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
       if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
       const auto h = row_at(row, slot, i);
       if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
-      affine.unrounded(h, weights[i], biases[i], args.weight_offset, y);
+      Pack<typename S::LastGate, kVec> gate{};
+      if constexpr (kGateLast<S>) gate = other.at(row, slot, at.col(i));
+      affine.unrounded(h, weights[i], biases[i], gate, args.weight_offset, y);
     };
     if constexpr (S::kShifted) {
       store_shifted<S>(y_row, at, y_at);

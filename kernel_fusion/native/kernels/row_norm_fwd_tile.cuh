@@ -19,7 +19,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   using Y = typename S::Y;
   using XRows = Piece<X, S::kAlignX, S::kRows * S::kCols>;
   using YRows = Piece<Y, S::kAlignY, S::kRows * S::kCols>;
-  static_assert(!kPresent<typename S::Residual>);
+  static_assert(!kPresent<Beside<S>> && !S::kGrouped);
   constexpr bool kInPlace = sizeof(X) == sizeof(Y);
   constexpr int kAlign = kInPlace ? S::kAlignX : S::kAlignY, kStoreAlign = kAlign < 4 ? kAlign : 4;  // wider stores are global
   constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kThreads / S::kLanes;
@@ -45,8 +45,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   X* const x_rows = const_cast<X*>(x.row_in(tile, 0));
   Y* const y_rows = kInPlace ? reinterpret_cast<Y*>(x_rows) : const_cast<Y*>(y.row_in(tile + XRows::kBytes, 0));
   if (contiguous && threadIdx.x == 0) {
-    const bool last = first + rows == args.rows;
-    copy_pieces(&full, rows * S::kCols, PieceCopy<XRows>{x, {last ? x.source : nullptr}, tile});
+    copy_pieces(&full, rows * S::kCols, PieceCopy<XRows>{x, tile, first + rows == args.rows});
   }
   const Before<S, Y> before(args);
   Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
@@ -82,7 +81,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
     for (int i = 0; i < kVectors; ++i) {
       const int kept = S::kAhead ? i : 0;
       if constexpr (!S::kAhead) load_parameters(0, at.col(i));
-      const auto y_pack = affine(resident[i], weights[kept], biases[kept], args.weight_offset);
+      const auto y_pack = affine(resident[i], weights[kept], biases[kept], Pack<absent, kVec>{}, args.weight_offset);
       store_cols<kStoreAlign, kVec, S::kCols, P::kCovers>(y_rows + begin, at.col(i), y_pack);
     }
   }

@@ -35,9 +35,11 @@ template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
   }
   __device__ void copy_rest(char* slot, int cols, bool last) const {
     if (!kRest || !last) return;
-    T* const row = const_cast<T*>(row_in(slot, 0));
+    const T* const from = source + cols;
+    T* const to = const_cast<T*>(row_in(slot, 0)) + cols;
+    const int count = min(cols, static_cast<int>(reinterpret_cast<unsigned long long>(from) & 15) / kSize);
 #pragma unroll 1
-    for (int c = max(0, (static_cast<int>(copied_bytes(cols, true)) - lead()) / kSize); c < cols; ++c) row[c] = source[c];
+    for (int i = 1; i <= count; ++i) to[-i] = from[-i];
   }
   // Where column 0 of the row would be, with the piece's first column at the beginning of the slot.
   __device__ const T* row_in(const char* slot, int first_col) const {
@@ -57,25 +59,46 @@ template <int kAlign, int kCols, int kRowCols> struct Piece<absent, kAlign, kCol
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
 
-// A piece on its way to a slot. `end`: the tensor's last one, which rows that a tensor repeats may all be.
+// A piece on its way to a slot; `last`: behind it the tensor may end.
 template <class P> struct PieceCopy {
-  P piece, end;
+  P piece;
   char* slot;
-  __device__ bool last() const { return P::kRest && piece.source == end.source; }
+  bool last;
 };
 
 // One thread starts the copies of `cols` columns, and arrives on `b` with their bytes.
 template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const PieceCopy<P>&... copies) {
   constexpr bool kRest = (P::kRest || ...);
-  const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last()) + ...);
+  const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last) + ...);
   if constexpr (kRest) mbarrier_expect(b, bytes);
   else mbarrier_arrive_expect(b, bytes);
-  (copies.piece.copy(copies.slot, cols, copies.last(), b), ...);
+  (copies.piece.copy(copies.slot, cols, copies.last, b), ...);
   if constexpr (kRest) {
-    (copies.piece.copy_rest(copies.slot, cols, copies.last()), ...);
+    (copies.piece.copy_rest(copies.slot, cols, copies.last), ...);
     mbarrier_arrive(b);
   }
 }
+
+// A tensor whose rows stream, as far as they lie in a block's columns: in memory, and in the slots of a ring.
+template <class S, class Stream, class T, int kAlign, bool kStrided = false> struct StreamedRows {
+  using P = Piece<T, kAlign, Stream::kCols, S::kCols>;
+  static constexpr int kBytes = P::kBytes;  // in a slot
+
+  const void* const& data;
+  const RowLayout* layout;  // null: contiguous
+  char* slots;              // its place in the first one
+  int slot_bytes, first_col;
+
+  __device__ P piece(i64 row) const {
+    const i64 offset = layout ? row_offset<kStrided>(*layout, row) : row * S::kCols;
+    return P{static_cast<const T*>(data) + offset + first_col};
+  }
+  __device__ char* slot(int s) const { return slots + s * slot_bytes; }
+  __device__ PieceCopy<P> copy(i64 row, int s, bool last) const { return {piece(row), slot(s), last}; }
+  __device__ Pack<T, S::kVec> at(i64 row, int s, int col) const {
+    return load_row<S, kAlign>(piece(row).row_in(slot(s), first_col), col);
+  }
+};
 
 // kFills: how often fill() arrives at a slot's barrier. kHelpers: warps behind those of the only group; the first one is the
 // combiner, the second the producer.

@@ -2,9 +2,12 @@
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
-// With S::kHf norm(h) is rounded, and with a weight the argument of the activation (`Rounding`). S::kPreActivation and
-// S::kActivation are codes (0: none), S::kDropout a flag, S::Residual a type or absent. Without a residual u itself is
-// normalised, unrounded. Everything here works on one vector of a row.
+// or with a gate, which is first or last, u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
+//
+// With S::kHf norm(h) is rounded, and with a weight the argument of the activation (`Rounding`). S::kPreActivation,
+// S::kActivation and S::kGateActivation are codes (0: none), S::kDropout a flag; S::Residual, S::FirstGate and S::LastGate are
+// types, of which at most one is not absent. Without a residual u itself is normalised, unrounded. Everything here works on one
+// vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -15,7 +18,14 @@ namespace kf {
 
 // Whether what is normalised is h, or differs from x at all.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
-template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0;
+template <class S> inline constexpr bool kGateFirst = kPresent<typename S::FirstGate>;
+template <class S> inline constexpr bool kGateLast = kPresent<typename S::LastGate>;
+template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kGateFirst<S>;
+
+// The type of a gate, first or last; and of what forward reads beside x before the norm, and at all.
+template <class S> using Gate = typename PresentOr<typename S::FirstGate, typename S::LastGate>::type;
+template <class S> using Addend = typename PresentOr<typename S::Residual, typename S::FirstGate>::type;
+template <class S> using Beside = typename PresentOr<typename S::Residual, Gate<S>>::type;
 
 // Keeps the compiler from contracting the operation that gave v with what follows: (u - mean) of a row of equal elements must
 // be 0, and h must be the same wherever it is computed.
@@ -43,6 +53,15 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
 #pragma unroll
     for (int e = 0; e < kVec; ++e) g[e] = times_slope<kCode, M>(g[e], at[e]);
   }
+}
+
+// v = v * act(gate), with the same bits whatever follows.
+template <class S, class M, class T, class A, int kVec> __device__ void multiply_gate(const Pack<T, kVec>& gate, A (&v)[kVec]) {
+  A factor[kVec];
+  widen_pack(gate, factor);
+  activate<S::kGateActivation, M>(factor);
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) v[e] = product(v[e], factor[e]);
 }
 
 template <class T, class U> inline constexpr bool kSame = false;
@@ -90,7 +109,8 @@ template <class S> struct Dropout {
   }
 };
 
-// What is normalised, from x and residual. u must be known as exactly as what it is rounded to next: h, or else y of type Y.
+// What is normalised, from x and what stands beside it, a residual or a gate. u must be known as exactly as what it is rounded
+// to next: h, or else y of type Y.
 template <class S, class Y> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
@@ -110,24 +130,25 @@ template <class S, class Y> struct Before {
     }
   }
 
-  // The vector in the compute type, where no residual is added.
-  __device__ void widen(const Pack<typename S::X, kVec>& x, i64 row, int col, A (&u)[kVec]) const {
-    widen_pack(x, u);
-    change(row, col, u);
+  // v = v * act(gate)
+  template <class T> __device__ void gate(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
+    if constexpr (kGateFirst<S>) multiply_gate<S, M>(pack, v);
   }
 
   // Past the row's end zero, as the sums expect.
-  __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<typename S::Residual, kVec>& residual,
-                                        i64 row, int col) const {
+  __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<Addend<S>, kVec>& beside, i64 row,
+                                        int col) const {
     if constexpr (!kAddsResidual<S> && !kChangesX<S>) {
       return x;
     } else {
       if (!Place<S>::kCovers && col >= S::kCols) return {};
       A h[kVec];
-      widen(x, row, col, h);
+      widen_pack(x, h);
+      change(row, col, h);
+      gate(beside, h);
       if constexpr (kAddsResidual<S>) {
         A r[kVec];
-        widen_pack(residual, r);
+        widen_pack(beside, r);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) h[e] += r[e];
       }

@@ -13,7 +13,8 @@ struct RowLayout {
 };
 
 // h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias) for each of
-// `rows` rows. A null pointer: absent. The second group belongs to the stages, which a kernel has or has not.
+// `rows` rows. A null pointer: absent. The second group belongs to the stages, which a kernel has or has not. A gate stands
+// where a residual would: h = x * act(gate), which is not stored, or y is multiplied by act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -32,6 +33,7 @@ struct RowNormFwdArgs {
   RowLayout residual_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
+  long long groups;  // of columns, each a norm of its own; 1 without
 };
 
 // dx and dresidual of the above, and one partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
@@ -52,12 +54,13 @@ struct RowNormBwdArgs {
 
   const void* bias;   // for the argument of the activation
   const void* dh;     // the gradient that arrives at h, contiguous
-  const void* pre_x;  // x, where there are both a residual and a pre-activation
-  void* dresidual;
+  const void* pre_x;  // the gate; or x, where there are both a residual and a pre-activation
+  void* dresidual;    // or the gradient of the gate
   const void* seed;
   RowLayout pre_x_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
+  long long groups;  // of columns, each a norm of its own; 1 without
 };
 
 // out[c] = sum of partials[p * pitch + c] over p, for two sums at once.

@@ -55,6 +55,8 @@ class RowNorm(Constants):
         hf: whether the normalised value and its product with the weight are rounded.
         threshold, kept_scale: of dropout; 0 and 1 without.
         has_weight, has_bias, has_residual: whether there is one. Backward reads h where forward had a residual.
+        gate: "first", "last" or "none"; gate_activation: the name of what is applied to it.
+        grouped: whether axis 1 of the grid are groups of columns; of `row_norm_bwd_columns` axis 2.
         flat: whether rows have one stride.
         unit: what lengths and strides count, in elements: so the compiler knows what they are divisible by.
         exact: whether blocks divide rows, so that no column needs a mask.
@@ -73,6 +75,9 @@ class RowNorm(Constants):
     unit: int
     exact: bool
     has_residual: bool = False
+    gate: str = "none"
+    gate_activation: str = "identity"
+    grouped: bool = False
 
     @property
     def aligned(self) -> bool:
@@ -105,7 +110,7 @@ class RowNormBackward(RowNorm):
     Attributes:
         stored: whether h is read as forward wrote it, or else computed from x.
         has_dh: whether something arrives at h.
-        dx, dresidual, dweight, dbias: which gradients are computed.
+        dx, dother, dweight, dbias: which gradients are computed; the other row is the residual or the gate.
     """
 
     stored: bool
@@ -113,7 +118,7 @@ class RowNormBackward(RowNorm):
     dbias: bool
     has_dh: bool = False
     dx: bool = False
-    dresidual: bool = False
+    dother: bool = False
     pieces: int = 1
     again: bool = False
     looped: bool = False

@@ -5,6 +5,9 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
+and with s = gate_activation of a gate a that is last, g = dy * s(a) and da = dy * (n w + bias) * s'(a); that is first,
+h = x * s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the other row.
+
 HF: with the n of dweight and of the argument of the activation', and with that argument, rounded as in forward.
 
 h is recomputed from x, or, where there is a residual, read as forward wrote it. Where columns are summed too, programs
@@ -19,15 +22,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import times_slope
+from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, weight_and_bias
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import (
+    load,
+    of_all_groups,
+    of_this_group,
+    row_of,
+    row_offset,
+    scalar,
+    shifted,
+    store,
+    within,
+)
 
 # What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "x0", "x1", "x2"]
+LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "o0", "o1", "o2"]
 
 
 @triton.jit
@@ -49,25 +62,26 @@ def _row_means(gwn, gw, count, each, C: tl.constexpr):
 
 
 @triton.jit
-def _statistics(stats_ptr, row, num_rows, row_mask, C: tl.constexpr):
+def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
     """Mean and rstd of rows."""
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
         mean = tl.zeros_like(rstd)
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
-        rstd = load(stats_ptr, num_rows + row, row_mask, C.wide)
+        rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
     return mean, rstd
 
 
 @triton.jit
 def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
-    """n, n as it is rounded, g and g * w of a tile: columns `at`, from `start` on, of some rows. LAST as for `load`.
+    """n, n as it is rounded, g, g * w and the gradient of a last gate, of columns `at`, from `start` on, of some rows.
 
-    `pointers` are those of dy, h, weight, bias and seed. Where masked, dy is read as zero, so g is zero, and n finite.
+    `pointers` are those of dy, h, the other row, weight, bias and seed; LAST as for `load`. Where masked, dy is read as
+    zero, so g is zero, and n finite.
     """
-    dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr = pointers
-    dy_row, h_row, _, out_row = rows
+    dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr = pointers
+    dy_row, h_row, other_row, out_row = rows
     mean, rstd = statistics
     dy_offset = dy_row + at
     h_offset = h_row + at
@@ -75,7 +89,7 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
     if C.stored:
         h = load(h_ptr, h_offset, mask, C.wide, LAST)
     else:
-        h = normalised((h_ptr, h_ptr, seed_ptr), (h_offset, h_offset), position, mask, C, C.block, LAST)
+        h = normalised((h_ptr, other_ptr, seed_ptr), (h_offset, other_row + at), position, mask, C, C.block, LAST)
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
@@ -85,38 +99,59 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
         z = tl.where(mask, z, 0.0)
     if C.activation != "identity":
         g = times_slope(g, z, C.activation)
+    dgate = g
+    if C.gate == "last":
+        gate = load(other_ptr, other_row + at, mask, C.wide, LAST)
+        dgate = times_slope(g * z, gate, C.gate_activation)
+        g = g * value(gate, C.gate_activation)
     if C.has_weight:
         gw = g * shifted(weight.to(g.dtype), C.offset)
     else:
         gw = g
-    return n, rounded, g, gw
+    return n, rounded, g, gw, dgate
 
 
 @triton.jit
 def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """dx and dresidual of a tile; `pointers` are those of dh, x, seed and the two."""
-    dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr = pointers
-    _, _, x_row, out_row = rows
+    """dx, and the gradient of the residual or of a first gate, of a tile.
+
+    `pointers` are those of dh, h, the other row, seed, and the two; the other row is x where forward stored h.
+    """
+    dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr = pointers
+    _, h_row, other_row, out_row = rows
     mean_gwn, mean_gw = means
-    x_offset = x_row + at
+    other_offset = other_row + at
     out_offset = out_row + at
     position = out_row + start
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if C.has_dh:
         dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
-    if C.dresidual:
-        store(dresidual_ptr, out_offset, dh, mask, LAST)
+    if C.gate == "first":
+        gate = load(other_ptr, other_offset, mask, C.wide, LAST)
+        if C.dother:
+            x = load(h_ptr, h_row + at, mask, C.wide, LAST)
+            store(dother_ptr, out_offset, times_slope(dh * x, gate, C.gate_activation), mask, LAST)
+        dh = dh * value(gate, C.gate_activation)
+    elif C.dother and C.gate == "none":
+        store(dother_ptr, out_offset, dh, mask, LAST)
     if C.dx:
         if C.threshold > 0:
             dh = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), dh * C.kept_scale, 0.0)
         if C.pre_activation != "identity":
-            dh = times_slope(dh, load(x_ptr, x_offset, mask, C.wide), C.pre_activation)
+            dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
         store(dx_ptr, out_offset, dh, mask, LAST)
 
 
 @triton.jit
+def _write_gate(pointers, rows, at, dgate, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """The gradient of a last gate, of a tile; `pointers` as for `_write`."""
+    if C.gate == "last" and C.dother:
+        store(pointers[5], rows[3] + at, dgate, mask, LAST)
+
+
+@triton.jit
 def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
-    """dx and dresidual of rows that are read a block at a time, twice."""
+    """dx and dother of rows that are read a block at a time, twice."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     sum_gwn = tl.zeros([ROWS, BLOCK], C.acc)
@@ -124,7 +159,7 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
     for start in range(0, num_cols, BLOCK):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
-        n, _, _, gw = _gradient(sources, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
+        n, _, _, gw, _ = _gradient(sources, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
         sum_gwn += gw * n
         sum_gw += gw
     means = _row_means(sum_gwn, sum_gw, count, each, C)
@@ -132,13 +167,14 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, _, _, gw = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+        n, _, _, gw, dgate = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+        _write_gate(targets, rows, at, dgate, mask, C, True)
         _write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
 
 
 @triton.jit
 def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dresidual of rows that registers hold; and `sums`, those of dweight and dbias by pieces, with theirs."""
+    """dx and dother of rows that registers hold; and `sums`, those of dweight and dbias by pieces, with theirs."""
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again
     dweight, dbias = sums
@@ -151,7 +187,8 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, rounded, g, gw = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
+        n, rounded, g, gw, dgate = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
+        _write_gate(targets, rows, at, dgate, mask, C, AGAIN)
         if not AGAIN:
             ns = ns + (n,)
             gws = gws + (gw,)
@@ -163,7 +200,7 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             sum_gw += gw
         dweight_now = dweight_now + (dweight[i] + tl.sum(g * rounded, axis=0) if C.dweight else dweight[i],)
         dbias_now = dbias_now + (dbias[i] + tl.sum(g, axis=0) if C.dbias else dbias[i],)
-    if C.dx or C.dresidual:
+    if C.dx or C.dother:
         means = _row_means(sum_gwn, sum_gw, count, each, C)
         for i in tl.static_range(PIECES):
             start = i * C.block
@@ -171,7 +208,7 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             col_mask = within(at, num_cols, C.exact)
             mask = row_mask & col_mask
             if AGAIN:
-                n, _, _, gw = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+                n, _, _, gw, _ = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
             else:
                 n = ns[i]
                 gw = gws[i]
@@ -183,14 +220,14 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
 def row_norm_bwd(
     dy_ptr,
     h_ptr,
-    x_ptr,
+    other_ptr,
     dh_ptr,
     weight_ptr,
     bias_ptr,
     seed_ptr,
     stats_ptr,
     dx_ptr,
-    dresidual_ptr,
+    dother_ptr,
     partials_ptr,
     num_rows,
     col_units,
@@ -202,12 +239,15 @@ def row_norm_bwd(
     h0,
     h1,
     h2,
-    x0,
-    x1,
-    x2,
+    o0,
+    o1,
+    o2,
     C: tl.constexpr,
 ):
-    """dx and dresidual; of rows that are not looped over, partial sums too. Lengths and strides count units."""
+    """dx and dother; of rows that are not looped over, partial sums too. Lengths and strides count units.
+
+    `num_rows` is that of samples, each of which has a row in every group.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     PIECES: tl.constexpr = C.pieces
@@ -217,8 +257,10 @@ def row_norm_bwd(
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
-    sources = (dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr)
-    targets = (dh_ptr, x_ptr, seed_ptr, dx_ptr, dresidual_ptr)
+    weight_ptr = of_this_group(weight_ptr, num_cols, C)
+    bias_ptr = of_this_group(bias_ptr, num_cols, C)
+    sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
+    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr)
     dweight = ()
     dbias = ()
     for _piece in tl.static_range(PIECES):
@@ -226,30 +268,33 @@ def row_norm_bwd(
         dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
     wait_for_previous_kernel(C.chained)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=C.stages):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < num_rows
-        statistics = _statistics(stats_ptr, row, num_rows, row_mask, C)
+        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = sample < num_rows
+        row = row_of(sample, C)
+        statistics = _statistics(stats_ptr, row, of_all_groups(num_rows, C), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
-        x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
-        rows = (dy_row, h_row, x_row, row * num_cols)
+        other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
+        rows = (dy_row, h_row, other_row, row * num_cols)
         if C.looped:
             _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
             dweight, dbias = _whole_rows(
                 sources, targets, rows, col, statistics, row_mask, (dweight, dbias), num_cols, count, each, C
             )
-    # Partial rows: those of dweight, one per program, then those of dbias.
+    # Partial rows, of all groups: those of dweight, one per program, then those of dbias.
+    partials_ptr = of_this_group(partials_ptr, num_cols, C)
+    width = of_all_groups(num_cols, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
         if C.dweight:
-            tl.store(partials_ptr + program * num_cols + at, dweight[i], mask=at < num_cols)
+            tl.store(partials_ptr + program * width + at, dweight[i], mask=at < num_cols)
         if C.dbias:
             first = tl.num_programs(0) if C.dweight else 0
-            tl.store(partials_ptr + (first + program) * num_cols + at, dbias[i], mask=at < num_cols)
+            tl.store(partials_ptr + (first + program) * width + at, dbias[i], mask=at < num_cols)
 
 
-@triton.jit(do_not_specialize=LENGTHS[:-3])
+@triton.jit(do_not_specialize=LENGTHS)
 def row_norm_bwd_columns(
     dy_ptr,
     h_ptr,
@@ -268,6 +313,10 @@ def row_norm_bwd_columns(
     h0,
     h1,
     h2,
+    other_ptr,
+    o0,
+    o1,
+    o2,
     C: tl.constexpr,
 ):
     """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
@@ -277,29 +326,35 @@ def row_norm_bwd_columns(
     start = tl.program_id(0) * BLOCK
     program = tl.program_id(1).to(tl.int64)
     col = start + tl.arange(0, BLOCK)[None, :]
-    sources = (dy_ptr, h_ptr, weight_ptr, bias_ptr, seed_ptr)
+    weight_ptr = of_this_group(weight_ptr, num_cols, C, 2)
+    bias_ptr = of_this_group(bias_ptr, num_cols, C, 2)
+    sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
     dweight = tl.zeros([ROWS, BLOCK], C.acc)
     dbias = tl.zeros([ROWS, BLOCK], C.acc)
     for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = row < num_rows
+        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row_mask = sample < num_rows
+        row = row_of(sample, C, 2)
         col_mask = within(col, num_cols, C.exact)
         mask = row_mask & col_mask
-        statistics = _statistics(stats_ptr, row, num_rows, row_mask, C)
+        statistics = _statistics(stats_ptr, row, of_all_groups(num_rows, C, 2), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
-        rows = (dy_row, h_row, h_row, row * num_cols)
-        _, rounded, g, _ = _gradient(sources, rows, start, col, statistics, mask, col_mask, C, True)
+        other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
+        rows = (dy_row, h_row, other_row, row * num_cols)
+        _, rounded, g, _, _ = _gradient(sources, rows, start, col, statistics, mask, col_mask, C, True)
         if C.dweight:
             dweight += g * rounded
         if C.dbias:
             dbias += g
+    partials_ptr = of_this_group(partials_ptr, num_cols, C, 2)
+    width = of_all_groups(num_cols, C, 2)
     last = start + tl.arange(0, BLOCK)
     if C.dweight:
-        tl.store(partials_ptr + program * num_cols + last, tl.sum(dweight, axis=0), mask=last < num_cols)
+        tl.store(partials_ptr + program * width + last, tl.sum(dweight, axis=0), mask=last < num_cols)
     if C.dbias:
         first = tl.num_programs(1) if C.dweight else 0
-        tl.store(partials_ptr + (first + program) * num_cols + last, tl.sum(dbias, axis=0), mask=last < num_cols)
+        tl.store(partials_ptr + (first + program) * width + last, tl.sum(dbias, axis=0), mask=last < num_cols)
 
 
 @triton.jit(do_not_specialize=["num_partials"])

@@ -2,12 +2,15 @@
 
     u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
 
+or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
+residual or the gate is the other row. Groups of columns are rows of their own, with weight and bias of their own.
+
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
 once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
 block at a time, the second time from the L2 cache: first every lane sums the deviations of its columns and their
 squares, then the row is normalised. The sums are about the mean of the row's first block, which is within
 sqrt(N / BLOCK) standard deviations of the row's mean: so many digits are left when they are moved there. h is rounded
-to the residual's type before the statistics, y once. Bytes per element: x and the residual in, y and h out.
+to the residual's type before the statistics, y once. Bytes per element: x and the other row in, y and h out.
 """
 
 from __future__ import annotations
@@ -19,25 +22,37 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import (
+    load,
+    of_all_groups,
+    of_this_group,
+    row_of,
+    row_offset,
+    scalar,
+    shifted,
+    store,
+    within,
+)
 
 # What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "r0", "r1", "r2"]
+LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
 
 
 @triton.jit
 def normalised(pointers, offsets, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
-    """h of a tile, BLOCK columns wide, of x and the residual: `pointers`, the seed's the third. LAST as for `load`.
+    """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third. LAST as for `load`.
 
     `position` is that of column 0 of every row, for dropout.
     """
-    x_ptr, residual_ptr, seed_ptr = pointers
+    x_ptr, other_ptr, seed_ptr = pointers
     h = value(load(x_ptr, offsets[0], mask, C.wide, LAST), C.pre_activation)
     if C.threshold > 0:
         h = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), h * C.kept_scale, 0.0)
     if C.has_residual:
-        h = load(residual_ptr, offsets[1], mask, C.wide, LAST) + h
-        h = h.to(residual_ptr.dtype.element_ty).to(C.acc)
+        h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
+        h = h.to(other_ptr.dtype.element_ty).to(C.acc)
+    if C.gate == "first":
+        h = h * value(load(other_ptr, offsets[1], mask, C.wide, LAST), C.gate_activation)
     return h
 
 
@@ -141,17 +156,17 @@ def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, eac
     """Mean and rstd of rows that are read a block at a time."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
-    x_row, residual_row, y_row = rows
+    x_row, other_row, y_row = rows
     center = tl.zeros([ROWS, 1], C.acc)
     if not C.rms:
-        h = normalised(pointers, (x_row + col, residual_row + col), y_row, row_mask, C, BLOCK, False)
+        h = normalised(pointers, (x_row + col, other_row + col), y_row, row_mask, C, BLOCK, False)
         center = tl.sum(h, axis=1)[:, None] * (1.0 / BLOCK)
     sums = tl.zeros([ROWS, BLOCK], C.acc)
     squares = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(0, num_cols, BLOCK):
         at = start + col
         mask = row_mask & within(at, num_cols, C.exact)
-        h = normalised(pointers, (x_row + at, residual_row + at), y_row + start, mask, C, BLOCK, False)
+        h = normalised(pointers, (x_row + at, other_row + at), y_row + start, mask, C, BLOCK, False)
         deviation = h - center
         if not C.exact:
             deviation = tl.where(mask, deviation, 0.0)
@@ -169,37 +184,42 @@ def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, eac
 @triton.jit
 def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
     """y and h of rows that are read a block at a time, twice; and their mean and rstd."""
-    ROW: tl.constexpr = pointers[1].dtype.element_ty  # without a residual it is x
-    x_row, residual_row, y_row = rows
+    ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
+    x_row, other_row, y_row = rows
     y_ptr, h_ptr = results
     mean, rstd = _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C)
     for start in range(0, num_cols, C.block):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        h = normalised(pointers, (x_row + at, residual_row + at), y_row + start, mask, C, C.block, True)
+        h = normalised(pointers, (x_row + at, other_row + at), y_row + start, mask, C, C.block, True)
         if C.has_residual:
             store(h_ptr, y_row + at, h, mask, LAST=True)
         here = weight_and_bias(parameters, at, col_mask, C)
         _, z = affine((h - mean) * rstd, here, C, ROW)
-        store(y_ptr, y_row + at, value(z, C.activation), mask, LAST=True)
+        y_offset = y_row + at
+        y = value(z, C.activation)
+        if C.gate == "last":
+            y = y * value(load(pointers[1], other_row + at, mask, C.wide, True), C.gate_activation)
+        store(y_ptr, y_offset, y, mask, LAST=True)
     return mean, rstd
 
 
 @triton.jit
 def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
     """y and h of rows that registers hold; and their mean and rstd."""
-    ROW: tl.constexpr = pointers[1].dtype.element_ty  # without a residual it is x
+    ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces
-    x_row, residual_row, y_row = rows
+    x_row, other_row, y_row = rows
     y_ptr, h_ptr = results
     hs = ()
     affines = ()
+    gates = ()
     for i in tl.static_range(PIECES):
         at = i * C.block + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        offsets = (x_row + at, residual_row + at)
+        offsets = (x_row + at, other_row + at)
         position = y_row + i * C.block + start
         h = normalised(pointers, offsets, position, mask, C, C.block // C.slices, False)
         if C.pre_activation != "identity" and not C.exact:
@@ -207,6 +227,8 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         hs = hs + (h,)
         if C.early:
             affines = affines + (weight_and_bias(parameters, at, col_mask, C),)
+            if C.gate == "last":
+                gates = gates + (load(pointers[1], offsets[1], mask, C.wide),)
     if C.has_residual:
         for i in tl.static_range(PIECES):
             at = i * C.block + col
@@ -221,14 +243,23 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         else:
             weight, bias = affines[i]
         _, z = affine(deviations[i] * rstd, (weight, bias), C, ROW)
-        store(y_ptr, y_row + at, value(z, C.activation), row_mask & col_mask)
+        y_offset = y_row + at
+        y = value(z, C.activation)
+        mask = row_mask & col_mask
+        if C.gate == "last":
+            if not C.early:
+                gate = load(pointers[1], other_row + at, mask, C.wide)
+            else:
+                gate = gates[i]
+            y = y * value(gate, C.gate_activation)
+        store(y_ptr, y_offset, y, mask)
     return mean, rstd
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def row_norm_fwd(
     x_ptr,
-    residual_ptr,
+    other_ptr,
     weight_ptr,
     bias_ptr,
     seed_ptr,
@@ -242,12 +273,15 @@ def row_norm_fwd(
     x0,
     x1,
     x2,
-    r0,
-    r1,
-    r2,
+    o0,
+    o1,
+    o2,
     C: tl.constexpr,
 ):
-    """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units."""
+    """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
+
+    `num_rows` is that of samples, each of which has a row in every group.
+    """
     ROWS: tl.constexpr = C.rows
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
@@ -255,15 +289,16 @@ def row_norm_fwd(
     # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row_mask = row < num_rows
+    sample = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = sample < num_rows
+    row = row_of(sample, C)
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
     x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
-    residual_row = row_offset(row, (middle, inner), (r0, r1, r2), C.unit, C.flat)
-    rows = (x_row, residual_row, row * num_cols)
-    pointers = (x_ptr, residual_ptr, seed_ptr)
-    parameters = (weight_ptr, bias_ptr)
+    other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
+    rows = (x_row, other_row, row * num_cols)
+    pointers = (x_ptr, other_ptr, seed_ptr)
+    parameters = (of_this_group(weight_ptr, num_cols, C), of_this_group(bias_ptr, num_cols, C))
     results = (y_ptr, h_ptr)
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
@@ -277,4 +312,4 @@ def row_norm_fwd(
             store(stats_ptr, row, rstd, row_mask)
         else:
             store(stats_ptr, row, mean, row_mask)
-            store(stats_ptr, num_rows + row, rstd, row_mask)
+            store(stats_ptr, of_all_groups(num_rows, C) + row, rstd, row_mask)

@@ -28,6 +28,30 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
+def row_of(sample, C: tl.constexpr, AXIS: tl.constexpr = 1):
+    """The number of the row that this program's group, on axis AXIS of the grid, has of each sample."""
+    if C.grouped:
+        sample = sample * tl.num_programs(AXIS) + tl.program_id(AXIS)
+    return sample
+
+
+@triton.jit
+def of_all_groups(count, C: tl.constexpr, AXIS: tl.constexpr = 1):
+    """How many rows or columns all groups have, if one has `count`."""
+    if C.grouped:
+        count = count * tl.num_programs(AXIS).to(tl.int64)
+    return count
+
+
+@triton.jit
+def of_this_group(ptr, num_cols, C: tl.constexpr, AXIS: tl.constexpr = 1):
+    """Where the columns of this program's group begin."""
+    if C.grouped:
+        ptr += tl.program_id(AXIS) * num_cols
+    return ptr
+
+
+@triton.jit
 def within(col, num_cols, EXACT: tl.constexpr):
     """Which columns exist. EXACT: blocks divide rows, so all do, and the compiler drops what they would mask."""
     if EXACT:

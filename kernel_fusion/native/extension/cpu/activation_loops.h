@@ -27,12 +27,12 @@ template <class A> struct ChainLoop {
   Target<A> second;   // y once more, or db
   A* sums = nullptr;  // backward: db is added to these too; whole pairs of them
 
-  template <class F> void each_source(F&& f) {
-    for (auto* source : {&a, &b, &kept, &addend, &dy})
+  template <class Loop, class F> static void each_source(Loop& c, F&& f) {
+    for (auto* source : {&c.a, &c.b, &c.kept, &c.addend, &c.dy})
       if (source->data) f(*source);
   }
-  template <class F> void each_target(F&& f) {
-    for (auto* target : {&first, &second})
+  template <class Loop, class F> static void each_target(Loop& c, F&& f) {
+    for (auto* target : {&c.first, &c.second})
       if (target->data) f(*target);
   }
 };

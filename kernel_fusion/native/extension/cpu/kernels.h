@@ -60,7 +60,8 @@ struct Forward {
   double eps;
   bool rms;
   Dtype x_type, y_type;
-  bool streams;  // y goes past the caches
+  bool streams;        // y goes past the caches
+  int64_t groups = 1;  // row r has columns [r % groups * cols, ... + cols) of weight and bias; the kernels with stages alone
 };
 
 // Where there is room for totals, so many rows of dweight and dbias are added up in the accumulator type, and these sums in
@@ -83,7 +84,8 @@ struct Backward {
   Dtype x_type, dy_type;
   bool streams;              // dx and dresidual go past the caches
   bool is_far;               // rows come from memory, or from a cache that they nearly fill
-  double* totals = nullptr;  // room for twice `cols` sums; null: all rows are added up in the accumulator type
+  double* totals = nullptr;  // room for sums of dweight and dbias; null: all rows are added up in the accumulator type
+  int64_t groups = 1;        // as in `Forward`; a block is one of samples, each of so many rows
 };
 
 // Few rows, at most kFewRows, of which threads share the columns. The weight stands in `parameter`, as it is given; dweight and
@@ -101,12 +103,24 @@ struct BackwardByColumns : Backward {
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// What stands around the norm; see the `Stages` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
+// What is multiplied by activation(gate): the result, or, if the gate comes first, what is normalised.
+struct Gate {
+  const void* data;  // null: there is no gate
+  RowLayout rows;
+  Dtype type;
+  int activation;
+  bool is_first;  // not without a gate
+
+  bool is_last() const { return data && !is_first; }
+};
+
+// What stands around the norm; see the `Norm` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages {
   int pre_activation, activation;
   Dropout dropout;
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the argument of the activation are rounded to; the accumulator type: nothing
+  Gate gate;
 
   bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
@@ -124,7 +138,7 @@ struct BackwardStages : Stages {
   bool has_residual;
   const void* x;     // the argument of the pre-activation; null: none
   const void* bias;  // prepared; null: absent
-  void* dresidual;   // null: not wanted
+  void* dresidual;   // the gate's gradient where there is a gate; null: not wanted
   RowLayout x_rows;
   Dtype dx_type;  // that of x as well
 };

@@ -265,7 +265,7 @@ template <class A> class ColumnSums {
   [[gnu::noinline]] void finish() {
     if (empty) return;
     each([&](A* sum, double* total) {
-      for (int64_t i = 0; i < c.cols; ++i) sum[i] = static_cast<A>(total[i] + sum[i]);
+      for (int64_t i = 0; i < cols; ++i) sum[i] = static_cast<A>(total[i] + sum[i]);
     });
   }
 
@@ -273,19 +273,20 @@ template <class A> class ColumnSums {
   // Out of line: inlined, it takes registers from the loops beside it.
   [[gnu::noinline]] void add_to_totals() {
     each([&](A* sum, double* total) {
-      if (empty) std::copy_n(sum, c.cols, total);
+      if (empty) std::copy_n(sum, cols, total);
       else
-        for (int64_t i = 0; i < c.cols; ++i) total[i] += sum[i];
+        for (int64_t i = 0; i < cols; ++i) total[i] += sum[i];
     });
     empty = false;
   }
 
   template <class F> KF_INLINE void each(F&& f) {
     if (c.dweight) f(static_cast<A*>(c.dweight), c.totals);
-    if (c.dbias) f(static_cast<A*>(c.dbias), c.totals + c.cols);
+    if (c.dbias) f(static_cast<A*>(c.dbias), c.totals + cols);
   }
 
   const Backward& c;
+  const int64_t cols = c.groups * c.cols;
   bool empty = true;  // the totals
 };
 

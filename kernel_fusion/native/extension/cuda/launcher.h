@@ -52,9 +52,9 @@ struct LoadedKernel : Launch {
   driver::Function function;
   int max_blocks;  // that run at once on the whole device
 
-  // Blocks for so many rows (or columns).
-  int64_t grid(int64_t count) const {
-    const int64_t at_once = max_blocks / cluster, fewest = (count + per_block - 1) / per_block;
+  // Blocks for so many rows (or columns), beside which others do the same for so many groups in all.
+  int64_t grid(int64_t count, int64_t groups = 1) const {
+    const int64_t at_once = std::max<int64_t>(1, max_blocks / cluster / groups), fewest = (count + per_block - 1) / per_block;
     const int64_t most = (count + least_per_block - 1) / least_per_block;
     return (persistent ? std::min(fewest, at_once) : std::max(fewest, std::min(most, at_once))) * cluster;
   }

@@ -14,6 +14,8 @@ struct RowNormSpec {
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
   int pre_activation = 0, activation = 0, dropout = 0, dh = 0, dresidual = 0, hf = 0;
+  Dtype gate = Dtype::kAbsent;
+  int gate_activation = 0, gate_first = 0, grouped = 0;
 };
 
 struct Access {
@@ -88,7 +90,7 @@ struct Launch {
       min_blocks = 1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 28;
+inline constexpr int kKeyFields = 32;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 

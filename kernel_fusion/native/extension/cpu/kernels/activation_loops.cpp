@@ -93,13 +93,13 @@ template <class F, class K, class A> [[gnu::noinline]] void gradients(const Chai
     const auto g = scaled<K>(c, c.dy.template load<T>(i), i), a = c.a.template load<T>(i);
     Pair<A> b{a.a, a.b};
     if (combine != Combine::kFirst) b = c.b.template load<T>(i);
-    const auto dz = times_slope<F>(combine == Combine::kGate ? g * b : g, combined(combine, a, b));
+    const auto z = combined(combine, a, b), dz = times_slope<F>(combine == Combine::kGate ? g * b : g, z);
     auto da = dz, db = dz;
     if (combine == Combine::kMul) {
       da = dz * b;
       db = a * dz;
     } else if (combine == Combine::kGate) {
-      db = value_of<F>(a) * g;
+      db = value_of<F>(z) * g;  // of z, which is a here, so that it shares an exponential with the slope
     }
     if (c.first.data) c.first.template store<T>(i, da);
     if (c.second.data) c.second.template store<T>(i, db);
@@ -145,32 +145,28 @@ template <class A> inline constexpr ChainLoops<A> kValues = {KF_ACTIVATIONS(KF_V
 template <class A> inline constexpr ChainLoops<A> kGradients = {KF_ACTIVATIONS(KF_GRADIENTS)};
 #undef KF_GRADIENTS
 
-template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, ChainLoop<A>& c) {
+template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, const ChainLoop<A>& c) {
   const Dtype type = c.a.type;
   bool plain = c.scale == 1 && !c.kept.data && !c.addend.data;
-  c.each_source([&](const Source<A>& source) { plain = plain && source.type == type; });
-  c.each_target([&](const Target<A>& target) { plain = plain && target.type == type; });
+  c.each_source(c, [&](const Source<A>& source) { plain = plain && source.type == type; });
+  c.each_target(c, [&](const Target<A>& target) { plain = plain && target.type == type; });
   Loop<A>* found = plain ? loops.plain[static_cast<int>(type)] : nullptr;
   return found ? found : loops.any;
 }
 
-// Runs a loop over n elements. Those beyond the last whole pair are copied into whole pairs: every element passes through the
-// same instructions, and has the same bits wherever it lies.
-template <class A> [[gnu::noinline]] void run(const LoopsOf<A>& loops, ChainLoop<A> c, int64_t n) {
+// Runs a loop over the last elements, less than a pair. They are copied into whole pairs: every element passes through the same
+// instructions, and has the same bits wherever it lies.
+template <class A> [[gnu::noinline]] void run_rest(Loop<A>* loop, ChainLoop<A> c, int64_t whole, int64_t rest) {
   constexpr int64_t kStep = Pair<A>::kStep;
-  const auto loop = loop_for(loops, c);
-  const int64_t whole = n / kStep * kStep, rest = n - whole;
-  if (whole) loop(c, whole);
-  if (!rest) return;
   alignas(64) A copies[7][kStep] = {};
   char* results[2];
   int count = 0;
-  c.each_source([&](Source<A>& source) {
+  c.each_source(c, [&](Source<A>& source) {
     const int64_t size = size_of(source.type);
     source.data = std::memcpy(copies[count++], static_cast<const char*>(source.data) + whole * size, rest * size);
   });
   int stored = 0;
-  c.each_target([&](Target<A>& target) {
+  c.each_target(c, [&](Target<A>& target) {
     results[stored++] = static_cast<char*>(target.data) + whole * size_of(target.type);
     target.data = copies[count++];
     target.streams = false;
@@ -178,7 +174,14 @@ template <class A> [[gnu::noinline]] void run(const LoopsOf<A>& loops, ChainLoop
   if (c.sums) c.sums += whole;
   loop(c, kStep);
   stored = 0;
-  c.each_target([&](Target<A>& target) { std::memcpy(results[stored++], target.data, rest * size_of(target.type)); });
+  c.each_target(c, [&](Target<A>& target) { std::memcpy(results[stored++], target.data, rest * size_of(target.type)); });
+}
+
+template <class A> void run(const LoopsOf<A>& loops, const ChainLoop<A>& c, int64_t n) {
+  const auto loop = loop_for(loops, c);
+  const int64_t rest = n % Pair<A>::kStep, whole = n - rest;
+  if (whole) loop(c, whole);
+  if (rest) run_rest(loop, c, whole, rest);
 }
 
 }  // namespace

@@ -28,13 +28,13 @@ template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int
   f(stretch_of(c.weight, start, n, room[0]), stretch_of(c.bias, start, n, room[1]));
 }
 
-// The statistics of several rows, and then their results. Short rows, which are found in the L1 cache, have all of 16 KB. Long
-// ones pass by a stretch of weight and bias together. The rows of 16 bits that come next are fetched while others are written,
-// when no row is read.
+constexpr int64_t kShortRows = 16384;  // bytes of short rows taken together, which are found in the L1 cache
+
+// The statistics of several rows, and then their results. Long ones pass by a stretch of weight and bias together. The rows of
+// 16 bits that come next are fetched while others are written, when no row is read.
 template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<T>;
-  constexpr int64_t kBytes = 16384;
-  const int64_t short_rows = std::clamp<int64_t>(kBytes / (c.cols * sizeof(T)), 1, kMostRows);
+  const int64_t short_rows = std::clamp<int64_t>(kShortRows / (c.cols * sizeof(T)), 1, kMostRows);
   const int64_t together = are_long(c.cols) ? kLongRowsTogether : c.cols > kStretch ? 4 : short_rows;
   const bool fetches = sizeof(T) == 2 && c.streams && c.cols <= 16384;
   RowResults results(c.y_type, c.y, c.cols, c.streams);
@@ -92,30 +92,31 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u without a residual. It lies in
-// memory already, or else in `room`.
+// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u or x * activation(gate)
+// without a residual. It lies in memory already, or else in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
-  if (!s.residual && !s.pre_activation && !s.dropout) return x;
+  if (!s.residual && !s.pre_activation && !s.dropout && !s.gate.is_first) return x;
   const int64_t first = row * c.cols;
   const Target<A> h =
       s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
+    if (s.gate.is_first) apply_gate(s.gate, row, start, n, from(x, start), from(h, start));
+    else before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
   });
   return {h.type, h.data};
 }
 
 template <class A, class T>
-void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, RowResults& results) {
-  A mean, rstd;
-  statistics(c, &h, row, 1, &mean, &rstd);
-  const auto *weight = static_cast<const A*>(c.weight.data), *bias = static_cast<const A*>(c.bias.data);
+void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, A mean, A rstd, RowResults& results) {
+  const int64_t column = c.groups == 1 ? 0 : row % c.groups * c.cols;
+  const A* weight = from(static_cast<const A*>(c.weight.data), column);
+  const A* bias = from(static_cast<const A*>(c.bias.data), column);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const auto y = results.open<AnyResults<A>>(element(c.y_type, c.y, row * c.cols + start));
     Chunk<A> z;
-    const auto out = s.activation ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
+    const auto out = s.activation || s.gate.is_last() ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
     if (s.rounds()) normalize_rounded(s, h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
     else normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
     if (s.activation) {
@@ -126,18 +127,32 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
       activate.first = y.target;
       run_values(activate, n);
     }
+    if (s.gate.is_last()) apply_gate(s.gate, row, start, n, {kDtypeOf<A>, z}, y.target);
     results.close(n);
   });
 }
 
+// The statistics of several rows, whose h are of one type, and then their results.
+template <class A, class T>
+void finish_rows(const Forward& c, const ForwardStages& s, int64_t first, int64_t count, const Source<A>* h,
+                 RowResults& results) {
+  const T* rows[kMostRows];
+  A mean[kMostRows], rstd[kMostRows];
+  for (int64_t r = 0; r < count; ++r) rows[r] = static_cast<const T*>(h[r].data);
+  statistics(c, rows, first, count, mean, rstd);
+  for (int64_t r = 0; r < count; ++r) finish_row(c, s, first + r, rows[r], mean[r], rstd[r], results);
+}
+
 template <class A> void forward_staged_rows(const Forward& c, const ForwardStages& s, int64_t begin, int64_t end) {
-  const std::unique_ptr<A[]> buffer(new A[c.cols]);
+  const int64_t together = std::clamp<int64_t>(kShortRows / (c.cols * sizeof(A)), 1, kMostRows);
+  const std::unique_ptr<A[]> buffer(new A[together * c.cols]);
   RowResults results(c.y_type, c.y, c.cols, c.streams);
-  for (int64_t row = begin; row < end; ++row) {
-    const Source<A> h = make_h(c, s, row, buffer.get());
-    with_type_of<A>(h.type, [&](auto* type) {
-      finish_row<A>(c, s, row, static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data), results);
-    });
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t count = std::min(together, end - first);
+    Source<A> h[kMostRows];
+    for (int64_t r = 0; r < count; ++r) h[r] = make_h(c, s, first + r, buffer.get() + r * c.cols);
+    with_type_of<A>(h[0].type,
+                    [&](auto* type) { finish_rows<A, std::remove_pointer_t<decltype(type)>>(c, s, first, count, h, results); });
   }
 }
 

@@ -1,0 +1,161 @@
+"""The gated norms: a norm whose result, or whose input, is multiplied by an activation of a second row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import rounding_for
+from kernel_fusion.functional import interop
+from kernel_fusion.functional.row_norm import Norm, explain_norm, resolved
+from kernel_fusion.operators.dispatch import operator
+
+# gate_activation, gate_first, group_size, rounding.
+_Gating = tuple[str | None, bool, int | None, str]
+
+
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    gate_activation: str | None = "silu",
+    gate_first: bool = False,
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
+    backend: str | None = None,
+) -> Tensor:
+    r"""Root-mean-square normalisation and a gate, in one pass over both.
+
+    .. math::
+        y = (n(x) \cdot (\mathrm{offset} + w) + b) \cdot \mathrm{act}(g), \qquad
+        n(u) = \frac{u}{\sqrt{\mathrm{E}[u^2] + \epsilon}}
+
+    and with `gate_first`
+
+    .. math:: y = n(x \cdot \mathrm{act}(g)) \cdot (\mathrm{offset} + w) + b
+
+    Args:
+        input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
+        gate: g, of the input's shape, in a dtype of its own: any of fp16/bf16/fp32 for such inputs (float64 for
+            float64). It is read where it lies, so half of a wider projection needs no copy.
+        normalized_shape, weight, eps, bias: as for :func:`rms_norm`.
+        gate_activation: applied to g before it multiplies: one of `kernel_fusion.ACTIVATIONS`, or None.
+        gate_first: whether the gate multiplies the input, as in Mamba-2, instead of the result. The product is not
+            rounded before it is normalised.
+        group_size: statistics are those of groups of so many neighbouring columns, each normalised by itself; w and b
+            still have an element for every column. None: of the whole row.
+        weight_offset, out_dtype: as for :func:`rms_norm`.
+        rounding: as for :func:`layer_norm`; a gate that comes last multiplies the rounded value, before y is stored.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
+
+    Returns:
+        Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input).
+
+    Raises:
+        TypeError: `gate` is None or no tensor, or another argument has another type than PyTorch's call takes.
+        RuntimeError: shapes, devices or dtypes that don't fit; `gate` has another shape than `input`.
+        ValueError: `group_size` does not divide the row, or `normalized_shape` has several dimensions beside it;
+            `weight_offset` without `weight`, an unknown activation, `rounding` or `backend`.
+        BackendUnavailableError: `backend` was given and cannot serve this call.
+
+    Backward is one pass as well; the gradient of the gate is contiguous, in the gate's dtype. Nothing is kept but the
+    arguments and the statistics.
+
+    Source: Dao, Gu: Transformers are SSMs, arXiv:2405.21060 (Mamba-2; gate first, in groups); Yang, Kautz, Hatamizadeh:
+    Gated Delta Networks, arXiv:2412.06464 (gate last).
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, z = torch.randn(4, 32).chunk(2, -1)
+        >>> y = kf.gated_rms_norm(x, z, 16)
+        >>> torch.allclose(y, kf.rms_norm(x, 16) * torch.nn.functional.silu(z), atol=1e-6)
+        True
+    """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    return _gated("gated_rms_norm", input, gate, norm, (gate_activation, gate_first, group_size, rounding), backend)
+
+
+def gated_layer_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_activation: str | None = "silu",
+    gate_first: bool = False,
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    rounding: str = "once",
+    backend: str | None = None,
+) -> Tensor:
+    r"""Layer normalisation and a gate, in one pass over both.
+
+    .. math::
+        y = (n(x) \cdot (\mathrm{offset} + w) + b) \cdot \mathrm{act}(g), \qquad
+        n(u) = \frac{u - \mathrm{E}[u]}{\sqrt{\mathrm{Var}[u] + \epsilon}}
+
+    and with `gate_first`
+
+    .. math:: y = n(x \cdot \mathrm{act}(g)) \cdot (\mathrm{offset} + w) + b
+
+    Args, returns, raises, source: as for :func:`gated_rms_norm`, with `eps` as for :func:`layer_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, z = torch.randn(2, 4, 16)
+        >>> y = kf.gated_layer_norm(x, z, 16, gate_first=True)
+        >>> torch.allclose(y, kf.layer_norm(x * torch.nn.functional.silu(z), 16), atol=1e-5)
+        True
+    """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    return _gated("gated_layer_norm", input, gate, norm, (gate_activation, gate_first, group_size, rounding), backend)
+
+
+def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Tensor:
+    """A norm and its gate."""
+    normalized_shape, weight, bias, _, weight_offset, out_dtype = norm
+    activation, first, group_size, rounding = gating
+    checks.rounding(verb, rounding)
+    checks.flag(verb, "gate_first", first)
+    name = checks.activation(verb, "gate_activation", activation)
+    if not interop.is_tensor(input):
+
+        def with_tensors(x: Tensor, g: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+            return _gated(verb, x, g, (normalized_shape, w, b, *norm[3:]), gating, backend)
+
+        return interop.with_tensors(verb, with_tensors, input, gate, weight, bias)  # type: ignore[no-any-return]
+    if gate is None:
+        raise TypeError(f"`{verb}`: `gate` must be a tensor, got None; without one the verb is `{verb[6:]}`")
+    try:
+        shape, eps = resolved(verb, input, norm)
+        serve = operator(verb, "staged_row_norm", backend, input, gate)
+        x, g, w, b = input, gate, weight, bias
+        if not checks.parameters_fit(shape, weight, bias):  # the operator takes those of groups, too
+            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
+        if group_size is not None:
+            checks.group_size(verb, shape, group_size)
+            checks.other_row(verb, "gate", input, gate)
+            x, g = (t.unflatten(-1, (-1, group_size)) for t in (x, g))
+            w, b = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (w, b))
+        affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
+        stages = IDENTITY, IDENTITY, 0.0, None, rounding_for(rounding, input.dtype)
+        y: Tensor = serve(x, None, *affine, *stages, g, name, first)[0]
+        # Nobody else has y, so its other shape need not be a view.
+        return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
+    except checks.REFUSALS as error:
+        explain_norm(verb, error, {"input": input, "gate": gate}, norm, group_size=group_size)
+        raise

@@ -1,0 +1,253 @@
+// The arithmetic of the backward row norms with stages around them, or of rows of two types; for the kernels, once per
+// instruction set.
+//
+// Buffers hold what was normalised, and the gradient before the activation or the gate, where these were not kept and are made
+// again. The loops of the bare norm find them there.
+#pragma once
+
+#include <memory>
+
+#include "cpu/row_norm_backward.h"
+#include "cpu/row_norm_forward.h"
+#include "cpu/row_norm_stages.h"
+
+namespace kf::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+inline bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
+
+// How a call finds h and dz. They are read as they lie in memory, through relu if nothing else stands between. Buffers of the
+// accumulator type hold them if they have to be made again, or if no loop knows the two types together.
+struct Reading {
+  bool has_u, makes_h, makes_dz;
+  Relus relus;
+  Dtype x;  // the type of h as it is read
+  explicit Reading(const Backward& c, const BackwardStages& s) {
+    const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || s.gate.is_first);  // what was normalised was kept nowhere
+    // z is computed again from what was normalised, without relu on the way; and so is what is rounded or gated.
+    const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
+    const bool remakes_z = s.gate.is_last() || (s.activation && !through_relu);
+    relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
+    makes_h = has_u && !relus.x;
+    x = makes_h ? acc : c.x_type;
+    makes_dz = remakes_z || !(c.dy_type == acc || (c.dy_type == c.x_type && !makes_h));
+    relus.z = is_relu(s.activation) && !makes_dz;
+  }
+};
+
+// Makes h of a row again, in `room`, and fetches dy meanwhile, which is read next.
+template <class A> const A* make_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
+  const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row), dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row);
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    fetch(from(dy, start).data, n * size_of(c.dy_type));
+    const Target<A> h{kDtypeOf<A>, room + start};
+    if (s.gate.is_first) apply_gate(s.gate, row, start, n, from(x, start), h);
+    else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, h);
+  });
+  return room;
+}
+
+// Where the elements from `position` on of a result belong; absent if nobody wants it.
+template <class A> Target<A> open_at(RowResults& results, Dtype type, void* result, int64_t position) {
+  if (!result) return {};
+  return results.open<AnyResults<A>>(element(type, result, position)).target;
+}
+
+// Makes dz of a row, in `room`. If an activation or a gate follows the norm, its argument is computed again; the gate's
+// gradient goes to `dgates`.
+template <class X, class DY>
+const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room,
+                        RowResults& dgates) {
+  using A = AccOf<X>;
+  const auto dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, index);
+  const auto *weight = static_cast<const A*>(c.weight), *bias = row.bias;
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    const Target<A> dz{kDtypeOf<A>, room + start};
+    if (!s.activation && !s.gate.is_last()) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
+    Chunk<A> z;
+    if (s.rounds())
+      normalize_rounded(s, row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n,
+                        AnyResults<A>::at(kDtypeOf<A>, z));
+    else
+      normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
+    if (s.gate.is_last()) {
+      const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, index * c.cols + start);
+      gate_gradients(s.gate, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dgate, dz);
+      return dgates.close(n);
+    }
+    ChainLoop<A> loop;
+    loop.activation = s.activation;
+    loop.a = {kDtypeOf<A>, z};
+    loop.dy = from(dy, start);
+    loop.first = dz;
+    run_gradients(loop, n);
+  });
+  return room;
+}
+
+// Adds to a sum, which begins with the `first`, what a row has of dweight where the normalised values are rounded.
+template <class X, class DY>
+void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, bool first, AccOf<X>* sum) {
+  using A = AccOf<X>;
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    Chunk<A> rounded;
+    normalize_rounded(s, row.x + start, row.mean, row.rstd, nullptr, nullptr, n, AnyResults<A>::at(kDtypeOf<A>, rounded));
+    A* const dweight = sum + start;
+    sweep<A>(n, [&](int64_t i, auto part) {
+      const auto old = first ? both<A>(0) : load_pair(dweight + i, part);
+      store_pair(dweight + i, fma(load_pair(row.dy + start + i, part), load_pair(rounded + i, part), old), part);
+    });
+  });
+}
+
+// Takes the gradient with respect to h. It is dresidual, and, back through what dropout and relu let pass, dx.
+template <class T> struct Gradients {
+  using A = AccOf<T>;
+  Results<T> dresidual, dx;  // without data: not wanted
+  A* chunk = nullptr;        // takes the gradient instead of dx
+  const MaskOf<A>* kept = nullptr;
+  A scale = 1;
+  const T* relu = nullptr;  // its argument
+
+  template <class P> KF_INLINE void put(int64_t i, Pair<A> g, P part) const {
+    if (dresidual.target.data) dresidual.put(i, g, part);
+    if (chunk) return store_pair(chunk + i, g, part);
+    if (!dx.target.data) return;
+    if (kept) g = (g * both(scale)) & load_pair(reinterpret_cast<const A*>(kept) + i, part);
+    if (relu) g = times_slope<act::relu>(g, load_pair(relu + i, part));
+    dx.put(i, g, part);
+  }
+};
+
+// From the gradient of x * activation(gate), those of the gate and of x.
+template <class A>
+KF_STAGE void store_gate_gradients(const Backward& c, const BackwardStages& s, int64_t row, int64_t start, int64_t n,
+                                   const Source<A>& gradient, RowResults& dgates, RowResults& dxs) {
+  const int64_t position = row * c.cols + start;
+  const auto x = from(row_at<A>(s.dx_type, s.x, s.x_rows, row), start);
+  const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, position);
+  gate_gradients(s.gate, row, start, n, x, gradient, dgate, open_at<A>(dxs, s.dx_type, c.dx, position));
+  dgates.close(n);
+  dxs.close(n);
+}
+
+template <class X, class DY>
+void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
+                     const Row<X, DY>& row, RowResults& dresiduals, RowResults& dxs) {
+  using A = AccOf<X>;
+  const bool gated = std::is_same_v<X, A> && s.gate.is_first;
+  const bool directly = !gated && s.dx_type == kDtypeOf<X> && (!s.pre_activation || (is_relu(s.pre_activation) && !s.dropout));
+  X* const dresidual = s.gate.data ? nullptr : static_cast<X*>(s.dresidual);
+  each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
+    const int64_t position = index * c.cols + start;
+    ChainLoop<A> back;
+    Chunk<MaskOf<A>> kept;
+    Chunk<A> chunk;
+    drop(s, position, n, back, kept);
+    back.activation = s.pre_activation;
+    back.dy.data = chunk;
+    back.a = s.pre_activation ? from(row_at<A>(s.dx_type, s.x, s.x_rows, index), start) : back.dy;
+    Gradients<X> gradients;
+    if (dresidual) gradients.dresidual = dresiduals.open<Results<X>>(dresidual + position);
+    if (c.dx && directly) {
+      gradients.dx = dxs.open<Results<X>>(static_cast<X*>(c.dx) + position);
+      gradients.scale = back.scale;
+      if (s.dropout) gradients.kept = kept;
+      if (s.pre_activation) gradients.relu = static_cast<const X*>(back.a.data);
+    } else if (c.dx || gated) {
+      gradients.chunk = chunk;
+    }
+    write_dx(c, passes, relus, row, start, start + n, gradients);
+    if (dresidual) dresiduals.close(n);
+    if (gated) return store_gate_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
+    if (!c.dx) return;
+    if (!directly) {
+      back.first = dxs.open<AnyResults<A>>(element(s.dx_type, c.dx, position)).target;
+      run_gradients(back, n);
+    }
+    dxs.close(n);
+  });
+}
+
+// Moves the parameters and their sums to those of the group that begins at `column`.
+template <class A> void go_to_group(Backward& c, const Backward& all, int64_t column) {
+  c.weight = from(static_cast<const A*>(all.weight), column);
+  if (c.dweight) c.dweight = static_cast<A*>(all.dweight) + column;
+  if (c.dbias) c.dbias = static_cast<A*>(all.dbias) + column;
+}
+
+// Makes again what of a row was not kept, in `room`, which moves on.
+template <class X, class DY>
+void complete(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t index, Row<X, DY>& row,
+              AccOf<X>*& room, RowResults& dgates) {
+  using A = AccOf<X>;
+  if constexpr (std::is_same_v<X, A>)
+    if (reading.makes_h) {
+      row.x = make_h(c, s, index, room);
+      row.next_x = 0;
+      room += c.cols;
+    }
+  if constexpr (std::is_same_v<DY, A>)
+    if (reading.makes_dz) {
+      row.dy = make_dz(c, s, row, index, room, dgates);
+      row.next_dy = 0;
+      room += c.cols;
+    }
+}
+
+// The samples [begin, end). X and DY: the types of the rows that the loops read.
+template <class X, class DY>
+void backward_staged_rows(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
+  using A = AccOf<X>;
+  const Passes passes(c, c.cols, sizeof(X));
+  const bool completes = reading.makes_h || reading.makes_dz;
+  const int together = completes ? 2 : passes.together;
+  const int64_t groups = c.groups;
+  const std::unique_ptr<A[]> buffer(new A[(reading.makes_h + reading.makes_dz) * together * c.cols]);
+  Row<X, DY> rows[Passes::kMostRowsTogether];
+  RowResults dresiduals(s.gate.data ? s.gate.type : c.x_type, s.dresidual, c.cols, c.streams);
+  RowResults dxs(s.dx_type, c.dx, c.cols, c.streams);
+  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !s.gate.is_last());
+  ColumnSums<A> sums(c);
+  Backward of_group = c;
+  if (adds_dweight) of_group.dweight = nullptr;
+  for (int64_t first = begin; first < end; first += together) {
+    const int count = static_cast<int>(std::min<int64_t>(together, end - first));
+    const bool anew = sums.begin_anew(first - begin);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t index = first * groups + group, column = group * c.cols;
+      if (groups > 1) go_to_group<A>(of_group, c, column);
+      A* room = buffer.get();
+      for (int r = 0; r < count; ++r) {
+        const int64_t row = index + r * groups;
+        rows[r] = row_of<X, DY>(c, row, first + r + together < end ? row + together * groups : row);
+        rows[r].bias = from(static_cast<const A*>(s.bias), column);
+        if (completes) complete(of_group, s, reading, row, rows[r], room, dresiduals);
+      }
+      add_together(of_group, passes, reading.relus, rows, count, anew);
+      for (int r = 0; adds_dweight && r < count; ++r)
+        add_dweight(of_group, s, rows[r], anew && r == 0, static_cast<A*>(c.dweight) + column);
+      for (int r = 0; is_stored && r < count; ++r)
+        store_gradients(of_group, s, passes, reading.relus, index + r * groups, rows[r], dresiduals, dxs);
+    }
+  }
+  sums.finish();
+}
+
+// X: the type of what was normalised, as the loops read it.
+template <class X>
+void backward_staged_as(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
+  if constexpr (sizeof(X) == 2)
+    if (!reading.makes_dz && c.dy_type == c.x_type) return backward_staged_rows<X, X>(c, s, reading, begin, end);
+  backward_staged_rows<X, AccOf<X>>(c, s, reading, begin, end);
+}
+
+}  // namespace
+
+// Those of fp16 and fp64: half of the time that all take to compile.
+RowNormBackwardStaged backward_staged_fp16_fp64;
+
+}  // namespace CPU_CAPABILITY
+}  // namespace kf::cpu
