@@ -121,6 +121,17 @@ def norms(device: torch.device) -> int:
         seeded(lambda: kf.add_rms_norm(x, residual, N, weight, dropout_p=P)),
         lambda: (F.rms_norm(residual + x * kept(x), (N,), weight), residual + x * kept(x)),
     )
+    # A gate multiplies the normalised row, or first what is normalised (Mamba-2).
+    compare(
+        "gated_rms_norm",
+        lambda: kf.gated_rms_norm(x, residual, N, weight),
+        lambda: F.rms_norm(x, (N,), weight) * F.silu(residual),
+    )
+    compare(
+        "gated_layer_norm, gate first",
+        lambda: kf.gated_layer_norm(x, residual, N, weight, bias, gate_first=True),
+        lambda: F.layer_norm(x * F.silu(residual), (N,), weight, bias),
+    )
     return compare.num_wrong + compare_narrow.num_wrong
 
 
@@ -295,6 +306,8 @@ def modules(device: torch.device) -> int:
         lambda: add_rms(x, residual),
         lambda: (rms(residual + x), residual + x),
     )
+    gated_rms = loaded(kf.FusedGatedRMSNorm(N, eps=rms.eps), rms)
+    compare("FusedGatedRMSNorm", lambda: gated_rms(x, residual), lambda: rms(x) * F.silu(residual))
     bias_act = kf.FusedBiasAct(N, "relu_squared", device=device)
     compare("FusedBiasAct", lambda: bias_act(x), lambda: F.relu(x + bias_act.bias).square())
     gated_act = kf.FusedGatedAct("gelu")

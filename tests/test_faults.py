@@ -61,9 +61,10 @@ class StandIn:
 
     def set_action(self, action: str) -> None:
         """What the compiler does, in shell, for each unit that it compiles."""
-        path = self.folder / "bin" / "g++"
+        path = self.folder / "next-g++"
         path.write_text(_COMPILER.format(log=self.log, library=self.library, action=action))
         path.chmod(0o755)
+        path.replace(self.folder / "bin" / "g++")  # a file that is being started cannot be written
 
     @property
     def log(self) -> Path:
