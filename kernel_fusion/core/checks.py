@@ -117,6 +117,24 @@ def row_norm(
         raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
 
 
+def staged_row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+) -> None:
+    """Raise unless the tensors of a norm and its stages go together; their shapes apart, but for the other row's."""
+    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
+    verb = prefix + ("rms_norm" if rms else "layer_norm")
+    row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    other_row(verb, "residual", input, residual)
+    other_row(verb, "gate", input, gate)
+
+
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
     """Raise unless a residual or a gate has the input's shape and device, and a dtype that goes with the input's."""
     if other is None:

@@ -94,15 +94,14 @@ def gated_norm(
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
 ) -> Tensor:
-    """Activation, norm and product; of groups the norm without parameters, and these after it."""
+    """Activation, norm and product; groups have the norm without parameters, and these after it, as with "hf"."""
     factor = formula(gate_activation or IDENTITY)(gate)
     h = x * factor if gate_first else x
-    if group_size is None:
-        y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding)
-    else:
-        y = norm(h.unflatten(-1, (-1, group_size)), (group_size,), None, None, eps, rms=rms).flatten(-2)
-        y = y if weight is None else y * (weight + weight_offset)
-        y = y if bias is None else y + bias
+    if group_size is not None:
+        h = h.unflatten(-1, (-1, group_size))
+        weight, bias = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (weight, bias))
+        shape, rounding = (group_size,), "hf"
+    y = norm(h, shape, weight, bias, eps, rms=rms, weight_offset=weight_offset, rounding=rounding).reshape(x.shape)
     y = y if gate_first else y.to(x.dtype) * factor
     return y.to(out_dtype or x.dtype)
 

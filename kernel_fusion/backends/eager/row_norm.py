@@ -67,6 +67,11 @@ def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 
+def _gated(v: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """v times the activation of a gate, if there is one."""
+    return v if gate is None else v * formula(activation)(gate)
+
+
 def staged_row_norm(
     input: Tensor,
     residual: Tensor | None,
@@ -95,29 +100,23 @@ def staged_row_norm(
     A gate, beside which there are no other stages, multiplies after its activation: the input if `gate_first`, else the
     result. Beside it weight and bias may have a dimension more than is normalised, for groups of columns.
     """
+    first, last = (gate, None) if gate_first else (None, gate)
     normalized_shape = list(input.shape[input.dim() - num_dims :])
     shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):
         # PyTorch's words, or its rules for dtypes that we have no kernels for.
         apart = (rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, weight, bias)
-        h = formula(pre_activation)(input)
-        h = h * formula(gate_activation)(gate) if gate is not None and gate_first else h
+        h = _gated(formula(pre_activation)(input), first, gate_activation)
         h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)
         h = h if residual is None else h + residual
         y = pytorch_row_norm(h, normalized_shape, weight, bias, eps, weight_offset, out_dtype, rms, apart)
-        y = y if gate is None or gate_first else y * formula(gate_activation)(gate)
+        y = _gated(y, last, gate_activation)
         return formula(activation)(y), torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
-    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
-    verb = prefix + ("rms_norm" if rms else "layer_norm")
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    checks.other_row(verb, "residual", input, residual)
-    checks.other_row(verb, "gate", input, gate)
+    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
     wide = compute_dtype(input.dtype)
-    factor = None if gate is None else formula(gate_activation)(gate.to(wide))
-    h = formula(pre_activation)(input.to(wide))
-    if factor is not None and gate_first:
-        h = h * factor
+    first, last = (None if t is None else t.to(wide) for t in (first, last))
+    h = _gated(formula(pre_activation)(input.to(wide)), first, gate_activation)
     if seed is not None:
         h = dropout(h.contiguous(), dropout_p, seed)
     summed = input.new_empty(0)
@@ -125,9 +124,7 @@ def staged_row_norm(
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
     rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
-    y = _normalize(h, num_dims, weight, bias, eps, weight_offset, rms, rounds_to)
-    if factor is not None and not gate_first:
-        y = y * factor
+    y = _gated(_normalize(h, num_dims, weight, bias, eps, weight_offset, rms, rounds_to), last, gate_activation)
     return formula(activation)(y).to(out_dtype or input.dtype), summed
 
 

@@ -11,7 +11,7 @@ from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 
-# Of an axis of the grid but the first.
+# The most programs along an axis of the grid but the first.
 _MOST_GROUPS = 65535
 
 
@@ -144,11 +144,7 @@ def staged_row_norm(
     groups = shape[0] if len(shape) > num_dims else 1
     if foreign or groups > _MOST_GROUPS or not checks.parameters_fit(shape, weight, bias):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
-    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
-    verb = prefix + ("rms_norm" if rms else "layer_norm")
-    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    checks.other_row(verb, "residual", input, residual)
-    checks.other_row(verb, "gate", input, gate)
+    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
     if autograd.requires_grad(input, residual, gate, weight, bias):
         return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     y, h, _ = _forward(*args, wants_stats=False)
