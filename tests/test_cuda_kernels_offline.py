@@ -94,7 +94,7 @@ def _with_helpers(spec: RowNormSpec, access: Access, arch: int) -> Iterator[Kern
 # Grid rationale. What stages take registers for: an activation after the norm, cheap or not, whose argument backward
 # computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
 # dropout's random bits; values that are rounded on the way; a gate, last or first, in the type of x or wider, and
-# groups. Of the lengths those where a plan changes.
+# groups. The lengths are those where a plan changes.
 _STAGED_LENGTHS = (64, 255, 768, 1024, 1280, 4096, 4099, 5120, 10240, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},

@@ -36,6 +36,7 @@ Library = TypeVar("Library")
 _KEPT = 8
 # From as many on, headers that several units compile cost less than a long unit.
 _MANY_CORES = 6
+# The files that take longest beside these headers.
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent

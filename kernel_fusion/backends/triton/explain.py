@@ -36,7 +36,7 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     h = x if residual is None else residual
     group = arguments.get("group_size")
     cols, groups = (cols, 1) if group is None else (group, cols // group)
-    # What backward reads: dy and h, of a residual dh, and what its stages need; of a first gate both rows twice.
+    # Backward reads dy and h, dh of a residual, and what its stages need; with a first gate both rows twice.
     dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
     dtypes += [] if residual is None else [h.dtype, x.dtype] if pre_activation else [h.dtype]
     dtypes += [] if gate is None else [gate.dtype, h.dtype, gate.dtype] if arguments["gate_first"] else [gate.dtype]

@@ -40,7 +40,7 @@ template <class T, class... Args> auto new_node(const Args&... args) {
   else return c10::make_intrusive<T>(args...);
 }
 
-// What the constants of a node are, as bytes: two nodes of one key run the same code.
+// The constants of a node as bytes: two nodes of one key run the same code.
 template <class... T> std::string key_of(const T&... values) {
   std::string key;
   const auto add = [&](const auto& value) {

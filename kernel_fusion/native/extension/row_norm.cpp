@@ -12,7 +12,7 @@ namespace {
 // fp64 goes with fp64, the three others with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-// Of weight and bias: the normalised dimensions, and that of the groups where there are any.
+// Weight and bias have the normalised dimensions, and that of the groups where there are any.
 template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
   return c.input.sym_sizes().slice(c.input.dim() - c.num_dims - (is_grouped(c) ? 1 : 0));
 }

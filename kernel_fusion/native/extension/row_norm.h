@@ -46,7 +46,7 @@ struct ForwardCall : Norm {
   bool wants_stats = false;
 
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
-  // What is read beside the input: the residual or the gate, of which there is at most one.
+  // The row beside the input: the residual or the gate, at most one of the two.
   const OptionalTensor& other() const { return present(gate) ? gate : residual; }
   bool has_stages() const { return present(other()) || pre_activation || activation || dropout; }
 };
@@ -67,7 +67,7 @@ struct BackwardCall : Norm {
   const OptionalTensor& seed;  // of dropout
   const OptionalTensor& gate;
 
-  // What is read beside the input: x or the gate.
+  // The row beside the input: x or the gate.
   const OptionalTensor& other() const { return present(gate) ? gate : x; }
   bool has_other() const { return has_residual || present(gate); }  // whose gradient may be wanted
 };

@@ -25,8 +25,8 @@ bool repeats_rows(const Tensor& t, int64_t num_dims) {
   return false;
 }
 
-// The rows of a tensor. Kernels read whole units of 16 bytes, but not behind the last row. Where others end with it, in a
-// tensor that repeats rows, these are copied.
+// The rows of a tensor. Kernels read whole units of 16 bytes, but not behind the last row. A tensor that repeats rows,
+// where others end with the last one, is copied.
 Rows rows_of(const Tensor& t, int64_t num_dims) {
   Rows rows(t, num_dims);
   const bool whole = rows.cols * t.element_size() % 16 == 0;

@@ -90,7 +90,7 @@ __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<ty
   if constexpr (!kAddsResidual<S>) before.change(row, col, x);
 }
 
-// What the gate multiplies, x if it is first and dy if it is last, times act(gate).
+// Multiplies x by act(gate) if the gate is first, and dy if it is last.
 template <class S, int kVec, class A>
 __device__ void apply_gate(const Before<S, typename S::DY>& before, const Pack<Gate<S>, kVec>& gate, A (&x)[kVec],
                            A (&dy)[kVec]) {

@@ -181,8 +181,8 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
 }
 
 // Stores the vectors of a warp's lanes, neighbours in a row of kCols columns; `row` is aligned as they are, and with kRoom has
-// room for two where its last one stands alone. Every lane comes here, with the column of its vector. Of vectors of 32 bytes
-// two lanes exchange halves, so that an instruction fills each sector of memory that it touches instead of half of it.
+// room for two where its last one stands alone. Every lane comes here, with the column of its vector. Two lanes exchange
+// halves of vectors of 32 bytes, so that an instruction fills each sector that it touches instead of half of it.
 template <int kCols, bool kRoom, int kVec, class A>
 __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
   constexpr int kHalf = kVec / 2;

@@ -178,7 +178,7 @@ class Softmax(Constants):
         scale: what x is multiplied by.
         unit: what the length and the strides of x count, in elements.
         looped: whether rows are read a block at a time.
-        mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Of forward.
+        mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
         flat: whether rows have one stride.
         leaves_out: whether elements are left out, which are then zero.
     """

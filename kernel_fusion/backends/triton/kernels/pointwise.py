@@ -15,7 +15,7 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
-# What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
+# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 

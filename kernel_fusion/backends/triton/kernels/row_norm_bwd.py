@@ -39,7 +39,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     within,
 )
 
-# What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
+# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "o0", "o1", "o2"]
 
 
@@ -77,8 +77,8 @@ def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
     """n, n as it is rounded, g, g * w and the gradient of a last gate, of columns `at`, from `start` on, of some rows.
 
-    `pointers` are those of dy, h, the other row, weight, bias and seed; LAST as for `load`. Where masked, dy is read as
-    zero, so g is zero, and n finite.
+    `pointers` are those of dy, h, the other row, weight, bias and seed; LAST as for `load`. Masked elements of dy
+    are read as zero, so g is zero there, and n finite.
     """
     dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr = pointers
     dy_row, h_row, other_row, out_row = rows

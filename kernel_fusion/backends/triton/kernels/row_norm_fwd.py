@@ -34,7 +34,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     within,
 )
 
-# What may differ between calls of one compiled kernel. What they are divisible by is the constant `unit`.
+# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
 
 
@@ -78,8 +78,8 @@ def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
 def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
     """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
-    What is outside the row is zero in `hs`; `count` is N, and `each` is 1 / N. A row in slices has the moments of each
-    joined, in one exchange between its warps instead of two.
+    Elements outside the row are zero in `hs`; `count` is N, and `each` is 1 / N. A row in slices joins the moments
+    of each in one exchange between its warps instead of two.
     """
     ACC: tl.constexpr = C.acc
     SLICES: tl.constexpr = C.slices

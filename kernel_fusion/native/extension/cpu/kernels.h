@@ -103,7 +103,7 @@ struct BackwardByColumns : Backward {
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// What is multiplied by activation(gate): the result, or, if the gate comes first, what is normalised.
+// activation(gate) multiplies the result or, if the gate comes first, what is normalised.
 struct Gate {
   const void* data;  // null: there is no gate
   RowLayout rows;
