@@ -1,8 +1,9 @@
 """A small run of every kernel, to be watched by NVIDIA's compute-sanitizer; also a check by the oracle.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [FAMILY ...]
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [FAMILY ...] [--part 1/4]
 
-(and racecheck, initcheck); families are the keys of `FAMILIES`, all of them by default. A case is inference, forward
+(and racecheck, initcheck); families are the keys of `FAMILIES`, all of them by default, and a part is every fourth of
+their cases, for four runs beside each other. A case is inference, forward
 and backward of a verb. Cases are chosen by the kernels they compile: each template of native/kernels, under each kind
 of plan (a row to some lanes, a warp, a block, a cluster, a loop; sums of columns at once or in slabs) and each kind of
 access (whole vectors, pieces of them, single elements; strides), once in one dtype. Other dtypes follow at the shapes
@@ -28,7 +29,15 @@ from support import CUDA, Target
 from torch import Tensor
 
 from kernel_fusion.testing import oracle
-from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
+from kernel_fusion.testing.oracle import (
+    Case,
+    GatedNormCase,
+    PointwiseCase,
+    ReduceCase,
+    RowNormCase,
+    SoftmaxCase,
+    StagedNormCase,
+)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _Inputs = TypeVar("_Inputs", bound=oracle.Tensors)
@@ -96,6 +105,18 @@ def staged_norms() -> Iterator[StagedNormCase]:
             yield case(verb, cols, dtype, **options)
     for layout in ("padded", "unaligned"):
         yield case("add_rms_norm", 1000, BF16, dropout_p=0.1, layout=layout, **_BOTH)
+
+
+def gated_norms() -> Iterator[Case]:
+    """A strided gate, after the norm and before it, and groups; rows in a warp, a block, slots and a cluster."""
+    for cols in (64, 255, 4096, 32768):
+        bf16: _Options = {"dtype": BF16, "gate": BF16}
+        yield GatedNormCase("gated_rms_norm", _rows(cols), weight=BF16, **bf16)
+        yield GatedNormCase("gated_rms_norm", _rows(cols), weight=BF16, gate_first=True, **bf16)
+        yield GatedNormCase("gated_rms_norm", _rows(cols), weight=F32, rounding="hf", **bf16)
+        yield GatedNormCase("gated_rms_norm", (_rows(cols)[0], 3 * cols), weight=BF16, group_size=cols, **bf16)
+    for dtype, gate in ((F16, F32), (F32, F32), (F64, F64)):
+        yield GatedNormCase("gated_layer_norm", (33, 1000), dtype, weight=dtype, bias=dtype, gate=gate)
 
 
 def pointwise() -> Iterator[Case]:
@@ -188,6 +209,7 @@ def softmaxes() -> Iterator[Case]:
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "row_norms": row_norms,
     "staged_norms": staged_norms,
+    "gated_norms": gated_norms,
     "pointwise": pointwise,
     "reductions": reductions,
     "softmaxes": softmaxes,
@@ -233,11 +255,14 @@ def main(arguments: Sequence[str], target: Target = CUDA) -> int:
     """Run the cases of the families that `arguments` name; 1 if any failed."""
     parser = argparse.ArgumentParser(description="A small run of every kernel, for compute-sanitizer.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all")
-    families = parser.parse_args(arguments).families or [*FAMILIES]
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
+    options = parser.parse_args(arguments)
+    families = options.families or [*FAMILIES]
     if unknown := set(families) - set(FAMILIES):
         parser.error(f"unknown families: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    part, parts = map(int, options.part.split("/"))
     failures = 0
-    for case in (case for family in families for case in FAMILIES[family]()):
+    for case in [case for family in families for case in FAMILIES[family]()][part - 1 :: parts]:
         failed = [c for c in run(case, target) if not c.ok]
         failures += bool(failed)
         print(f"{case}: {failed or 'ok'}", flush=True)

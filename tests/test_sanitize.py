@@ -57,7 +57,18 @@ def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     """By a message that names those there are."""
     with pytest.raises(SystemExit):
         sanitize.main(["softmaxes", "norms"])
-    assert "unknown families: norms; there are row_norms, staged_norms" in capsys.readouterr().err
+    assert "unknown families: norms; there are row_norms, staged_norms, gated_norms" in capsys.readouterr().err
+
+
+def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every case runs in one part."""
+    cases = list(FAMILIES["reductions"]())[:3]
+    monkeypatch.setitem(FAMILIES, "reductions", lambda: iter(cases))
+    lines = []
+    for part in ("1/2", "2/2"):
+        assert sanitize.main(["reductions", "--part", part], CPU) == 0
+        lines += capsys.readouterr().out.splitlines()[:-1]
+    assert sorted(lines) == sorted(f"{case}: ok" for case in cases)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "padded", "unaligned", "transposed", "half"])
