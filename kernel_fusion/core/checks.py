@@ -175,6 +175,13 @@ def rounding(verb: str, rounding: str) -> None:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
 
 
+def out_dtype(verb: str, value: object) -> None:
+    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
+    expected, fits = _KINDS["out_dtype"]
+    if not fits(value):
+        raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
+
+
 def dropout_p(verb: str, argument: str, p: float) -> None:
     """Raise unless `p` is a probability."""
     try:

@@ -39,6 +39,7 @@ class FusedBiasAct(nn.Module):
     """
 
     bias: nn.Parameter | None
+    dropout: float = 0.0
 
     def __init__(
         self,
