@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
@@ -27,8 +28,8 @@ def given(verb: str, argument: str, value: object) -> None:
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor."""
-    if not isinstance(value, Tensor):
+    """Raise unless `value` is a tensor, or stands for one as the proxies of `torch.fx` do."""
+    if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
 
 

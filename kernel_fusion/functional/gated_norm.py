@@ -133,6 +133,11 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     checks.flag(verb, "gate_first", first)
     name = checks.activation(verb, "gate_activation", activation)
     if not interop.is_tensor(input):
+        if interop.records(input):
+            options = {"eps": norm[3], "bias": bias, "weight_offset": weight_offset, "out_dtype": out_dtype}
+            options |= {"gate_activation": activation, "gate_first": first, "group_size": group_size}
+            options |= {"rounding": rounding, "backend": backend}
+            return interop.recorded(globals()[verb], input, gate, normalized_shape, weight, **options)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, g: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
             return _gated(verb, x, g, (normalized_shape, w, b, *norm[3:]), gating, backend)
