@@ -177,7 +177,7 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
         check_backend_name(backend)
         if not interop.is_tensor(input):
             if interop.records(input):
-                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend)
+                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend)  # type: ignore[no-any-return]
             if not hasattr(input, "__dlpack__"):
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
 
@@ -356,7 +356,7 @@ def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, bac
     """A call of the verb, recorded by the first of `rows`."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     pre_activation, activation, dropout_p, rounding = stages
-    options = {"bias": bias, "eps": eps, "pre_activation": pre_activation, "activation": activation}
+    options: dict[str, Any] = {"bias": bias, "eps": eps, "pre_activation": pre_activation, "activation": activation}
     options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "rounding": rounding, "backend": backend}
     if verb.startswith("add_"):
         options["dropout_p"] = dropout_p
