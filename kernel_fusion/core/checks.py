@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
@@ -27,8 +28,8 @@ def given(verb: str, argument: str, value: object) -> None:
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor."""
-    if not isinstance(value, Tensor):
+    """Raise unless `value` is a tensor, or stands for one as the proxies of `torch.fx` do."""
+    if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
 
 
@@ -173,6 +174,13 @@ def rounding(verb: str, rounding: str) -> None:
     """Raise unless `rounding` is "once" or "hf"."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+
+
+def out_dtype(verb: str, value: object) -> None:
+    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
+    expected, fits = _KINDS["out_dtype"]
+    if not fits(value):
+        raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:

@@ -4,10 +4,13 @@ The automatic choice of backend costs nothing here: PyTorch's dispatcher makes i
 explicit `backend=` (or `use_backend`), and inputs that are not plain tensors, leave the straight line.
 
 The first argument of a verb may be an array of another library (NumPy, CuPy, JAX, anything with `__dlpack__`); the
-others may then be arrays or tensors, and the result is an array of the first one's kind. No memory is copied.
+others may then be arrays or tensors, and the result is an array of the first one's kind. No memory is copied. If it is
+a proxy of `torch.fx`, the graph gets a call of the verb.
 """
 
 from __future__ import annotations
+
+from torch.utils import _pytree as pytree
 
 from kernel_fusion.functional.attention import attention_scores, softmax
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
@@ -33,3 +36,6 @@ __all__ = [
     "softmax",
     "sum_squared",
 ]
+
+# Named tuples are trees to PyTorch; with a name, programs that return one, or pass it between modules, can be saved.
+pytree._register_namedtuple(NormOutput, serialized_type_name="kernel_fusion.NormOutput")

@@ -57,6 +57,9 @@ def softmax(
         True
     """
     if not interop.is_tensor(input):
+        if interop.records(input):
+            options = {"scale": scale, "mask": mask, "causal": causal, "backend": backend}
+            return interop.recorded(softmax, input, dim, **options)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, m: Tensor | None) -> Tensor:
             return softmax(x, dim, scale=scale, mask=m, causal=causal, backend=backend)
@@ -129,6 +132,9 @@ def attention_scores(
         True
     """
     if not interop.is_tensor(query):
+        if interop.records(query):
+            options = {"mask": mask, "causal": causal, "normalize": normalize, "backend": backend}
+            return interop.recorded(attention_scores, query, key, scale, **options)  # type: ignore[no-any-return]
 
         def with_tensors(q: Tensor, k: Tensor, m: Tensor | None) -> Tensor:
             return attention_scores(q, k, scale, mask=m, causal=causal, normalize=normalize, backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,6 +134,8 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     checks.flag(verb, "gate_first", first)
     name = checks.activation(verb, "gate_activation", activation)
     if not interop.is_tensor(input):
+        if interop.records(input):
+            return _recorded(verb, input, gate, norm, gating, backend)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, g: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
             return _gated(verb, x, g, (normalized_shape, w, b, *norm[3:]), gating, backend)
@@ -159,3 +162,12 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "gate": gate}, norm, group_size=group_size)
         raise
+
+
+def _recorded(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Any:
+    """A call of the verb, recorded by its input."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    activation, first, group_size, rounding = gating
+    options: dict[str, Any] = {"eps": eps, "bias": bias, "weight_offset": weight_offset, "out_dtype": out_dtype}
+    options |= {"gate_activation": activation, "gate_first": first, "group_size": group_size, "rounding": rounding}
+    return interop.recorded(globals()[verb], input, gate, normalized_shape, weight, backend=backend, **options)

@@ -1,17 +1,20 @@
-"""Arrays of other libraries: NumPy, CuPy, JAX and whatever else speaks DLPack, taken and given back without a copy.
+"""First arguments that are no tensors: arrays of other libraries, and the proxies of `torch.fx`.
 
-The first argument of a verb decides: if it is an array, the other array arguments may be arrays or tensors, and the
-result is an array of its kind, detached from any autograd graph.
+Arrays of NumPy, CuPy, JAX and whatever else speaks DLPack are taken and given back without a copy. If the first
+argument of a verb is one, the other array arguments may be arrays or tensors, and the result is an array of its kind,
+detached from any autograd graph. If it is a proxy, the graph gets a call of the verb.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.overrides
 import torch.utils.dlpack
 from torch import Tensor
 
@@ -22,6 +25,18 @@ _HOMES = {"jaxlib": "jax.dlpack", "jax": "jax.dlpack"}
 def is_tensor(value: object) -> bool:
     """Whether `value` is a tensor; without telling a type checker that annotations already say so."""
     return isinstance(value, Tensor)
+
+
+def records(value: object) -> bool:
+    """Whether `value`, which is no tensor, stands for one and records what is called with it, as proxies do."""
+    return hasattr(type(value), "__torch_function__")
+
+
+def recorded(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The call `verb(*args, **options)`, recorded by the first of `args`, without the options that are defaults."""
+    parameters = inspect.signature(verb).parameters
+    options = {name: value for name, value in options.items() if value is not parameters[name].default}
+    return torch.overrides.handle_torch_function(verb, args, *args, **options)
 
 
 def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kernel_fusion.backends import eager
@@ -165,6 +167,8 @@ def _chain(
     if b is None and combine != "first":
         checks.given(verb, _OPERANDS[verb][1], b)
     if not interop.is_tensor(a):
+        if interop.records(a):
+            return _recorded(verb, a, b, activation, p, backend)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, y: Tensor | None) -> Tensor:
             return _chain(verb, x, y, combine, name, p, backend)
@@ -180,3 +184,11 @@ def _chain(
         checks.explain(verb, error, dict(zip(_OPERANDS[verb], (a, b), strict=True)), broadcast=True)
         raise
     return result
+
+
+def _recorded(verb: str, a: Tensor, b: Tensor | None, activation: str | None, p: float, backend: str | None) -> Any:
+    """A call of the verb, recorded by its first operand."""
+    if verb == "act_dropout":
+        return interop.recorded(act_dropout, a, activation, p, backend=backend)
+    options = {"dropout_p": p} if verb == "bias_act" else {}
+    return interop.recorded(globals()[verb], a, b, activation, backend=backend, **options)

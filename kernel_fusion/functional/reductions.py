@@ -77,6 +77,9 @@ def _reduce(
     verb: str, input: Tensor, dim: _Dims, keepdim: bool, dtype: torch.dtype | None, backend: str | None
 ) -> Tensor:
     if not interop.is_tensor(input):
+        if interop.records(input):
+            options = {"keepdim": keepdim, "dtype": dtype, "backend": backend}
+            return interop.recorded(globals()[verb], input, dim, **options)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor) -> Tensor:
             return _reduce(verb, x, dim, keepdim, dtype, backend)

@@ -176,6 +176,8 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
     if not _num_normalized_dims(input, shape):
         check_backend_name(backend)
         if not interop.is_tensor(input):
+            if interop.records(input):
+                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend)  # type: ignore[no-any-return]
             if not hasattr(input, "__dlpack__"):
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
 
@@ -325,6 +327,10 @@ def _staged(
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
+        if interop.records(input):
+            if verb.startswith("add_"):
+                return _recorded(verb, (input, residual), norm, stages, backend)  # type: ignore[no-any-return]
+            return NormOutput(_recorded(verb, (input,), norm, stages, backend), input)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
             return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend)
@@ -344,6 +350,17 @@ def _staged(
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "residual": residual}, norm)
         raise
+
+
+def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None) -> Any:
+    """A call of the verb, recorded by the first of `rows`."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    pre_activation, activation, dropout_p, rounding = stages
+    options: dict[str, Any] = {"bias": bias, "eps": eps, "pre_activation": pre_activation, "activation": activation}
+    options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "rounding": rounding, "backend": backend}
+    if verb.startswith("add_"):
+        options["dropout_p"] = dropout_p
+    return interop.recorded(globals()[verb], *rows, normalized_shape, weight, **options)
 
 
 def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:

@@ -29,7 +29,7 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         hidden_size: the length of a row.
         eps: as in `torch.nn.RMSNorm`; 1e-5 where it is not given.
         gate_activation, gate_first, group_size, rounding: as in :func:`kernel_fusion.gated_rms_norm`.
-        weight_offset: as in :class:`FusedLayerNorm`.
+        weight_offset, out_dtype: as in :class:`FusedLayerNorm`.
         device, dtype: as in `torch.nn.RMSNorm`.
 
     Shape: input, gate and output (\*, hidden_size). Without a gate the result is the plain norm, of groups where there
@@ -48,6 +48,10 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         torch.Size([2, 8, 64])
     """
 
+    gate_activation: str | None = "silu"
+    gate_first: bool = False
+    group_size: int | None = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -57,16 +61,18 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
         gate_first: bool = False,
         group_size: int | None = None,
         weight_offset: float = 0.0,
+        out_dtype: torch.dtype | None = None,
         rounding: str = "once",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._set_stages(True, weight_offset, None, None, rounding)
+        self._set_stages(True, weight_offset, None, None, out_dtype, rounding)
         checks.activation("FusedGatedRMSNorm", "gate_activation", gate_activation)
         if group_size is not None:
             checks.group_size("FusedGatedRMSNorm", (hidden_size,), group_size)
         self.gate_activation, self.gate_first, self.group_size = gate_activation, gate_first, group_size
         super().__init__(hidden_size, eps, True, device, dtype)
+        self._keep_out_of_fast_paths()
 
     def _stages(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _GATING} | super()._stages()
@@ -74,7 +80,7 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise `input` and multiply by the gate, if there is one; under CUDA autocast the result is float32."""
         norm = self.normalized_shape, self.weight, self.eps
-        options: dict[str, Any] = {"weight_offset": self.weight_offset, "rounding": self.rounding}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("weight_offset", "out_dtype", "rounding")}
         if gate is None and self.group_size is None:
             return rms_norm(input, *norm, **options)
         options |= {name: getattr(self, name) for name in _GATING}

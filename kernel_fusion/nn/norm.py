@@ -14,19 +14,25 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernel_fusion.nn.fast_path import keep_out_of_fast_paths
 
 _Shape = int | Sequence[int] | torch.Size
 
 
 class Stages(nn.Module):
-    """The keyword-only extras of the norms: their checks, how they start, how they print."""
+    """The keyword-only extras of the norms: their checks, how they start, how they print.
+
+    The defaults are those of the class, so a module that became one of ours by `__class__`, or was saved before an
+    extra existed, has them too.
+    """
 
     weight: nn.Parameter
     normalized_shape: tuple[int, ...]
-    weight_offset: float
-    pre_activation: str | None
-    activation: str | None
-    rounding: str = "once"  # also of a module that was saved without it
+    weight_offset: float = 0.0
+    pre_activation: str | None = None
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    rounding: str = "once"
 
     def _set_stages(
         self,
@@ -34,6 +40,7 @@ class Stages(nn.Module):
         weight_offset: float,
         pre_activation: str | None,
         activation: str | None,
+        out_dtype: torch.dtype | None,
         rounding: str,
     ) -> None:
         """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
@@ -42,10 +49,12 @@ class Stages(nn.Module):
             raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
         checks.activation(kind, "pre_activation", pre_activation)
         checks.activation(kind, "activation", activation)
+        checks.out_dtype(kind, out_dtype)
         checks.rounding(kind, rounding)
         self.weight_offset = weight_offset
         self.pre_activation = pre_activation
         self.activation = activation
+        self.out_dtype = out_dtype
         self.rounding = rounding
 
     def _stages(self) -> dict[str, Any]:
@@ -54,8 +63,18 @@ class Stages(nn.Module):
             "pre_activation": self.pre_activation,
             "activation": self.activation,
             "weight_offset": self.weight_offset,
+            "out_dtype": self.out_dtype,
             "rounding": self.rounding if self.rounding != "once" else None,
         }
+
+    def _keep_out_of_fast_paths(self) -> None:
+        """Have nobody read the parameters instead of calling the module, where that would miss an extra."""
+        if any(self._stages().values()):
+            keep_out_of_fast_paths(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._keep_out_of_fast_paths()
 
     def reset_parameters(self) -> None:
         """Initialise to the plain normalisation: weight 1 - weight_offset, bias 0."""
@@ -73,7 +92,7 @@ class Stages(nn.Module):
 class _AddStages(Stages):
     """The same of the norms that add to a residual, which have dropout too."""
 
-    dropout: float
+    dropout: float = 0.0
 
     def _set_dropout(self, dropout: float) -> None:
         checks.dropout_p(type(self).__name__, "dropout", dropout)
@@ -81,6 +100,9 @@ class _AddStages(Stages):
 
     def _stages(self) -> dict[str, Any]:
         return {"dropout": self.dropout} | super()._stages()
+
+    def _keep_out_of_fast_paths(self) -> None:
+        keep_out_of_fast_paths(self)
 
     def _stream(self, input: Tensor, residual: Tensor | None) -> Tensor:
         """The residual; where a stream begins, one row of negative zeros for all rows, which changes no bit of u."""
@@ -106,7 +128,8 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
             a new module is the plain normalisation.
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`, or None.
         activation: applied to the result, likewise.
-        rounding: "once" or "hf", as in :func:`kernel_fusion.layer_norm`.
+        out_dtype: dtype of the result, as in :func:`kernel_fusion.layer_norm`.
+        rounding: "once" or "hf", likewise.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.layer_norm` for dtypes and accumulation.
 
@@ -134,13 +157,13 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = _shape("FusedLayerNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        if any(self._stages().values()):
-            _keep_out_of_fast_paths(self)
+        self._keep_out_of_fast_paths()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`; under CUDA autocast the result is float32, as with `torch.nn.LayerNorm`."""
@@ -153,6 +176,7 @@ class FusedLayerNorm(Stages, nn.LayerNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
             rounding=self.rounding,
         )
 
@@ -168,7 +192,7 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         normalized_shape: the sizes of the last dimensions to normalise over, or one int. `hidden_size=` is another
             name for it.
         eps, elementwise_affine, device, dtype: as in `torch.nn.RMSNorm`.
-        weight_offset, pre_activation, activation, rounding: as in :class:`FusedLayerNorm`.
+        weight_offset, pre_activation, activation, out_dtype, rounding: as in :class:`FusedLayerNorm`.
 
     Shape: input and output (\*, \*normalized_shape). See :func:`kernel_fusion.rms_norm` for dtypes and accumulation.
 
@@ -193,13 +217,13 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = _shape("FusedRMSNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
-        if any(self._stages().values()):
-            _keep_out_of_fast_paths(self)
+        self._keep_out_of_fast_paths()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`; under CUDA autocast the result is float32."""
@@ -211,6 +235,7 @@ class FusedRMSNorm(Stages, nn.RMSNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
             rounding=self.rounding,
         )
 
@@ -227,7 +252,7 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         normalized_shape, eps, elementwise_affine, bias, device, dtype, hidden_size: as in :class:`FusedLayerNorm`, and
             the state dict is that of `torch.nn.LayerNorm`.
         dropout: probability of an element of u to be zeroed, in training mode; in evaluation mode there is no dropout.
-        weight_offset, pre_activation, activation, rounding: as in :class:`FusedLayerNorm`.
+        weight_offset, pre_activation, activation, out_dtype, rounding: as in :class:`FusedLayerNorm`.
 
     Shape: input, residual and both results (\*, \*normalized_shape). The result is a
     :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
@@ -262,13 +287,14 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = _shape("FusedAddLayerNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        _keep_out_of_fast_paths(self)
+        self._keep_out_of_fast_paths()
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `input`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
@@ -284,6 +310,7 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
             rounding=self.rounding,
         )
 
@@ -298,7 +325,7 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype, hidden_size: as in :class:`FusedRMSNorm`, and the
             state dict is that of `torch.nn.RMSNorm`.
-        dropout, weight_offset, pre_activation, activation: as in :class:`FusedAddLayerNorm`.
+        dropout, weight_offset, pre_activation, activation, out_dtype, rounding: as in :class:`FusedAddLayerNorm`.
 
     Shape, raises: as :class:`FusedAddLayerNorm`; see :func:`kernel_fusion.add_rms_norm` for dtypes and accumulation.
 
@@ -322,13 +349,14 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
         weight_offset: float = 0.0,
         pre_activation: str | None = None,
         activation: str | None = None,
+        out_dtype: torch.dtype | None = None,
         rounding: str = "once",
     ) -> None:
         self._set_dropout(dropout)
-        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, rounding)
+        self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, rounding)
         shape = _shape("FusedAddRMSNorm", normalized_shape, hidden_size)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
-        _keep_out_of_fast_paths(self)
+        self._keep_out_of_fast_paths()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> NormOutput:  # type: ignore[override]
         """Add `x`, after pre-activation and dropout, to `residual` if there is one, and normalise the sum."""
@@ -343,6 +371,7 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
             pre_activation=self.pre_activation,
             activation=self.activation,
             weight_offset=self.weight_offset,
+            out_dtype=self.out_dtype,
             rounding=self.rounding,
         )
 
@@ -351,15 +380,3 @@ def _shape(module: str, normalized_shape: _Shape | None, hidden_size: _Shape | N
     if (normalized_shape is None) == (hidden_size is None):
         raise TypeError(f"{module}() takes exactly one of `normalized_shape` and its other name `hidden_size`")
     return hidden_size if normalized_shape is None else normalized_shape  # type: ignore[return-value]
-
-
-def _keep_out_of_fast_paths(module: nn.Module) -> None:
-    """Have `nn.TransformerEncoderLayer` call a module with extras, instead of reading its weight and bias in inference.
-
-    Its fused inference path knows the plain LayerNorm alone, and steps aside for modules that have hooks.
-    """
-    module.register_forward_pre_hook(_no_change)
-
-
-def _no_change(module: nn.Module, args: Any) -> None:
-    """A hook that changes nothing."""

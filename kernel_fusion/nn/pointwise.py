@@ -39,6 +39,7 @@ class FusedBiasAct(nn.Module):
     """
 
     bias: nn.Parameter | None
+    dropout: float = 0.0
 
     def __init__(
         self,
@@ -120,6 +121,6 @@ class FusedGatedAct(nn.Module):
 
 def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
     checks.tensor("gated_act", "gate", input)
-    if input.dim() == 0 or input.size(dim) % 2:
+    if isinstance(input, Tensor) and (input.dim() == 0 or input.size(dim) % 2):  # no size is known of a proxy
         nn.functional.glu(input, dim)  # raises, in PyTorch's words
     return input.chunk(2, dim)

@@ -30,6 +30,10 @@ class FusedSoftmax(nn.Module):
         True
     """
 
+    # Also of a `torch.nn.Softmax` that became one of these by `__class__`.
+    scale: float = 1.0
+    causal: bool = False
+
     def __init__(self, dim: int = -1, scale: float = 1.0, causal: bool = False) -> None:
         super().__init__()
         self.dim = dim

@@ -8,5 +8,6 @@ has loaded them.
 from __future__ import annotations
 
 from kernel_fusion.operators import meta, stubs, vmap
+from kernel_fusion.operators.decompositions import decompositions
 
-__all__ = ["meta", "stubs", "vmap"]
+__all__ = ["decompositions", "meta", "stubs", "vmap"]

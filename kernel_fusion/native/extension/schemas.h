@@ -1,0 +1,21 @@
+// The operators' schemas, a line each: operators/schemas.py says what they mean.
+// Written by `python -m kernel_fusion.operators.headers`.
+#pragma once
+
+namespace kf {
+
+inline constexpr const char* kSchemas = R"(
+layer_norm(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, float weight_offset=0., ScalarType? out_dtype=None) -> Tensor
+rms_norm(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, float? eps=None, float weight_offset=0., ScalarType? out_dtype=None) -> Tensor
+staged_row_norm(Tensor input, Tensor? residual, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str pre_activation, str activation, float dropout_p, Tensor? seed, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False) -> (Tensor output, Tensor residual)
+pointwise(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> Tensor
+reduce(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor
+softmax(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor
+row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False) -> (Tensor y, Tensor stats, Tensor h)
+row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)
+pointwise_fwd(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> (Tensor y, Tensor bits)
+pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed, bool[2] output_mask) -> (Tensor da, Tensor db)
+softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor
+)";
+
+}  // namespace kf

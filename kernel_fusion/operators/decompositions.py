@@ -1,0 +1,30 @@
+"""The operators as compositions of PyTorch's, for `run_decompositions` and for compilers that know no others.
+
+They are the eager definitions, so a decomposed program computes what `backend="eager"` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kernel_fusion.operators import schemas
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """A table of the definition of each operator that a verb calls, by its overload.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> from kernel_fusion.operators import decompositions
+        >>> program = torch.export.export(kf.FusedRMSNorm(8), (torch.randn(4, 8),))
+        >>> program = program.run_decompositions(decompositions())
+        >>> any("kernel_fusion" in str(node.target) for node in program.graph.nodes)
+        False
+    """
+    return {schemas.overload(name): partial(_definition, name) for name in schemas.VERBS}
+
+
+def _definition(name: str, *args: Any, **kwargs: Any) -> Any:
+    return schemas.reference_call(name, *schemas.bind(schemas.overload(name), args, kwargs))

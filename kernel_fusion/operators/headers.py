@@ -1,0 +1,33 @@
+"""The schemas as a C++ header, for programs that have no Python: there the extension defines the operators itself.
+
+`python -m kernel_fusion.operators.headers` writes it. It is kept in git, and a test compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kernel_fusion.operators import schemas
+
+PATH = Path(__file__).parents[1] / "native" / "extension" / "schemas.h"
+_FRAME = """// The operators' schemas, a line each: operators/schemas.py says what they mean.
+// Written by `python -m kernel_fusion.operators.headers`.
+#pragma once
+
+namespace kf {{
+
+inline constexpr const char* kSchemas = R"(
+{schemas})";
+
+}}  // namespace kf
+"""
+
+
+def text() -> str:
+    """The header."""
+    lines = (f"{name}{schema}\n" for name, schema in (schemas.VERBS | schemas.PARTS).items())
+    return _FRAME.format(schemas="".join(lines))
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())
