@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds these pages, and the three of the repository's root, with Sphinx.
+"""The documentation site: `make docs` builds these pages, and those of the repository's root, with Sphinx.
 
 Every page is plain Markdown that a forge renders as well, and links between pages and to sources are the same in both
 places; so the source folder is the repository's root. What Sphinx needs besides is made here, while it reads: the table
@@ -20,7 +20,7 @@ from kernel_fusion.cli import app as command_line
 project = "kernel_fusion"
 version = release = kernel_fusion.__version__
 root_doc = "docs/README"
-include_patterns = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/notebook/*.md"]
 exclude_patterns = [".*", "benchmarks", "build", "demo-results", "docs/_build", "examples", "kernel_fusion", "tests"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -60,6 +60,12 @@ def _add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:caption: {heading}\n:hidden:\n\n{entries}\n```\n"
 
 
+def _leave_out_notes(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Say that pages of the notebook belong to no table of contents."""
+    if docname.startswith("docs/notebook/"):
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
+
+
 def _add_options(app: Sphinx, docname: str, source: list[str]) -> None:
     """Write out the help of every command where a page asks for it."""
     if _OPTIONS in source[0]:
@@ -74,4 +80,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the above."""
     app.connect("source-read", _add_contents)
     app.connect("source-read", _add_options)
+    app.connect("source-read", _leave_out_notes)
     return {"parallel_read_safe": True}

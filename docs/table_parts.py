@@ -26,7 +26,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; what is no number is on the left."""
     first = "---" if head[0].startswith(("model", "call", "operation", "chain")) or "thread" in head[0] else "---:"
     yield "| " + " | ".join(head) + " |"
-    yield f"| {first} |" + "".join(" --- |" if name == "shape here" else " ---: |" for name in head[1:])
+    yield f"| {first} |" + "".join(
+        " --- |" if name in ("shape here", "day", "machine", "command") else " ---: |" for name in head[1:]
+    )
     for row in rows:
         yield "| " + " | ".join(row) + " |"
     yield ""

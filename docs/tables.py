@@ -12,9 +12,11 @@ from statistics import geometric_mean
 from typing import Any
 
 import table_operations as operations
+import table_published as published
 from table_faults import planted
 from table_parts import RESULTS, ROOT, Cell, cells_of, digits, over_floor, sources, table
 from table_plans import PLANNED_LENGTHS, plans
+from table_results import costs, kept
 
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _VERBS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -56,72 +58,6 @@ def triton_large() -> Iterator[str]:
     return _norms("triton/large.json", list(_DTYPES), {**_PEERS, "kf-triton": "ours"}, "rows × N")
 
 
-# System A's own: PyTorch's and its time in ms, the speedup, and the memory saved.
-_PUBLISHED_A = {
-    "BERT-Base": ("0.124", "0.142", "0.87", "22 %"),
-    "BERT-Large": ("0.156", "0.169", "0.92", "23 %"),
-    "GPT-2 Medium": ("0.089", "0.098", "0.91", "23 %"),
-    "GPT-2 Large": ("0.072", "0.076", "0.95", "24 %"),
-    "GPT-2 XL": ("0.058", "0.059", "0.98", "24 %"),
-    "GPT-3 Small": ("0.092", "0.071", "1.30", "25 %"),
-    "GPT-3 Medium": ("0.247", "0.172", "1.434", "25 %"),
-    "GPT-3 XL": ("0.287", "0.196", "1.461", "25 %"),
-    "GPT-3 Large": ("0.359", "0.267", "1.343", "25 %"),
-    "GPT-3 XXL": ("0.542", "0.392", "1.383", "26 %"),
-    "GPT-3 175B": ("0.623", "0.465", "1.339", "26 %"),
-}
-
-
-def published_a() -> Iterator[str]:
-    """Each model in fp32 beside what is published, and in bf16 with the memory of a training step."""
-    cells = cells_of("models.json", "verb", "dtype", "direction", "configuration")
-
-    def row(model: str, dtype: str) -> tuple[str, list[str], list[str]]:
-        """The shape; times in ms, with the speedups of forward and of both directions; and MB, of PyTorch and ours."""
-        forward, both = (cells["layer_norm", dtype, d, model] for d in ("forward", "forward+backward"))
-        pair = [forward[provider] for provider in ("pytorch", "kf-cuda")]
-        times = [f"{measured['median_ms']:.4f}" for measured in pair]
-        times += [f"{cell['pytorch']['median_ms'] / cell['kf-cuda']['median_ms']:.2f}" for cell in (forward, both)]
-        memory = [f"{measured['training_memory_bytes'] / 1e6:.1f}" for measured in pair]
-        return f"{model}, {pair[0]['rows']}×{pair[0]['cols']}", times, memory
-
-    single, half = [], []
-    for model, theirs in _PUBLISHED_A.items():
-        shape, times, _ = row(model, "f32")
-        single.append([shape, *theirs, *times])
-        shape, times, memory = row(model, "bf16")
-        half.append([shape, *times, *memory])
-    there = ["theirs: PyTorch", "fused", "speedup", "memory saved"]
-    yield from table(["model, rows × hidden", *there, "here: PyTorch", "ours", "speedup", "F+B"], single)
-    yield "The same in bf16, with the peak memory of a training step:"
-    yield ""
-    head = ["model, rows × hidden", "PyTorch", "ours", "speedup", "F+B", "MB: PyTorch", "MB: ours"]
-    yield from table(head, half)
-    yield "[`models.json`](../benchmarks/results/nvidia-h200/models.json), by `kernel-fusion bench models`."
-    yield ""
-
-
-def published_b() -> Iterator[str]:
-    """GB/s of forward over the lengths of system B's plot."""
-    cells = cells_of("sweep.json", "verb", "direction", "dtype", "cols")
-    providers = {"floor": "copy", "pytorch": "PyTorch", "torch.compile": "torch.compile", **_OURS}
-    rows = []
-    for power in range(8, 16):
-        row = [str(1 << power)]
-        for dtype in ("f32", "bf16"):
-            cell = cells["layer_norm", "forward", dtype, 1 << power]
-            row += [f"{cell[provider]['gigabytes_per_second']:.0f}" for provider in providers]
-        rows.append(row)
-    first, *others = providers.values()
-    yield from table(["N", f"fp32: {first}", *others, f"bf16: {first}", *others], rows)
-    yield (
-        "[`sweep.json`](../benchmarks/results/nvidia-h200/sweep.json), by `kernel-fusion bench sweep --device cuda"
-        " --peers torch.compile,liger,flash-attn`;"
-        " [RMSNorm, backward, all lengths and what is behind](triton.md#measured)."
-    )
-    yield ""
-
-
 _CPU_RUNS = {  # by file: how many threads, and what is to be said of it
     "amd-epyc-zen5-2-cores/cpu.json": (
         (1, 2),
@@ -137,9 +73,12 @@ _CPU_RUNS = {  # by file: how many threads, and what is to be said of it
 }
 
 
-def cpu_norms(other: str) -> Iterator[str]:
-    """The time of another over ours, in every shape and dtype that was measured."""
-    for file, (thread_counts, words) in _CPU_RUNS.items():
+def cpu_norms(other: str, wanted: Sequence[int]) -> Iterator[str]:
+    """The time of another over ours at these numbers of threads, in every shape and dtype that was measured."""
+    for file, (measured, words) in _CPU_RUNS.items():
+        thread_counts = [threads for threads in measured if threads in wanted]
+        if not thread_counts:
+            continue
         cells = cells_of(file, "threads", "verb", "dtype", "direction", "configuration", folder=RESULTS)
         shapes = list(dict.fromkeys(key[4] for key in cells))
         for threads in thread_counts:
@@ -160,7 +99,7 @@ def cpu_norms(other: str) -> Iterator[str]:
 
 
 def headline() -> Iterator[str]:
-    """Of LayerNorm in bf16 some of everything, in µs."""
+    """LayerNorm in bf16 at six sizes: how many times as long others take, and how near ours is to a copy."""
     rows = []
     for file, name in (
         *(("models.json", model) for model in ("BERT-Base", "GPT-3 Medium", "GPT-3 175B")),
@@ -170,14 +109,16 @@ def headline() -> Iterator[str]:
         row = []
         for direction in ("forward", "backward"):
             cell = cells["layer_norm", "bf16", name, direction]
-            times = {provider: digits(measured["median_ms"] * 1e3) for provider, measured in cell.items()}
+            ours = cell["kf-cuda"]["median_ms"]
             best = _best_peer(cell)
-            row += [times["pytorch"], f"{times[best]} {best}" if best else "–"]
-            row += [f"**{times['kf-cuda']}**", times["floor"]]
+            row += [f"**{cell['pytorch']['median_ms'] / ours:.1f}×**"]
+            row += [f"{cell[best]['median_ms'] / ours:.2f}× {best}" if best else "–"]
+            row += [f"{100 * cell['floor']['median_ms'] / ours:.0f} %"]
         shape = f"{cell['floor']['rows']}×{cell['floor']['cols']}"
         rows.append([f"{shape} ({name})" if file == "models.json" else shape, *row])
-    head = ["PyTorch", "best peer", "ours", "floor"]
-    yield from table(["rows × N", f"forward: {head[0]}", *head[1:], f"backward: {head[0]}", *head[1:]], rows)
+    head = ["over best peer", "of copy speed"]
+    first, *others = [f"{d}: over PyTorch" for d in ("forward", "backward")]
+    yield from table(["rows × N", first, *head, *others, *head], rows)
     yield sources("models.json", "peers/large.json", root="")
     yield ""
 
@@ -253,27 +194,28 @@ def host() -> Iterator[str]:
 
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
-    ("README.md", "fused-ops"): operations.headline,
-    ("docs/cpu.md", "cpu norms"): partial(cpu_norms, "pytorch"),
-    ("docs/cpu.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile"),
-    ("docs/triton.md", "Triton, sweep"): triton_sweep,
+    ("docs/cpu.md", "cpu norms"): partial(cpu_norms, "pytorch", [2]),
+    ("docs/cpu.md", "cpu costs"): costs,
     ("docs/triton.md", "Triton, large"): triton_large,
-    ("docs/published.md", "published A"): published_a,
-    ("docs/published.md", "published B"): published_b,
+    ("docs/published.md", "published A"): published.a,
+    ("docs/published.md", "published B"): published.b,
+    ("docs/published.md", "published C"): published.c,
+    ("docs/published.md", "published D"): published.d,
     ("docs/published.md", "published E"): operations.published_e,
     ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
-    ("docs/benchmarks.md", "host"): host,
     ("docs/faults.md", "faults"): planted,
+    ("docs/results.md", "results"): kept,
+    **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},
     **{
-        (f"docs/layer_norm_{direction}.md", f"plans {direction}"): partial(plans, direction)
-        for direction in PLANNED_LENGTHS
-    },
-    **{
-        (f"docs/layer_norm_{direction}.md", f"{suite} {direction}"): partial(norms, suite, direction)
+        ("docs/measured.md", f"{suite} {direction}"): partial(norms, suite, direction)
         for suite in _SHAPE_TITLES
         for direction in ("forward", "backward")
     },
+    ("docs/measured.md", "host"): host,
+    ("docs/measured.md", "Triton, sweep"): triton_sweep,
+    ("docs/measured.md", "cpu norms, all"): partial(cpu_norms, "pytorch", [1, 16]),
+    ("docs/measured.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile", [1, 2, 16]),
 }
 
 

@@ -123,10 +123,10 @@ def test_every_row_decides_a_plan(direction: str, knob: str, row: list[Any], mon
 
 @pytest.mark.parametrize(("direction", "knob", "row"), _ROWS)
 def test_rows_name_what_shows_them(direction: str, knob: str, row: list[Any]) -> None:
-    """A results file, the page that tells of the trials, or the compiler, which spills otherwise."""
+    """A results file, the page of the notebook that tells of the trials, or the compiler, which spills otherwise."""
     _, conditions, shown = row
     assert isinstance(conditions, dict)
-    places = (_ROOT / "benchmarks" / "results" / shown, _ROOT / "docs" / shown)
+    places = (_ROOT / "benchmarks" / "results" / shown, _ROOT / "docs" / "notebook" / shown)
     assert shown == "spills" or any(place.is_file() for place in places)
 
 

@@ -1,6 +1,6 @@
 """Every verb on small tensors, forward and backward, under valgrind's memcheck.
 
-    python tests/valgrind.py > benchmarks/results/<device>/valgrind.log        (apt-get install valgrind)
+    python tests/valgrind.py        (apt-get install valgrind)
 
 Memcheck sees what is read or written beside a tensor, and what is decided by memory that nobody wrote. The interpreter
 and PyTorch have findings of their own, so an error counts if our extension is on the stack: where it happened, or where

@@ -4,7 +4,7 @@ One rule for all: a row lies in one block, the power of two that holds it, as lo
 it keeps of it; short rows share a program. Rows of the norms, often 3, 5 or 7 times a power of two, lie in a few
 smaller blocks. No plan depends on the number of rows, so a new batch size compiles nothing and cannot change a row's
 bits; how many persistent programs share the rows does, and is not compiled in. Nothing is tuned at a first call. What
-was measured for the norms is in docs/triton.md.
+was measured for the norms is in docs/notebook/triton.md.
 """
 
 from __future__ import annotations

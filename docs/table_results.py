@@ -1,0 +1,45 @@
+"""The list of result files, and what a call on a CPU pays for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from table_parts import RESULTS, digits, table
+
+
+def kept() -> Iterator[str]:
+    """Every result file with the day, the machine and the command that made it."""
+    rows = []
+    for file in sorted(RESULTS.rglob("*.json")):
+        run, name = json.loads(file.read_text()), file.relative_to(RESULTS).as_posix()
+        machine = run["machine"].get("gpu") or run["machine"]["cpu"].replace("(R)", "")
+        versions = f"{machine}, torch {run['versions']['torch']}"
+        rows.append(
+            [f"[`{name}`](../benchmarks/results/{name})", run.get("date", "–")[:10], versions, f"`{run['command']}`"]
+        )
+    yield from table(["operation", "day", "machine", "command"], rows)
+
+
+_COSTS = {
+    "read": ("reused_memory", "read"),
+    "read and store": ("reused_memory", "read and store"),
+    "LayerNorm, ours": ("reused_memory", "layer_norm"),
+    "LayerNorm, PyTorch": ("reused_memory", "PyTorch layer_norm"),
+    "read and store, new memory": ("new_memory", "read and store"),
+    "read and store, new memory in huge pages": ("new_memory", "read and store, huge pages"),
+    "LayerNorm, ours, new memory": ("new_memory", "layer_norm"),
+    "LayerNorm, PyTorch, new memory": ("new_memory", "PyTorch layer_norm"),
+}
+
+
+def costs() -> Iterator[str]:
+    """The parts of a large norm's time on one thread."""
+    file = "amd-epyc-2-cores/cpu-costs.json"
+    run = json.loads((RESULTS / file).read_text())
+    memory = run["memory"]["1 threads"]
+    found = {name: memory[kind][call] for name, (kind, call) in _COSTS.items()}
+    rows = [[name, digits(cost["median_ms"]), f"{cost['page_faults']:.0f}"] for name, cost in found.items()]
+    yield from table(["operation, 4096×4096 fp32", "ms", "page faults"], rows)
+    yield f"[`{file}`](../benchmarks/results/{file}): AMD EPYC, one thread, torch {run['versions']['torch']}."
+    yield ""

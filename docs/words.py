@@ -1,0 +1,133 @@
+"""Checks of the words: how many a page has, how long its sentences are, and turns of phrase that slow a reader down.
+
+`python docs/words.py` lists what is over a bar and fails where something is; `--all` prints every count. Code in fences
+has no words here, a formula counts as one, and a word has at least one letter. `make lint` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+SENTENCE = 18  # words, on the average of a page
+PAGE = 1200
+MANUAL = 22_000  # all pages of docs together, except REFERENCE
+PAGES = {"README.md": 900, "ARCHITECTURE.md": 2000, "CONTRIBUTING.md": 2000, "CHANGELOG.md": 2000}
+REFERENCE = {"verbs.md", "modules.md", "ops.md", "command_line.md", "faults.md", "measured.md", "results.md"}
+COMMENTS = 150  # words of comments and docstrings per 100 lines of code
+
+# Rooms that are still above the bar, with what they may have at most. A number here only goes down.
+ABOVE: dict[str, int] = {}
+
+DIALECT = {
+    r"(?:^|(?<=[.!?] ))(?:Of|What|By) (?![^.!?]*\?)": "begins with a headless Of, What or By",
+    r"\bbut for\b": "say 'except'",
+    r"\bas ever\b": "say 'as usual', or nothing",
+    r"\bso many\b": "say how many",
+    r"\b16[- ]bits?\b(?! (?:integer|float|word|half|halves))": "say 'fp16 and bf16'",
+    r"\bbehind (?:an? |the )?(?:activation|norm|`?relu|`?gelu|`?silu|`?mish)": "say 'after'",
+}
+
+
+def prose(text: str) -> str:
+    """The words of a page: without code, comments and link targets; a formula is one word."""
+    text = re.sub(r"^(```+|~~~+).*?^\1\s*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\$\$.*?\$\$|\$[^$\n]+\$", "x", text, flags=re.DOTALL)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def words(text: str) -> int:
+    """How many words a text has."""
+    return sum(any(letter.isalpha() for letter in word) for word in text.split())
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of paragraphs and list items; headings and tables have none."""
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        line = re.sub(r"^\s*(?:[-*]|\d+\.)\s+", "", " ".join(block.split())).replace("**", "")
+        if line and not line.startswith(("#", "|", ">")):
+            yield from (part for part in re.split(r"(?<=[.!?])\s+(?=[\w`*(])", line) if words(part) > 1)
+
+
+def pages() -> Iterator[tuple[str, int, str]]:
+    """Every page that is held to a bar: its name, its bar and its words."""
+    for name, bar in PAGES.items():
+        yield name, bar, prose((ROOT / name).read_text())
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        yield f"docs/{path.name}", 10**6 if path.name in REFERENCE else PAGE, prose(path.read_text())
+
+
+def comments_of_python(text: str) -> str:
+    """Comments and docstrings."""
+    found = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    found += [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return " ".join(found)
+
+
+def comments_of_cpp(text: str) -> str:
+    """What follows `//`, and what is between `/*` and `*/`."""
+    return " ".join(re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL))
+
+
+def rooms() -> dict[str, list[Path]]:
+    """The source files of the package by folder."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "kernel_fusion").rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h", ".cuh"):
+            found.setdefault(str(path.parent.relative_to(ROOT)), []).append(path)
+    return found
+
+
+def density(files: list[Path]) -> int:
+    """Words of comments per 100 lines of code that are not empty."""
+    said, lines = 0, 0
+    for path in files:
+        text = path.read_text()
+        said += words(comments_of_python(text) if path.suffix == ".py" else comments_of_cpp(text))
+        lines += sum(bool(line.strip()) for line in text.splitlines())
+    return round(100 * said / max(lines, 1))
+
+
+def main(everything: bool) -> int:
+    """Print what is over a bar, or everything; return how many things are over."""
+    over, manual = [], 0
+    for name, bar, text in pages():
+        count, parts = words(text), list(sentences(text))
+        mean = sum(map(words, parts)) / max(len(parts), 1)
+        manual += count if name.startswith("docs/") and name[5:] not in REFERENCE else 0
+        if everything:
+            print(f"{name:32} {count:6} words, {mean:5.1f} to a sentence")
+        over += [f"{name}: {count} words, at most {bar}"] if count > bar else []
+        over += [f"{name}: {mean:.1f} words to a sentence, at most {SENTENCE}"] if mean > SENTENCE else []
+        over += [
+            f"{name}: {why}: {part[:90]}"
+            for part in parts
+            for rule, why in DIALECT.items()
+            if part.endswith((".", ":", "!")) and re.search(rule, part)
+        ]
+    over += [f"docs: {manual} words, at most {MANUAL}"] if manual > MANUAL else []
+    for room, files in rooms().items():
+        count = density(files)
+        if everything:
+            print(f"{room:44} {count:4} words of comments per 100 lines")
+        bar = ABOVE.get(room, COMMENTS)
+        over += [f"{room}: {count} words of comments per 100 lines, at most {bar}"] if count > bar else []
+    if everything:
+        print(f"{'docs, without reference':32} {manual:6} words")
+    print("\n".join(over))
+    return len(over)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main("--all" in sys.argv[1:]) else 0)
