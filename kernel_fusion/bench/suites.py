@@ -22,7 +22,7 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
-PlotKind = Literal["time", "bandwidth", "speedup", "floor", "roofline", "memory"]
+PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
@@ -117,6 +117,7 @@ class Suite:
     Attributes:
         name: what the command line calls it.
         title: what tables and plots call it.
+        about: what it is for, in a sentence.
         kind: what is measured of each workload.
         parts: what is measured.
         dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
@@ -141,9 +142,10 @@ class Suite:
     peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = ()
     backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    plots: tuple[PlotKind, ...] = ("time",)
+    plots: tuple[PlotKind, ...] = ("speedup", "time")
     single_thread: bool = False
     settles_memory: bool = False
+    about: str = ""
 
     @property
     def verbs(self) -> tuple[str, ...]:
@@ -306,7 +308,7 @@ def _sweep_suite() -> Suite:
         directions=("forward", "backward"),
         peers=("torch.compile",),
         backends=ALL_BACKENDS,
-        plots=("bandwidth", "speedup"),
+        plots=("speedup", "bandwidth"),
         settles_memory=True,
     )
 

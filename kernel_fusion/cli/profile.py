@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kernel_fusion.bench import providers, results, tables, timing, trace
+from kernel_fusion.bench import providers, results, summary, tables, timing, trace
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.suites import ALL_BACKENDS, case_workload
 from kernel_fusion.bench.trace import Trace
@@ -78,7 +78,7 @@ def profile(
     except KeyboardInterrupt:
         out.print("Interrupted: this is what was traced until then.")
         exit_code = INTERRUPTED
-    _write_and_show(traces, workload, tables.heading(f"Profile of {case}", about), output_dir, out)
+    _write_and_show(traces, workload, summary.heading(f"Profile of {case}", about), output_dir, out)
     if target.type == "cuda":
         out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
         for one in traces:
