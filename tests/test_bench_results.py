@@ -13,7 +13,7 @@ from bench_support import ABOUT, measured, run
 from support import ROOT
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import results, tables
+from kernel_fusion.bench import results, summary, tables
 from kernel_fusion.bench.compare import compare
 from kernel_fusion.bench.results import Failure, Measurement, Results
 from kernel_fusion.bench.timing import Timing
@@ -157,7 +157,7 @@ def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -
     """Command, absent peers, failures, and what the mark of an inaccurate peer means."""
     result = run(measured("pytorch", 0.03), measured("liger", 0.02, excesses={"y": 7.0}))
     result.failures.append(Failure("apex", "32x64", "it raised"))
-    text = tables.write_markdown(result, tmp_path).read_text()
+    text = summary.write_markdown(result, tmp_path).read_text()
     assert "`kernel-fusion bench large`" in text
     assert "- quack: absent: ModuleNotFoundError" in text
     assert "- apex, 32x64: it raised" in text
@@ -295,4 +295,4 @@ def test_the_results_of_the_repository_can_be_read() -> None:
     for path in kept:
         run = results.read(path)
         assert tables.tables(run)
-        assert tables.heading(run.title, run.about)
+        assert summary.heading(run.title, run.about)

@@ -19,6 +19,7 @@ from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suites import Kind, Suite
 from kernel_fusion.bench.timing import Outcomes, Setup, Timing
+from kernel_fusion.bench.units import dtype_label
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
 from kernel_fusion.core.spec import dtype_name
 
@@ -68,7 +69,7 @@ def run_suite(
     found = results.start(suite, devices, command, quick, method, dict(peers or {}))
     with contextlib.suppress(KeyboardInterrupt):
         for finished, (setup, workload) in enumerate(jobs):
-            about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
+            about = f"{setup.place}, {workload.verb} {dtype_label(dtype_name(workload.dtype))}"
             for done in run(found, suite.kind, workload, setup):
                 report(finished, len(jobs), f"{about} {done}")
             report(finished + 1, len(jobs), about)

@@ -269,11 +269,11 @@ def _fixed(*sizes: tuple[int, ...]) -> Shapes:
     return _always([_plain(*s) for s in sizes])
 
 
-def _norms(name: str, title: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
+def _norms(name: str, title: str, about: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
     """A suite of bare norms."""
     host = kind == "host"
     dtypes, quick_dtypes = (_HOST_DTYPES, _HOST_DTYPES) if host else (_DTYPES, _QUICK_DTYPES)
-    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1])
+    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1], about=about)
 
 
 def _cpu() -> Suite:
@@ -291,6 +291,7 @@ def _cpu() -> Suite:
         quick_peers=("portable",),
         single_thread=True,
         settles_memory=True,
+        about="norms of nine shapes with one thread and with all, beside a build without vector instructions",
     )
 
 
@@ -310,6 +311,7 @@ def _sweep_suite() -> Suite:
         backends=ALL_BACKENDS,
         plots=("speedup", "bandwidth"),
         settles_memory=True,
+        about="bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
     )
 
 
@@ -327,6 +329,7 @@ def _fused_ops() -> Suite:
         quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
         directions=("forward", "backward"),
         peers=("torch.compile",),
+        about="every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
     )
 
 
@@ -338,7 +341,10 @@ def _memory() -> Suite:
         Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
-    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",))
+    about = "bytes saved for backward and peak of a training step, of every verb and of a transformer block"
+    return Suite(
+        "memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",), about=about
+    )
 
 
 _RELU_LAYER_NORM = Suite(
@@ -350,17 +356,26 @@ _RELU_LAYER_NORM = Suite(
     _FP32_ONLY,
     directions=("forward",),
     peers=("cupy",),
+    plots=("time",),
+    about="LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
 )
 
 SUITES = {
     suite.name: suite
     for suite in (
-        _norms("models", "Eleven transformer models", _always([Shape(name, sizes) for name, sizes in _MODELS.items()])),
-        _norms("large", "Large inputs", _fixed(*_LARGE)),
-        _norms("odd", "Odd row lengths and strides", _odd),
-        _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
+        _norms(
+            "models",
+            "Eleven transformer models",
+            "norms at the sizes of eleven models, BERT-Base to GPT-3 175B",
+            _always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
+        ),
+        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", _fixed(*_LARGE)),
+        _norms("odd", "Odd row lengths and strides", "norms whose rows no vector divides or aligns with", _odd),
+        _norms(
+            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", _fixed(*_FEW_ROWS)
+        ),
         _sweep_suite(),
-        _norms("host", "Host time per call", _host, "host"),
+        _norms("host", "Host time per call", "what a call costs before the device has done anything", _host, "host"),
         _cpu(),
         _fused_ops(),
         _RELU_LAYER_NORM,

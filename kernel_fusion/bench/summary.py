@@ -48,6 +48,8 @@ def _claims(pairs: dict[str, list[Pair]]) -> str:
     if claims:
         over = f" (geometric mean of {counted})" if counted > 1 else ""
         return f"{', '.join(claims)} as fast as PyTorch{over}"
+    if any(mine.timing for found in pairs.values() for mine, _ in found):
+        return "the times vary too much for a verdict"
     for name, field in (("saved for backward", "saved_bytes"), ("peak", "training_memory_bytes")):
         sizes = [(getattr(mine, field), getattr(theirs, field)) for found in pairs.values() for mine, theirs in found]
         if ratios := [mine / theirs for mine, theirs in sizes if mine and theirs]:

@@ -30,6 +30,7 @@ from kernel_fusion.bench.units import Unit, dtype_label, megabytes, number, show
 MARKS = {"*": "less accurate than ours must be", "~": "quartiles wider than a quarter of the median, measured twice"}
 INACCURATE, NOISY = MARKS
 _MISSING = "–"
+_BYTES = {"saved": "saved_bytes", "training": "training_memory_bytes"}  # fields of `Measurement`
 
 # Numbers are ratios, of which the last row has the geometric mean.
 Value = Callable[[Cell], "str | float | None"]
@@ -78,22 +79,29 @@ def short_tables(results: Results) -> Iterator[Table]:
 
 
 def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | None:
-    mine = [m for cells in at.values() for m in measured(cells) if m.provider.startswith(OURS) and m.timing]
-    if not mine:
-        (cells,) = at.values()
-        return _table(results, what, cells, _memory_columns(results, cells))
-    unit, columns = _unit_of(mine), Columns()
     ours = [p for p in results.providers if p.startswith(OURS)]
+    mine = [m for cells in at.values() for m in measured(cells) if m.provider in ours and m.timing]
+    unit, columns = _unit_of(mine), Columns()
     merged: Cells = {}
     for direction, cells in at.items():
         for label, cell in cells.items():
             # Contenders of all directions in one cell, told apart by the direction.
             merged.setdefault(label, {}).update({f"{direction} {p}": m for p, m in cell.items()})
         for provider in ours:
-            name = f"{provider} {direction}" if len(ours) > 1 else direction
-            columns[f"{name} {unit.name}"] = _time(f"{direction} {provider}", unit)
-            columns[f"{name} × PyTorch"] = _ratio([f"{direction} {REFERENCE}"], [f"{direction} {provider}"])
-    return _table(results, what, merged, columns)
+            name = (f"{provider}\n" if len(ours) > 1 else "") + direction.replace("+", "+\n")
+            own, theirs = f"{direction} {provider}", f"{direction} {REFERENCE}"
+            if mine:
+                columns[f"{name}\n{unit.name}"] = _time(own, unit)
+                columns[f"{name}\n× PyTorch"] = _ratio([theirs], [own])
+                continue
+            for fact, field in _BYTES.items():
+                columns[f"{fact}\nMB"] = _megabytes(own, field)
+                columns[f"{fact}\n÷ PyTorch"] = _ratio_of_bytes(own, theirs, field)
+    whole = _table(results, what, merged, columns)
+    if whole is None or len(whole.columns) == len(columns) + 1:
+        return whole
+    # A name says the sizes, and 80 columns are few.
+    return Table(whole.title, (whole.columns[0], *whole.columns[2:]), tuple((r[0], *r[2:]) for r in whole.rows))
 
 
 def markdown(table: Table) -> list[str]:
@@ -242,27 +250,35 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:
     """What autograd saves and what a training step takes, in MB, and ours over PyTorch's."""
+    present = {p for cell in cells.values() for p in cell}
+    known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
+    columns: Columns = {
+        f"{shown(p)} {name} MB": _megabytes(p, field)
+        for name, field in known.items()
+        for p in results.providers
+        if any(p in cell and getattr(cell[p], field) is not None for cell in cells.values())
+    }
+    mine = [p for p in results.providers if p.startswith(OURS) and p in present]
+    ratios = {f"{p} ÷ PyTorch, {name}": _ratio_of_bytes(p, REFERENCE, f) for name, f in known.items() for p in mine}
+    return columns | ratios
 
-    def known(num_bytes: int | None) -> str | None:
+
+def _megabytes(provider: str, field: str) -> Value:
+    def value(cell: Cell) -> str | None:
+        num_bytes = getattr(cell[provider], field) if provider in cell else None
         return None if num_bytes is None else megabytes(num_bytes)
 
-    def compared(provider: str, field: str) -> Value:
-        def value(cell: Cell) -> float | None:
-            mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, REFERENCE))
-            return mine / theirs if mine and theirs else None
+    return value
 
-        return value
 
-    columns = _facts(
-        results,
-        cells,
-        {"saved MB": lambda m: known(m.saved_bytes), "training MB": lambda m: known(m.training_memory_bytes)},
-    )
-    mine = [p for p in results.providers if p.startswith(OURS)]
-    for name, field in (("saved", "saved_bytes"), ("training", "training_memory_bytes")):
-        if any(getattr(m, field) is not None for m in measured(cells)):
-            columns |= {f"{p} ÷ PyTorch, {name}": compared(p, field) for p in mine}
-    return columns
+def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
+    """Bytes divided by those of another, where both take some."""
+
+    def value(cell: Cell) -> float | None:
+        mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, over))
+        return mine / theirs if mine and theirs else None
+
+    return value
 
 
 def _facts(results: Results, cells: Cells, facts: dict[str, Callable[[Measurement], str | None]]) -> Columns:

@@ -32,7 +32,7 @@ def bytes_unit(counts: Sequence[int]) -> Unit:
 def size(num_bytes: int) -> str:
     """A number of bytes in the unit that fits, such as "2.75 GB"."""
     unit = bytes_unit([num_bytes])
-    return f"{number(num_bytes * unit.factor)} {unit.name}"
+    return f"{num_bytes * unit.factor:.3g} {unit.name}"
 
 
 def megabytes(num_bytes: int) -> str:

@@ -48,7 +48,7 @@ def plot(
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Default: beside each file.")] = None,
 ) -> None:
-    """Draw results: times over the floor, bandwidth, speedup, share of the floor, roofline, memory."""
+    """Draw results: speed-ups over PyTorch, times, bandwidth, memory."""
     kinds = names(kind, plotting.KINDS, "kind of plot") if kind else None
     if reason := plotting.missing():
         raise typer.BadParameter(reason)
