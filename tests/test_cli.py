@@ -68,6 +68,13 @@ def test_module_and_console_script_are_the_same() -> None:
         assert re.search(rf"\b{name}\b", result.stdout), name
 
 
+def test_version_and_short_help() -> None:
+    """Of the program and of each command."""
+    assert run("--version").stdout == f"kernel-fusion {kf.__version__}\n"
+    for command in ([], ["bench"], ["verify"]):
+        assert "Usage: " in run(*command, "-h").stdout
+
+
 def test_info_builds_nothing(tmp_path: Path) -> None:
     """With an empty cache it says that the extension is not built, and leaves it so."""
     environment = os.environ | {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}

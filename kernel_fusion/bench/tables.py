@@ -8,7 +8,7 @@ much is marked and no part of a mean.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kernel_fusion.bench.results import (
@@ -72,10 +72,9 @@ def short_tables(results: Results) -> Iterator[Table]:
             what = f"{group}, {dtype_label(dtype)}{_at(results, place)}"
             at = {d: results.cells(group, dtype, d, place) for d in results.directions(group, dtype)}
             if any(map(_is_single_operation, at.values())):
-                made = [_table_of_contenders(results, f"{what}, {d}", *cells.values()) for d, cells in at.items()]
-            else:
-                made = [_short_table(results, what, at)]
-            yield from (table for table in made if table is not None)
+                yield from (_table_of_contenders(results, f"{what}, {d}", *c.values()) for d, c in at.items())
+            elif table := _short_table(results, what, at):
+                yield table
 
 
 def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | None:
@@ -281,7 +280,7 @@ def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
     return value
 
 
-def _facts(results: Results, cells: Cells, facts: dict[str, Callable[[Measurement], str | None]]) -> Columns:
+def _facts(results: Results, cells: Cells, facts: Mapping[str, Callable[[Measurement], str | None]]) -> Columns:
     """Columns of what measurements say, by title, for every provider of which it is known."""
 
     def value_of(provider: str, fact: Callable[[Measurement], str | None]) -> Value:
