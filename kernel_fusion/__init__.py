@@ -5,6 +5,10 @@ Importing builds nothing and loads no compiler; the first call does.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+from typing import Any
+
 from kernel_fusion import errors, functional, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
@@ -44,6 +48,8 @@ __version__ = "0.1.0"
 # `import *` reads neither.
 CUDA_AVAILABLE: bool
 EXTENSION_LOADED: bool
+# Imported when read, since no call needs it.
+bench: ModuleType
 
 __all__ = [
     "ACTIVATIONS",
@@ -82,7 +88,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> bool:
+def __getattr__(name: str) -> Any:
+    if name == "bench":
+        return importlib.import_module("kernel_fusion.bench")
     if name == "EXTENSION_LOADED":
         from kernel_fusion.operators import loader
 

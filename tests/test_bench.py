@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,12 @@ import torch
 from bench_support import scaled
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import peers, providers, results, run_suite, runner
+from kernel_fusion.bench import peers, providers, results, run_suite, runner, timing
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import QUICK, Setup
-from kernel_fusion.bench.workloads import DIRECTIONS
 from kernel_fusion.cli import app
+from kernel_fusion.cli.common import parse_dtypes
 from kernel_fusion.operators import loader
 
 # What a result file promises for every contender that was checked and timed; `compare` relies on these names.
@@ -51,7 +52,7 @@ def test_bench_writes_all_its_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     data = read(tmp_path)
     assert data["command"] == (
-        "kernel-fusion bench models --quick --device cpu --dtypes f32,bf16 --verbs layer_norm "
+        "kernel-fusion bench models --quick --device cpu --dtypes fp32,bf16 --verbs layer_norm "
         "--directions forward,backward,forward+backward --backends cpu,eager --shape 64x96 --shape 32x255"
     )
     assert {"cpu", "torch_threads", "os", "load_average_at_start"} <= data["machine"].keys()
@@ -67,7 +68,9 @@ def test_bench_writes_all_its_files(tmp_path: Path) -> None:
     markdown = (tmp_path / "models-quick.md").read_text()
     assert "| 64×96 | " in markdown
     assert data["command"] in markdown
-    plots = {f"models-quick-layer_norm-{direction}.png" for direction in DIRECTIONS}
+    plots = {
+        f"models-quick-layer_norm-{dtype}-{kind}.png" for dtype in ("fp32", "bf16") for kind in ("speedup", "time")
+    }
     assert {path.name for path in tmp_path.glob("*.png")} == plots
 
 
@@ -96,7 +99,7 @@ def test_devices_and_threads_stand_side_by_side(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "cpu-quick.json").read_text())
     assert data["command"] == (
-        "kernel-fusion bench cpu --quick --device cpu,cpu:0 --threads 1,2 --dtypes f32 --verbs layer_norm "
+        "kernel-fusion bench cpu --quick --device cpu,cpu:0 --threads 1,2 --dtypes fp32 --verbs layer_norm "
         "--directions forward --backends cpu --peers portable --shape 64x96"
     )
     assert {"time", "memory_of_results"} <= data["method"].keys()
@@ -104,8 +107,8 @@ def test_devices_and_threads_stand_side_by_side(tmp_path: Path) -> None:
     assert [(r["device"], r["threads"]) for r in data["measurements"] if r["provider"] == "kf-cpu"] == places
     assert all(record["reused_median_ms"] > 0 for record in data["measurements"])
     assert {r["provider"] for r in data["measurements"]} == {"floor", "pytorch", "kf-cpu", "portable"}
-    assert "layer_norm, f32, forward, side by side" in (tmp_path / "cpu-quick.md").read_text()
-    assert (tmp_path / "cpu-quick-layer_norm-forward.png").exists()
+    assert "layer_norm, fp32, forward, side by side" in (tmp_path / "cpu-quick.md").read_text()
+    assert (tmp_path / "cpu-quick-layer_norm-fp32-speedup.png").exists()
 
 
 def test_the_cpu_suite_has_one_thread_and_all(tmp_path: Path) -> None:
@@ -130,9 +133,9 @@ def test_sweep_draws_bandwidth_beside_what_is_absent(tmp_path: Path, monkeypatch
     assert "--backends cpu --shape 8x16" in data["command"]
     assert {r["provider"] for r in data["measurements"]} == {"floor", "pytorch", "kf-cpu"}
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        f"sweep-quick-layer_norm-{name}.png" for name in ("bandwidth", "forward-speedup", "backward-speedup")
+        f"sweep-quick-layer_norm-{name}.png" for name in ("bandwidth", "fp32-speedup")
     }
-    assert "| kf-cpu GB/s | PyTorch GB/s | kf-cpu % of floor |" in (tmp_path / "sweep-quick.md").read_text()
+    assert "| kf-cpu GB/s | PyTorch GB/s | kf-cpu % of PyTorch's copy |" in (tmp_path / "sweep-quick.md").read_text()
 
 
 def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
     assert [(done, of) for done, of, _ in reports] == sorted((done, of) for done, of, _ in reports)
     assert reports[0][:2] == (0, 2)
     assert reports[-1][:2] == (2, 2)
-    assert all("rms_norm f32" in what for *_, what in reports)
+    assert all("rms_norm fp32" in what for *_, what in reports)
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +195,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     data = read(tmp_path)
     assert data["interrupted"]
     assert [r["direction"] for r in data["measurements"] if r["provider"] == "kf-eager"] == ["forward", "backward"]
-    assert (tmp_path / "models-quick-layer_norm-backward.png").exists()
+    assert (tmp_path / "models-quick-layer_norm-fp32-time.png").exists()
 
 
 def test_wrong_results_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +270,51 @@ def test_unknown_suite_names_those_there_are() -> None:
     result = CliRunner().invoke(app, ["bench", "modles"])
     assert result.exit_code == 2
     assert "there are: models" in result.output
+
+
+def test_output_is_short_and_ends_with_what_people_came_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of 80 columns with our times and speed-ups; the last line is the speed-up in a sentence."""
+    monkeypatch.setattr(timing.Timing, "spread", 0.0)  # whatever this machine does beside the test
+    result = bench("--backends", "eager", "--shape", "8x16", "--shape", "9x16", "--output-dir", str(tmp_path))
+    lines = result.stdout.rstrip().splitlines()
+    ratio = r"\d+\.\d\d×"
+    claim = rf"layer_norm fp32: forward {ratio}, backward {ratio}, forward\+backward {ratio} as fast as PyTorch"
+    assert re.fullmatch(rf"{claim} \(geometric mean of 2\)", lines[-1])
+    assert "files models-quick* in" in lines[-2]
+    table = [line for line in lines if line.startswith((" 8×16", " 9×16", " geometric mean"))]
+    assert len(table) == 3
+    assert max(len(line.rstrip()) for line in lines[:-2]) <= 80
+
+
+def test_results_go_to_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run without --output-dir has one of its own, also two in one second; nothing of the caller's is touched."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    for _ in range(2):
+        assert bench("--backends", "eager", "--shape", "8x16", "--directions", "forward").exit_code == 0
+    folders = sorted(Path("kernel-fusion-results").iterdir())
+    assert len(folders) == 2
+    assert all((folder / "models-quick.json").exists() for folder in folders)
+    assert not list((tmp_path / "benchmarks").iterdir())
+
+
+def test_list_describes_the_suites_and_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each, in words."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "--list"])
+    assert result.exit_code == 0
+    for suite in SUITES.values():
+        assert re.search(rf"^ {suite.name} +{re.escape(suite.about)}", result.stdout, re.MULTILINE), suite.name
+        assert suite.about
+    assert not list(tmp_path.iterdir())
+    assert CliRunner().invoke(app, ["bench"]).exit_code == 2
+
+
+def test_names_of_pytorch_are_taken() -> None:
+    """Short and long ones, with and without the module's name."""
+    expected = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
+    for names in ("fp16,fp32,bf16,fp64", "float16,float32,bfloat16,float64", "torch.half,torch.float,bf16,double"):
+        assert parse_dtypes(names) == expected
 
 
 @pytest.mark.cuda

@@ -99,6 +99,22 @@ def test_cpu_time_cap(min_rounds: int, max_seconds: float, rounds: int) -> None:
     assert timing.time_calls({"a": clock.work("a", 1.0)}, limits, CPU, clock)["a"].iterations == rounds
 
 
+def outcomes_of(*spreads: float) -> Callable[[], timing.Outcomes]:
+    """A measurement that finds 1 ms, with the next of the spreads at each call."""
+    found = iter(spreads)
+    return lambda: {"a": Timing(1.0, 1.0, 1.0 + next(found), 9, 1), "b": Timing(2.0, 2.0, 2.0, 9, 1), "c": "it raised"}
+
+
+@pytest.mark.parametrize(
+    ("spreads", "kept", "noisy"), [((0.25,), 0.25, False), ((0.3, 0.1), 0.1, False), ((0.3, 0.5), 0.3, True)]
+)
+def test_noisy_cells_are_measured_again(spreads: tuple[float, ...], kept: float, noisy: bool) -> None:
+    """Once, all contenders of the cell together; the steadier run counts, and is marked where it is noisy, too."""
+    found = timing.steadied(outcomes_of(*spreads))["a"]
+    assert isinstance(found, Timing)
+    assert (found.q3_ms, found.noisy) == (1.0 + kept, noisy)
+
+
 def test_host_time_is_per_call() -> None:
     """A sample is many calls; the first call, where things are built, is not among them."""
     clock = Clock()

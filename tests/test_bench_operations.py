@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_support import BF16, CPU, EFFORT, FP32, empty, scaled, setup
+from bench_support import ABOUT, BF16, CPU, EFFORT, FP32, empty, scaled, setup
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -348,17 +348,16 @@ def test_operations_of_a_shape_share_a_table_and_a_plot(tmp_path: Path) -> None:
 
     times = {"floor": 0.01, "kf-cuda": 0.02, "pytorch": 0.06, "torch.compile": 0.03}
     several = [measured(name, p, ms) for name in ("add+relu", "mul+tanh") for p, ms in times.items()]
-    about = {"machine": {"device": "cuda", "cpu": "A CPU"}}
-    results = Results("fused-ops", "Fused operations", False, about, several)
+    results = Results("fused-ops", "Fused operations", False, ABOUT, several)
     made = {t.title: dict(zip(t.columns, t.rows[0], strict=True)) for t in tables.tables(results)}
-    title = "Fused operations: 64x32, f32, forward"
+    title = "Fused operations: 64x32, fp32, forward"
     assert list(made) == [title, f"{title}, bandwidth"]
     row, bandwidth = made.values()
     assert (row["speedup"], row["kf-cuda over torch.compile"]) == ("3.00", "1.50")
     expected = {"operation": "add+relu", "MB moved": "1.00", "kf-cuda GB/s": "50.0", "kf-cuda % of floor": "50%"}
     assert {name: bandwidth[name] for name in expected} == expected
     (path,) = plot.plot(results, tmp_path, ["time", "bandwidth"])  # one size is nothing to draw a bandwidth over
-    assert path.name == "fused-ops-64x32-forward.png"
+    assert path.name == "fused-ops-64x32-fp32-time.png"
 
 
 def test_relu_layernorm_writes_a_table_of_contenders_and_bars(tmp_path: Path) -> None:
@@ -374,8 +373,11 @@ def test_relu_layernorm_writes_a_table_of_contenders_and_bars(tmp_path: Path) ->
     assert records["kf-eager"]["operation"] == "relu+layer_norm"
     assert records["kf-eager"]["error_over_budget_dweight"] <= 1
     markdown = (tmp_path / "relu-layernorm.md").read_text()
-    assert "| contender | µs | MB moved | GB/s | speedup | ÷ floor | largest error of y | error ÷ budget |" in markdown
-    assert (tmp_path / f"relu-layernorm-{ROWS}x{COLS}-forward.png").exists()
+    assert (
+        "| contender | µs | MB moved | GB/s | speedup | ÷ PyTorch's copy | largest error of y | error ÷ budget |"
+        in markdown
+    )
+    assert (tmp_path / f"relu-layernorm-{ROWS}x{COLS}-fp32-time.png").exists()
 
 
 @pytest.mark.parametrize(

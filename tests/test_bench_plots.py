@@ -1,4 +1,4 @@
-"""Plots of results: each kind shows every point that was measured, where it belongs, or nothing where there is none."""
+"""Pictures of results: each kind shows every steady point where it belongs, and says by whom and when it was taken."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from bench_support import measured, run
 from typer.testing import CliRunner
 
 from kernel_fusion.bench import plot
-from kernel_fusion.bench.plot_panels import styles
+from kernel_fusion.bench.plot import styles
 from kernel_fusion.bench.results import Measurement, Results
-from kernel_fusion.bench.timing import Timing
 from kernel_fusion.cli import app
 
 CONTENDERS = ("floor", "pytorch", "kf-cuda", "kf-triton", "torch.compile")
@@ -42,14 +41,86 @@ def figure(results: Results, kind: Any, name: str) -> Any:
 
 def lines(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
     """The points of each line by the label that the legend has."""
-    handles, labels = axes.get_legend_handles_labels()
-    data = (handle[0] if isinstance(handle, tuple) else handle for handle in handles)
-    return {name: (list(d.get_xdata()), list(d.get_ydata())) for name, d in zip(labels, data, strict=True)}
+    found = (line for line in axes.lines if not str(line.get_label()).startswith("_"))
+    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in found}
 
 
-def heights(axes: Any) -> dict[str, list[float]]:
-    """The heights of the bars of each contender."""
-    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+def widths(axes: Any) -> dict[str, list[float]]:
+    """The lengths of the bars of each contender."""
+    return {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+
+
+def test_speedups_are_over_pytorch_and_come_first() -> None:
+    """A bar per contender and cell; PyTorch is the line at 1; the axis says which way is better."""
+    assert next(iter(plot.KINDS)) == "speedup"
+    (axes,) = figure(swept(), "speedup", "layer_norm-bf16-speedup").axes
+    ratios = {"kf-cuda": 2 / 3, "kf-triton": 2 / 4, "torch.compile": 2 / 5}
+    assert widths(axes) == {name: pytest.approx([ratio] * 3) for name, ratio in ratios.items()}
+    assert [list(line.get_xdata()) for line in axes.lines] == [[1.0, 1.0]]
+    assert axes.get_xlabel() == "times as fast as PyTorch (higher is better)"
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["8x256, 32×256", "8x384, 32×384", "8x512, 32×512"]
+    assert axes.yaxis_inverted()
+    assert list(plot.pictures(run(measured("pytorch", 1.0), measured("floor", 1.0)), ["speedup"])) == []
+
+
+def test_directions_share_a_scale() -> None:
+    """Panels of one picture, so that lengths can be compared across them."""
+    forward, backward = swept(), swept(direction="backward")
+    drawn = figure(run(*forward.measurements, *backward.measurements), "speedup", "layer_norm-bf16-speedup")
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == ["forward", "backward"]
+    assert len({axes.get_xlim() for axes in drawn.axes}) == 1
+
+
+def test_many_operations_are_dots_that_no_line_joins() -> None:
+    """On a logarithmic scale where they lie far apart."""
+    times = {"pytorch": 20.0, "kf-cuda": 1.0}
+    cells = [measured(name, ms if at else 1.0, operation=f"op{at}") for at in range(20) for name, ms in times.items()]
+    (axes,) = figure(run(*cells), "speedup", "32x64-bf16-speedup").axes
+    assert lines(axes)["kf-cuda"] == ([1.0] + [20.0] * 19, list(range(20)))
+    assert axes.lines[0].get_linestyle() == "None"
+    assert axes.get_xscale() == "log"
+    assert not axes.containers
+
+
+def test_noisy_times_are_left_out_and_marked() -> None:
+    """No bar, a word in its place, and their number in the title."""
+    cells = [measured(name, 1.0, rows) for rows in (32, 64) for name in ("pytorch", "kf-cuda")]
+    cells[-1] = measured("kf-cuda", 1.0, 64, spread=0.2)
+    drawn = figure(run(*cells), "speedup", "layer_norm-bf16-speedup")
+    (axes,) = drawn.axes
+    assert widths(axes) == {"kf-cuda": [1.0]}
+    assert [(text.get_text(), text.get_position()[1]) for text in axes.texts if text.get_text() == "noisy"] == [
+        ("noisy", 1)
+    ]
+    assert drawn.get_suptitle().endswith("1 noisy times left out")
+
+
+def test_titles_say_machine_versions_date_and_interruption() -> None:
+    """Of every picture."""
+    results = swept()
+    results.interrupted = True
+    for _, drawn in plot.pictures(results):
+        assert drawn.get_suptitle().split("\n")[1] == "A CPU · torch 2 · 2026-01-01 · INTERRUPTED"
+
+
+@pytest.mark.parametrize(("device", "name"), [("cuda", "floor"), ("cpu", "PyTorch's copy")])
+def test_times_are_over_the_floor_or_pytorchs_copy(device: str, name: str) -> None:
+    """On a CPU it is no floor and is not called one."""
+    (axes,) = figure(swept(device=device), "time", "layer_norm-bf16-time").axes
+    assert widths(axes)["kf-cuda"] == [3.0] * 3
+    assert axes.get_xlabel() == f"time ÷ {name} (lower is better)"
+    assert lines(axes)[name][0] == [1.0, 1.0]
+
+
+def test_one_operation_has_a_bar_per_contender() -> None:
+    """With time and bandwidth, the floor among them."""
+    cells = [
+        measured(name, ms, operation="gelu", bytes_moved=MB) for name, ms in (("floor", 0.001), ("kf-cuda", 0.002))
+    ]
+    (axes,) = figure(run(*cells), "time", "32x64-bf16-time").axes
+    texts = {text.get_text() for text in axes.texts}
+    assert texts == {"1 µs, 1000 GB/s", "2 µs, 500 GB/s"}
+    assert axes.get_xlabel() == "time in µs (lower is better)"
 
 
 def test_bandwidth_is_drawn_over_the_row_length() -> None:
@@ -65,7 +136,7 @@ def test_bandwidth_is_drawn_over_the_row_length() -> None:
             assert where == [*LENGTHS]
             assert speeds == pytest.approx([place / at for place in (1, 2, 3)])
         assert {line.get_linestyle() for line in axes.lines if len(line.get_xdata()) == 3} == {"-", "--"}
-        assert (axes.get_xlabel(), axes.get_ylabel()) == ("row length N, 32 rows", "GB/s")
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("row length N, 32 rows", "GB/s (higher is better)")
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["256", "512"]
 
 
@@ -78,63 +149,23 @@ def test_bandwidth_is_over_bytes_where_a_length_comes_twice() -> None:
     assert axes.get_xlabel() == "MB per call"
 
 
-def test_speedups_are_over_pytorch() -> None:
-    """A bar per contender and cell; PyTorch is the line at 1."""
-    (axes,) = figure(swept(), "speedup", "layer_norm-forward-speedup").axes
-    ratios = {"kf-cuda": 2 / 3, "kf-triton": 2 / 4, "torch.compile": 2 / 5}
-    assert heights(axes) == {name: pytest.approx([ratio] * 3) for name, ratio in ratios.items()}
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 1.0]]
-    assert list(plot.pictures(run(measured("pytorch", 1.0), measured("floor", 1.0)), ["speedup"])) == []
-
-
-def test_share_of_the_floor_is_a_map_of_shapes_by_dtype_and_direction() -> None:
-    """A panel for each contender; what was not measured is empty."""
-    once = (measured(name, ms, 64, dtype="f32") for name, ms in (("floor", 1.0), ("kf-cuda", 2.0)))
-    drawn = figure(run(*swept().measurements, *once), "floor", "layer_norm-floor")
-    panels = {axes.get_title(loc="left"): axes for axes in drawn.axes if axes.get_visible()}
-    assert list(panels) == ["kf-cuda", "kf-triton", "PyTorch", "torch.compile"]
-    texts = {name: [text.get_text() for text in axes.texts] for name, axes in panels.items()}
-    assert texts == {
-        "kf-cuda": ["33"] * 3 + ["50"],
-        "kf-triton": ["25"] * 3,
-        "PyTorch": ["50"] * 3,
-        "torch.compile": ["20"] * 3,
-    }
-    labels = [
-        [tick.get_text() for tick in axis.get_ticklabels()] for axis in (panels["kf-cuda"].xaxis, drawn.axes[0].yaxis)
-    ]
-    assert labels == [
-        ["bf16\nforward", "f32\nforward"],
-        ["8x256, 32×256", "8x384, 32×384", "8x512, 32×512", "64×64"],
-    ]
-
-
-def test_roofline_has_a_measured_roof() -> None:
-    """Its slope is the shortest floor, its flat part the fastest; a computed floor is no part of it."""
-    computed = measured("floor", None, 64, bytes_moved=MB, timing=Timing(1e-3, 1e-3, 1e-3, 0, 0))
-    slow = measured("floor", 6.0, 128, bytes_moved=12 * MB)
-    axes, empty = figure(run(*swept().measurements, computed, slow), "roofline", "roofline").axes, []
-    shown = lines(axes[0])
-    assert shown.pop("roof: shortest and fastest floor") == ([1.0, 2.0, 3.0, 12.0], pytest.approx([1.0, 2.0, 3.0, 3.0]))
-    assert shown["kf-cuda"] == ([1.0, 2.0, 3.0], pytest.approx([1 / 3, 2 / 3, 1.0]))
-    assert shown.keys() == {"kf-cuda", "kf-triton", "PyTorch", "torch.compile"}
-    assert list(plot.pictures(run(measured("kf-cuda", 1.0, bytes_moved=MB)), ["roofline"])) == empty
-
-
 def test_memory_has_bars_of_peaks_and_what_was_saved() -> None:
-    """Of PyTorch and ours, in MB."""
+    """Of PyTorch and ours, in a unit that fits."""
 
     def trained(provider: str, rows: int, peak: int, saved: int | None) -> Measurement:
         saved_bytes = None if saved is None else saved * MB
         return measured(provider, None, rows, training_memory_bytes=peak * MB, saved_bytes=saved_bytes)
 
     cells = [trained("pytorch", 32, 6, 4), trained("kf-cuda", 32, 3, 1), trained("kf-cuda", 64, 5, 0)]
-    (axes,) = figure(run(*cells), "memory", "layer_norm-memory").axes
-    assert heights(axes) == {"kf-cuda": [3.0, 5.0], "PyTorch": [6.0]}
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 0.0], [4.0]]
-    assert axes.get_ylabel() == "peak of a training step (MB)"
-    (axes,) = figure(run(trained("pytorch", 32, 6, None)), "memory", "layer_norm-memory").axes
+    (axes,) = figure(run(*cells), "memory", "layer_norm-bf16-memory").axes
+    assert widths(axes) == {"kf-cuda": [3.0, 5.0], "PyTorch": [6.0]}
+    assert sorted(line.get_xdata()[0] for line in axes.lines) == [0.0, 1.0, 4.0]
+    assert [line.get_label() for line in axes.lines].count("saved for backward") == 1
+    assert axes.get_xlabel() == "peak of a training step in MB (lower is better)"
+    (axes,) = figure(run(trained("pytorch", 32, 6000, None)), "memory", "layer_norm-bf16-memory").axes
     assert not axes.lines
+    assert widths(axes) == {"PyTorch": [6.0]}
+    assert axes.get_xlabel() == "peak of a training step in GB (lower is better)"
 
 
 def test_no_two_contenders_look_alike() -> None:
@@ -156,7 +187,7 @@ def test_plot_shows_every_contender(tmp_path: Path) -> None:
     # Of another place, and so in another panel.
     elsewhere = [replace(measured(name, 0.01 * at), device="cuda:1") for at, name in enumerate(names, 1)]
     (path,) = plot.plot(run(*cells, *elsewhere, measured("gone", None)), tmp_path, ["time"])
-    assert path.name == "large-layer_norm-forward.png"
+    assert path.name == "large-layer_norm-bf16-time.png"
     pixels = torch.from_numpy(imread(path)[..., :3].copy())
     assert min(pixels.shape[:2]) > 400
     for color in ("#999999", "#E69F00", "#0072B2", "#009E73"):
@@ -170,24 +201,24 @@ def test_plot_command_draws_files_again(tmp_path: Path) -> None:
     host = [replace(m, direction="training forward") for m in times]
     path = run(*host).write_json(tmp_path)
     assert CliRunner().invoke(app, ["plot", str(path), "--kind", "time"]).exit_code == 0
-    assert (tmp_path / "large-layer_norm-training-forward.png").exists()
+    assert (tmp_path / "large-layer_norm-bf16-time.png").exists()
     elsewhere = tmp_path / "a"
     result = CliRunner().invoke(app, ["plot", str(path), "--format", "svg", "--output-dir", str(elsewhere)])
     assert result.exit_code == 0, result.output
-    drawn = ["large-layer_norm-training-forward-speedup.svg", "large-layer_norm-training-forward.svg"]
+    drawn = ["large-layer_norm-bf16-speedup.svg", "large-layer_norm-bf16-time.svg"]
     assert sorted(file.name for file in elsewhere.iterdir()) == drawn
-    assert (elsewhere / drawn[1]).read_text().count("time (µs)") >= 1
+    assert (elsewhere / drawn[1]).read_text().count("time in µs") >= 1
 
 
 def test_plot_command_says_what_there_is_nothing_of(tmp_path: Path) -> None:
     """A kind that the results have nothing for, and a kind that does not exist."""
     path = run(measured("kf-cuda", 0.2)).write_json(tmp_path)
-    result = CliRunner().invoke(app, ["plot", str(path), "--kind", "memory,roofline"])
+    result = CliRunner().invoke(app, ["plot", str(path), "--kind", "memory,bandwidth"])
     assert result.exit_code == 0
-    assert "has nothing to plot of memory,roofline" in result.output
+    assert "has nothing to plot of memory,bandwidth" in result.output
     result = CliRunner().invoke(app, ["plot", str(path), "--kind", "pie"])
     assert result.exit_code == 2
-    assert "there are: time, bandwidth" in " ".join(result.output.replace("│", " ").split())
+    assert "there are: speedup, time" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_names_in_results_are_no_paths_and_no_formulas(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from bench_support import ABOUT, measured, run
 from support import ROOT
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import results, tables
-from kernel_fusion.bench.compare import compare
+from kernel_fusion.bench import results, summary, tables
+from kernel_fusion.bench.changes import compare
 from kernel_fusion.bench.results import Failure, Measurement, Results
 from kernel_fusion.bench.timing import Timing
 from kernel_fusion.cli import app
@@ -71,6 +71,36 @@ def test_time_table_compares_with_floor_pytorch_and_the_best_peer() -> None:
     means = {"kf-cuda ÷ floor": 1.2 * 4, "speedup": 2.5 * 0.5, "kf-cuda ÷ best peer": 0.8 * 2}
     assert {name: rows[2][name] for name in means} == {name: f"{math.sqrt(p):.2f}" for name, p in means.items()}
     assert rows[2]["quack µs"] == rows[2]["best peer"] == ""
+
+
+def test_noisy_times_are_marked_and_in_no_mean() -> None:
+    """Neither in the last row of a table nor in the sentence that sums a run up."""
+    steady = [measured("pytorch", 0.030), measured("kf-cuda", 0.010)]
+    noisy = [measured("pytorch", 0.030, 64), measured("kf-cuda", 0.001, 64, spread=0.2)]
+    result = run(*steady, *noisy)
+    rows = table(result)
+    assert (rows[1]["kf-cuda µs"], rows[1]["speedup"]) == ("1.00~", "30.00~")
+    assert rows[2]["speedup"] == "3.00"
+    assert summary.sentences(result) == ["layer_norm bf16: forward 3.00× as fast as PyTorch"]
+    assert summary.sentences(run(*noisy)) == ["layer_norm bf16: the times vary too much for a verdict"]
+
+
+def test_sentences_name_place_and_backend_where_there_are_several() -> None:
+    """Directions in one sentence; bytes where nothing was timed."""
+    ours = [measured(f"kf-{name}", 0.010, direction=d) for name in ("cuda", "triton") for d in ("forward", "backward")]
+    theirs = [measured("pytorch", ms, direction=d) for d, ms in (("forward", 0.020), ("backward", 0.025))]
+    claims = "forward 2.00×, backward 2.50× as fast as PyTorch"
+    assert summary.sentences(run(*ours, *theirs)) == [
+        f"layer_norm bf16 by kf-{name}: {claims}" for name in ("cuda", "triton")
+    ]
+    cpu = [on_cpu("pytorch", 2.0, 2), on_cpu("kf-cpu", 4.0, 2)]
+    assert summary.sentences(run(*ours, *theirs, *cpu))[-1] == (
+        "layer_norm bf16 on cpu, 2 threads by kf-cpu: forward 0.50× as fast as PyTorch"
+    )
+    sizes = {"pytorch": 4, "kf-cuda": 3}
+    bytes_alone = run(*(measured(p, None, saved_bytes=2, training_memory_bytes=n) for p, n in sizes.items()))
+    said = "layer_norm bf16: saved for backward 1.00×, peak 0.75× of PyTorch's memory"
+    assert summary.sentences(bytes_alone) == [said]
 
 
 def test_long_times_are_in_milliseconds() -> None:
@@ -157,7 +187,7 @@ def test_markdown_says_where_it_comes_from_and_what_is_missing(tmp_path: Path) -
     """Command, absent peers, failures, and what the mark of an inaccurate peer means."""
     result = run(measured("pytorch", 0.03), measured("liger", 0.02, excesses={"y": 7.0}))
     result.failures.append(Failure("apex", "32x64", "it raised"))
-    text = tables.write_markdown(result, tmp_path).read_text()
+    text = summary.write_markdown(result, tmp_path).read_text()
     assert "`kernel-fusion bench large`" in text
     assert "- quack: absent: ModuleNotFoundError" in text
     assert "- apex, 32x64: it raised" in text
@@ -295,4 +325,4 @@ def test_the_results_of_the_repository_can_be_read() -> None:
     for path in kept:
         run = results.read(path)
         assert tables.tables(run)
-        assert tables.heading(run.title, run.about)
+        assert summary.heading(run.title, run.about)

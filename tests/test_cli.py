@@ -24,6 +24,7 @@ import kernel_fusion as kf
 from kernel_fusion import functional
 from kernel_fusion.bench import machine, plot, report, trace
 from kernel_fusion.cli import app, main
+from kernel_fusion.cli.common import shown_dtype
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core import cache, checks
 from kernel_fusion.operators import loader
@@ -67,6 +68,13 @@ def test_module_and_console_script_are_the_same() -> None:
         assert re.search(rf"\b{name}\b", result.stdout), name
 
 
+def test_version_and_short_help() -> None:
+    """Of the program and of each command."""
+    assert run("--version").stdout == f"kernel-fusion {kf.__version__}\n"
+    for command in ([], ["bench"], ["verify"]):
+        assert "Usage: " in run(*command, "-h").stdout
+
+
 def test_info_builds_nothing(tmp_path: Path) -> None:
     """With an empty cache it says that the extension is not built, and leaves it so."""
     environment = os.environ | {"KERNEL_FUSION_CACHE_DIR": str(tmp_path / "cache")}
@@ -85,20 +93,24 @@ def test_info_explains_every_backend() -> None:
         assert re.search(rf"^\s+{name}\s+(available|not available: \w+)", result.stdout, re.MULTILINE), name
     assert torch.__version__ in result.stdout
     assert re.search(r"state\s+loaded", result.stdout)
-    assert re.search(r"extension\s+\d+ entries, \d+\.\d MB", result.stdout)
+    assert re.search(r"extension\s+\d+ entries, [\d.]+ [MG]B", result.stdout)
 
 
 @pytest.mark.slow
 def test_verify_passes_on_the_cpu() -> None:
-    """Every row of the quick grid passes, kernels of ours ran, and the last line counts the rows."""
+    """A line for every verb and dtype, kernels of ours ran, and the last line counts all comparisons."""
     assert loader.load(), loader.error()
     before = loader.launches("cpu_forward")
     result = run("verify", "--quick", "--device", "cpu")
     assert result.exit_code == 0, result.output
     last = result.stdout.strip().splitlines()[-1]
-    passed = int(re.fullmatch(r"(\d+) passed, 0 failed", last)[1])
-    assert passed == len(re.findall(r"\bpass\b", result.stdout))
-    assert passed > 200
+    assert int(re.fullmatch(r"(\d+) passed, 0 failed", last)[1]) > 1000
+    grid = {(case.verb, shown_dtype(case.dtype)) for case in verify_module.cases(True)}
+    lines = re.findall(r"^ (\w+) +(\w+) +\d+ +0\.\d{3} +\w+ +pass", result.stdout, re.MULTILINE)
+    assert set(lines) == grid
+    assert len(lines) == len(grid)
+    assert len(result.stdout.splitlines()) < len(grid) + 20
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert loader.launches("cpu_forward") - before >= len(verify_module.cases(True)) / 2
 
 
@@ -150,7 +162,21 @@ def test_verify_fails_when_one_result_is_wrong(wrong: str, monkeypatch: pytest.M
     assert result.exit_code == 1
     # 2 cases of 4 tensors and 5 results of the training step
     assert result.stdout.strip().endswith("11 passed, 2 failed")
-    assert len(re.findall(rf"│ {wrong} .*FAIL", result.stdout)) == 2
+    assert len(re.findall(rf"^FAIL \w+-16x100-f32\S* {wrong}: error", result.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ \w+ +fp32 +4 +[\d.]+ +\w+ +1 FAIL", result.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_shows_all_where_asked_to() -> None:
+    """Each comparison with its errors; without --verbose failures alone, and pass or fail of each training step."""
+    short, long = (
+        run("verify", "--device", "cpu", "--backend", "eager"),
+        run("verify", "--backend", "eager", "--verbose"),
+    )
+    each = re.compile(r"^pass \w+-16x100\S* \w+: error [\d.e+-]+, PyTorch's [\d.e+-]+, 0\.\d+ of its", re.MULTILINE)
+    assert len(each.findall(long.stdout)) == 2 * 4 + 5
+    assert not each.findall(short.stdout)
+    assert re.search(r"^ layer_norm-16x100\S+ +pass +pass +pass +pass +pass", short.stdout, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("few_cases")
@@ -216,7 +242,7 @@ def test_cache_shows_and_clears(empty_cache: Path) -> None:
     """Entries and size per kind, and none after --clear."""
     key = cache.digest("a kernel")
     assert cache.CUBINS.write(key, b"x" * 200_000)
-    assert re.search(r"cubin\s+│ 1 entries\s+│ 0\.2 MB", run("cache").stdout)
+    assert re.search(r"cubin\s+│ 1 entries\s+│ 200 kB", run("cache").stdout)
     result = run("cache", "--clear")
     assert result.exit_code == 0
     assert re.search(r"cubin\s+│ 0 entries", result.stdout)

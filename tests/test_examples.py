@@ -126,7 +126,7 @@ def test_benchmarks(
     }
     assert (tmp_path / "own-operation.md").read_text() in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        f"own-operation-add_rms_norm-{direction}.png" for direction in ("forward", "backward")
+        f"own-operation-add_rms_norm-fp32-{kind}.png" for kind in ("speedup", "time")
     }
 
 

@@ -56,6 +56,30 @@ def test_every_verb(verb: str, target: Target) -> None:
     assert requested.reasons[target.backend] == "'eager' was requested"
 
 
+@pytest.mark.parametrize("name", kf.ops.__all__)
+def test_functions_under_fixed_names(name: str, target: Target) -> None:
+    """The verb that each calls is explained, with the arguments that it passes; nothing runs."""
+    x, y = torch.randn(2, 4, 8, device=target.device)
+    pairs = name.startswith("elementwise") or name in ("fused_bias_gelu", "fused_attention_score")
+    arguments = (x, (8,)) if "layer_norm" in name else (x, y) if pairs else (x,)
+    with target.ran(forward=0):
+        explanation = kf.explain(getattr(kf.ops, name), *arguments)
+    assert explanation.backend == ("eager" if name == "fused_attention_score" else target.backend)
+
+
+def test_modules_are_explained_with_what_they_hold(target: Target) -> None:
+    """As their verb with their parameters and stages; those of others are refused."""
+    x, y = torch.randn(2, 4, 8, device=target.device)
+    norm = kf.FusedAddRMSNorm(8, activation="relu", device=target.device)
+    verb = kf.explain(kf.add_rms_norm, x, y, (8,), norm.weight, activation="relu")
+    assert kf.explain(norm, x, y) == verb
+    assert kf.explain(kf.FusedSoftmax(causal=True), x) == kf.explain(kf.softmax, x, causal=True)
+    long = kf.FusedLayerNorm((4, 8), dtype=torch.float64, device=target.device)
+    assert kf.explain(long, x) == kf.explain(kf.layer_norm, x, (4, 8), long.weight, long.bias)
+    with pytest.raises(TypeError, match=r"expected a verb of kernel_fusion, .*, got LayerNorm"):
+        kf.explain(torch.nn.LayerNorm(8), x)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_unusual_about_any_argument(verb: str) -> None:
     """Integers take the definition, and so does a call whose second tensor holds integers."""
@@ -89,11 +113,13 @@ def test_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [torch.relu, torch.nn.functional.layer_norm, kf.ops.fused_bias_gelu, kf.explain, 3]
+    "function", [torch.relu, torch.nn.functional.layer_norm, kf.kernels.reduction.mean_abs, kf.explain, 3]
 )
 def test_what_is_no_verb(function: Any) -> None:
     """Anything but a verb is a TypeError."""
-    with pytest.raises(TypeError, match=r"^`explain`: expected a verb of kernel_fusion, such as kf\.layer_norm, got"):
+    with pytest.raises(
+        TypeError, match=r"^`explain`: expected a verb of kernel_fusion, such as kf\.layer_norm, .*, got"
+    ):
         kf.explain(function, torch.randn(4, 8))
 
 

@@ -6,6 +6,7 @@ operations) → runner (or host, memory) → check → timing → results → ta
 `run_suite` goes all of that way, for the command line as for any program. `trace` looks into a single workload.
 """
 
+from kernel_fusion.bench.functions import Times, compare
 from kernel_fusion.bench.runner import run_suite
 
-__all__ = ["run_suite"]
+__all__ = ["Times", "compare", "run_suite"]

@@ -43,7 +43,7 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
                 calls = {
                     p.name: partial(_timed, mode, form(p, workload, inputs), inputs.cotangents[0]) for p in providers
                 }
-                outcomes = timing.time_host(calls, setup.effort, setup.device)
+                outcomes = timing.steadied(partial(timing.time_host, calls, setup.effort, setup.device))
             results.add_times(setup, named, mode, providers, outcomes, errors)
             yield f"{name}, {mode}"
 

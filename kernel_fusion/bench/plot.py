@@ -1,26 +1,51 @@
-"""Plots of results: of which measurements each kind of plot is made, and the pictures as files.
+"""Pictures of results, as files: how much faster, how long, how fast memory moved, how much memory training took.
 
-`plot_kinds` draws each kind, `plot_panels` what all have in common. A kind draws what the results have of it, and
-nothing where they have none.
+Every picture says which direction is better, on which machine, with which versions and when it was measured. Cells
+whose times vary too much stay empty and say so. No line joins categories; only row lengths are an axis of numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kernel_fusion.bench import plot_kinds, plot_panels
-from kernel_fusion.bench.plot_panels import Cells
-from kernel_fusion.bench.results import FLOOR, REFERENCE, Measurement, Results, file_name
+from kernel_fusion.bench.results import (
+    FLOOR,
+    OURS,
+    REFERENCE,
+    Cell,
+    Cells,
+    Measurement,
+    Results,
+    file_name,
+    is_of_operations,
+)
 from kernel_fusion.bench.suites import PlotKind
-from kernel_fusion.bench.table_columns import of_operations, shown
+from kernel_fusion.bench.units import bytes_unit, dtype_label, shown, time_unit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A name for the file, and the figure.
-Picture = tuple[str, "Figure"]
+Picture = tuple[str, "Figure"]  # a name for the file, and the figure
+Panels = dict[tuple[str, str], Cells]  # by the titles of row and column
+Values = Callable[[Cell, str], float | None]  # of a contender in a cell
+
+# The colours of Okabe and Ito, which every kind of colour vision tells apart. Markers and hatches repeat the difference
+# for print without colours.
+_GREY, _ORANGE = "#999999", "#E69F00"
+_OURS = ("#0072B2", "#56B4E9", "#000000")
+_PEERS = ("#009E73", "#CC79A7", "#D55E00", "#7F7F00", "#F0E442")
+_MARKERS = "sv^DPX<>*h"
+_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "|||", "---", "+++", "***")
+_SAVED = "saved for backward"
+_MANY = 16  # more cells than this are dots, since bars would be too thin
+_WIDE_RANGE = 8  # beyond this ratio of the largest to the smallest value, an axis is logarithmic
+_MAX_WIDTH, _MAX_HEIGHT = 24.0, 40.0
 
 
 def missing() -> str | None:
@@ -38,7 +63,7 @@ def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None
     paths: list[Path] = []
     for name, figure in pictures(results, kinds):
         path = folder / f"{results.stem}-{file_name(name)}.{suffix}"
-        if path in paths:  # names that differ only in what no file name has
+        if path in paths:  # names can differ in characters alone that file names lack
             path = path.with_stem(f"{path.stem}-{len(paths)}")
         figure.savefig(path)
         paths.append(path)
@@ -46,143 +71,318 @@ def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None
 
 
 def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Iterator[Picture]:
-    """The pictures of `kinds`, by default of all: of each kind those that the results have something for."""
+    """The pictures of `kinds`, by default of all; a kind that the results have nothing for yields none."""
     for kind in KINDS if kinds is None else kinds:
         yield from KINDS[kind](results)
 
 
-def _times(results: Results) -> Iterator[Picture]:
-    """Per group and direction: rows of dtypes, columns of places."""
-    yield from _by_direction(results, "", plot_kinds.times, lambda m: m.timing is not None)
-
-
 def _speedups(results: Results) -> Iterator[Picture]:
-    """The same panels, where PyTorch was timed beside others in several cells."""
+    """Per group and dtype: PyTorch's time divided by that of every other contender."""
 
-    def compared(cells: Cells) -> bool:
-        others = [cell for cell in cells.values() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}]
-        return len(others) > 1
+    beside = {FLOOR, REFERENCE}
 
-    yield from _by_direction(results, "-speedup", plot_kinds.speedup, lambda m: m.timing is not None, compared)
+    def ratio(cell: Cell, provider: str) -> float | None:
+        reference, timing = cell[REFERENCE].steady, cell[provider].steady
+        return reference.median_ms / timing.median_ms if reference and timing and provider != REFERENCE else None
 
+    def draw(axes: Axes, cells: Cells, look: Styles) -> None:
+        _across(axes, cells, {p: style for p, style in look.items() if p not in beside}, ratio, "{:.2f}×")
+        style = look[REFERENCE]
+        axes.axvline(1.0, color=style.color, linewidth=1.5, linestyle="dashed", label=style.label, zorder=2.5)
+        axes.set_xlabel("times as fast as PyTorch (higher is better)")
 
-def _by_direction(
-    results: Results,
-    suffix: str,
-    draw: Callable[..., None],
-    wanted: Callable[[Measurement], bool],
-    fits: Callable[[Cells], bool] = bool,
-) -> Iterator[Picture]:
-    for group, direction in dict.fromkeys((m.group, m.direction) for m in results.measurements if wanted(m)):
-        found = {
-            (dtype, _place(results, at)): _only(results.cells(group, dtype, direction, place), wanted)
-            for dtype in _dtypes(results, group)
-            for at, place in enumerate(results.places)
+    for group, dtype in results.groups:
+        panels = _by_direction(results, group, dtype, lambda m: m.timing is not None)
+        panels = {
+            key: {
+                label: cell for label, cell in cells.items() if REFERENCE in cell and cell.keys() - {FLOOR, REFERENCE}
+            }
+            for key, cells in panels.items()
         }
-        found = {key: cells for key, cells in found.items() if fits(cells)}
-        if found:
-            figure = plot_panels.draw(results, f"{group}, {direction}", found, draw, plot_panels.cell_size(found))
-            yield f"{group}-{direction}{suffix}", figure
+        what = f"{group}, {dtype_label(dtype)}: speed-up over PyTorch"
+        yield from _figure(results, f"{group}-{dtype_label(dtype)}-speedup", what, panels, draw)
+
+
+def _times(results: Results) -> Iterator[Picture]:
+    """Per group and dtype: times over the floor, where there is one; of a single operation, times and bandwidths."""
+    for group, dtype in results.groups:
+        panels = _by_direction(results, group, dtype, lambda m: m.timing is not None)
+        yield from _figure(
+            results, f"{group}-{dtype_label(dtype)}-time", f"{group}, {dtype_label(dtype)}: time", panels, _draw_times
+        )
+
+
+def _draw_times(axes: Axes, cells: Cells, look: Styles) -> None:
+    if len(cells) == 1 and is_of_operations(cells):
+        _time_bars(axes, next(iter(cells.values())), look)
+        return
+    unit = time_unit([m.steady.median_ms for cell in cells.values() for m in cell.values() if m.steady])
+    over_floor = any(FLOOR in cell for cell in cells.values())
+
+    def value(cell: Cell, provider: str) -> float | None:
+        floor, timing = (cell[p].steady if p in cell else None for p in (FLOOR, provider))
+        if timing is None or (over_floor and (floor is None or provider == FLOOR)):
+            return None
+        return timing.median_ms / floor.median_ms if over_floor and floor else timing.median_ms * unit.factor
+
+    _across(axes, cells, look, value, "{:.2f}" if over_floor else "{:.3g}")
+    if over_floor:
+        axes.axvline(1.0, color=_GREY, linewidth=2, label=look[FLOOR].label, zorder=0.5)
+    axes.set_xlabel(f"time {f'÷ {look[FLOOR].label}' if over_floor else f'in {unit.name}'} (lower is better)")
+
+
+def _time_bars(axes: Axes, cell: Cell, look: Styles) -> None:
+    """A bar per contender, the floor among them, with its time and bandwidth."""
+    timed = [(look[p], m, m.timing) for p in look if (m := cell.get(p)) and m.timing]
+    unit = time_unit([timing.median_ms for *_, timing in timed])
+    for at, (style, m, timing) in enumerate(reversed(timed)):
+        bars = axes.barh(at, timing.median_ms * unit.factor, color=style.color, hatch=style.hatch, edgecolor="white")
+        speed = f", {m.gigabytes_per_second:.0f} GB/s" if m.gigabytes_per_second else ""
+        noisy = " (noisy)" if timing.noisy else ""
+        text = f"{timing.median_ms * unit.factor:.3g} {unit.name}{speed}{noisy}"
+        axes.bar_label(bars, [text], padding=3, fontsize=9)
+    axes.set_yticks(range(len(timed)), [style.label for style, *_ in reversed(timed)])
+    axes.margins(x=0.3)
+    axes.set_xlabel(f"time in {unit.name} (lower is better)")
+    _tidy(axes)
 
 
 def _bandwidths(results: Results) -> Iterator[Picture]:
-    """Per verb: rows of dtypes, columns of directions and places. Operations of one shape are no sizes to go over."""
-    for group in _groups(results):
-        found = {
-            (dtype, _joined(direction, _place(results, at))): _only(
-                results.cells(group, dtype, direction, place), lambda m: m.gigabytes_per_second is not None
-            )
-            for dtype in _dtypes(results, group)
-            for direction in results.directions(group, dtype)
-            for at, place in enumerate(results.places)
-        }
-        found = {key: cells for key, cells in found.items() if len(cells) > 1 and not of_operations(cells)}
-        if found:
-            figure = plot_panels.draw(results, f"{group}, bandwidth", found, plot_kinds.bandwidth, (6, 3.6))
-            yield f"{group}-bandwidth", figure
+    """Per group: bytes per second over the length of a row. Operations of one shape have one length only."""
+    for group in dict.fromkeys(group for group, _ in results.groups):
+        panels: Panels = {}
+        for dtype in (dtype for name, dtype in results.groups if name == group):
+            for (place, direction), cells in _by_direction(results, group, dtype, _has_bandwidth).items():
+                panels[dtype_label(dtype), ", ".join(filter(None, (direction, place)))] = cells
+        panels = {key: cells for key, cells in panels.items() if _has_sizes(cells) and not is_of_operations(cells)}
+        yield from _figure(results, f"{group}-bandwidth", f"{group}: bandwidth", panels, _draw_bandwidth, height=3.4)
 
 
-def _floor_shares(results: Results) -> Iterator[Picture]:
-    """Per group: a map of each contender, in rows of places."""
-    for group in _groups(results):
-        found = {}
-        for at, place in enumerate(results.places):
-            columns = {
-                f"{dtype}\n{direction}": results.cells(group, dtype, direction, place)
-                for dtype in _dtypes(results, group)
-                for direction in results.directions(group, dtype)
-            }
-            columns = {name: cells for name, cells in columns.items() if any(FLOOR in cell for cell in cells.values())}
-            for provider in results.providers:
-                if provider != FLOOR and any(provider in cell for cells in columns.values() for cell in cells.values()):
-                    found[_place(results, at), shown(provider)] = (provider, columns)
-        rows = max((len(cells) for _, columns in found.values() for cells in columns.values()), default=0)
-        if rows > 1:
-            width = 2.2 + 0.85 * max(len(columns) for _, columns in found.values())
-            size = (width, 0.7 + 0.24 * rows)
-            what = f"{group}, % of the floor's speed"
-            yield f"{group}-floor", plot_panels.draw(results, what, found, plot_kinds.floor_shares, size)
+def _has_sizes(cells: Cells) -> bool:
+    return len({(m.rows, m.cols) for cell in cells.values() for m in cell.values()}) > 1
 
 
-def _rooflines(results: Results) -> Iterator[Picture]:
-    """Everything of a run, if of several sizes: rows of places, columns of directions."""
-    found: dict[tuple[str, str], list[Measurement]] = {}
-    for at, place in enumerate(results.places):
-        for m in results.measurements:
-            if m.place == place and m.gigabytes_per_second:
-                found.setdefault((_place(results, at), m.direction), []).append(m)
-    sizes = {key: {m.bytes_moved for m in several if m.provider == FLOOR} for key, several in found.items()}
-    found = {key: several for key, several in found.items() if len(sizes[key]) > 1}
-    if found:
-        yield "roofline", plot_panels.draw(results, "bandwidth under the roof", found, plot_kinds.roofline, (6, 4.2))
+def _has_bandwidth(m: Measurement) -> bool:
+    return m.gigabytes_per_second is not None and m.steady is not None
+
+
+def _draw_bandwidth(axes: Axes, cells: Cells, look: Styles) -> None:
+    some = [next(iter(cell.values())) for cell in cells.values()]
+    by_length = len({m.cols for m in some}) == len(some)
+    for provider, style in look.items():
+        mine = [cell[provider] for cell in cells.values() if provider in cell]
+        points = sorted((m.cols if by_length else (m.bytes_moved or 0) / 1e6, m.gigabytes_per_second) for m in mine)
+        if points:
+            distinct = len({x for x, _ in points}) == len(points)
+            line = "none" if not distinct else "dashed" if provider == FLOOR else "solid"
+            shape: dict[str, Any] = {"linestyle": line, "linewidth": 1.2, "marker": style.marker, "markersize": 5}
+            axes.plot(*zip(*points, strict=True), color=style.color, label=style.label, **shape)
+    axes.set_xscale("log", base=2)
+    if by_length:
+        powers = [m.cols for m in some if m.cols & (m.cols - 1) == 0]
+        axes.set_xticks(powers if len(powers) > 1 else [m.cols for m in some])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.tick_params(axis="x", labelrotation=45, labelsize=8)
+    rows = {m.rows for m in some}
+    axes.set_xlabel("row length N" + (f", {rows.pop()} rows" if len(rows) == 1 else "") if by_length else "MB per call")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("GB/s (higher is better)")
+    _tidy(axes, "y")
 
 
 def _memory(results: Results) -> Iterator[Picture]:
-    """Per group: rows of dtypes, columns of devices. Neither the number of threads nor the direction changes them."""
-    devices = {place.device: place for place in results.places}
-    for group in _groups(results):
-        found = {
-            (dtype, device if len(devices) > 1 else ""): _only(
-                results.cells(group, dtype, None, place), lambda m: m.training_memory_bytes is not None
-            )
-            for dtype in _dtypes(results, group)
-            for device, place in devices.items()
-        }
-        found = {key: cells for key, cells in found.items() if cells}
-        if found:
-            size = plot_panels.cell_size(found)
-            figure = plot_panels.draw(results, f"{group}, memory", found, plot_kinds.memory, size)
-            yield f"{group}-memory", figure
+    """Per group and dtype: peaks of a training step as bars, and as diamonds what autograd saved of them."""
+    devices = {place.device: place for place in results.places}  # the number of threads changes no bytes
+    for group, dtype in results.groups:
+        panels: Panels = {}
+        for device, place in devices.items():
+            cells = results.cells(group, dtype, None, place)
+            cells = {
+                label: {p: m for p, m in cell.items() if m.training_memory_bytes is not None}
+                for label, cell in cells.items()
+            }
+            panels[device if len(devices) > 1 else "", ""] = {label: cell for label, cell in cells.items() if cell}
+        what = f"{group}, {dtype_label(dtype)}: memory of a training step"
+        yield from _figure(results, f"{group}-{dtype_label(dtype)}-memory", what, panels, _draw_memory)
+
+
+def _draw_memory(axes: Axes, cells: Cells, look: Styles) -> None:
+    unit = bytes_unit([m.training_memory_bytes or 0 for cell in cells.values() for m in cell.values()])
+
+    def peak(cell: Cell, provider: str) -> float | None:
+        num_bytes = cell[provider].training_memory_bytes if provider in cell else None
+        return None if num_bytes is None else num_bytes * unit.factor
+
+    where = _across(axes, cells, look, peak, "{:.3g} " + unit.name)
+    for (label, provider), at in where.items():
+        if (num_bytes := cells[label][provider].saved_bytes) is not None:
+            shape: dict[str, Any] = {"marker": "D", "markersize": 4, "linestyle": "none", "zorder": 3, "color": "white"}
+            edge = look[provider].color if len(cells) > _MANY else "black"
+            saved = axes.plot(num_bytes * unit.factor, at, markeredgecolor=edge, **shape)
+            if axes.get_legend_handles_labels()[1].count(_SAVED) == 0:
+                saved[0].set_label(_SAVED)
+    axes.set_xlabel(f"peak of a training step in {unit.name} (lower is better)")
 
 
 KINDS: dict[PlotKind, Callable[[Results], Iterator[Picture]]] = {
+    "speedup": _speedups,
     "time": _times,
     "bandwidth": _bandwidths,
-    "speedup": _speedups,
-    "floor": _floor_shares,
-    "roofline": _rooflines,
     "memory": _memory,
 }
 
 
-def _groups(results: Results) -> list[str]:
-    return list(dict.fromkeys(group for group, _ in results.groups))
+@dataclass(frozen=True)
+class Style:
+    """How a contender is drawn, and what the legend calls it."""
+
+    color: str
+    marker: str
+    hatch: str
+    label: str
 
 
-def _dtypes(results: Results, group: str) -> list[str]:
-    return [dtype for name, dtype in results.groups if name == group]
+Styles = Mapping[str, Style]  # by provider
 
 
-def _place(results: Results, index: int) -> str:
-    """What a place is called in titles: nothing where there is only one."""
-    return str(results.places[index]) if len(results.places) > 1 else ""
+def styles(results: Results) -> dict[str, Style]:
+    """One style per contender, the same in all pictures of a run."""
+    mine, peers = iter(_OURS), iter(_PEERS)
+    floor = results.name_of_floor
+    found = {FLOOR: Style(_GREY, ".", "", floor)} if FLOOR in results.providers else {}
+    contenders = (provider for provider in results.providers if provider != FLOOR)
+    for marker, hatch, provider in zip(cycle(_MARKERS), cycle(_HATCHES), contenders, strict=False):
+        colors = mine if provider.startswith(OURS) else peers
+        color = _ORANGE if provider == REFERENCE else next(colors, _GREY)
+        found[provider] = Style(color, marker, hatch, shown(provider))
+    return found
 
 
-def _joined(*names: str) -> str:
-    return ", ".join(name for name in names if name)
+@contextmanager
+def _without_formulas() -> Iterator[None]:
+    """Within, a dollar sign in a text is a dollar sign: a name is no formula."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
 
 
-def _only(cells: Cells, wanted: Callable[[Measurement], bool]) -> Cells:
-    """The cells with what is wanted of them, without those that are then empty."""
-    left = {label: {p: m for p, m in cell.items() if wanted(m)} for label, cell in cells.items()}
-    return {label: cell for label, cell in left.items() if cell}
+@_without_formulas()
+def _draw(
+    results: Results, what: str, panels: Panels, draw: Callable[[Axes, Cells, Styles], None], height: float | None
+) -> Figure:
+    # A figure of its own, unlike one of pyplot, needs no display and leaves no global state.
+    from matplotlib.figure import Figure
+
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+    tall = height or 0.9 + (0.24 if _are_dots(panels) else 0.42) * max(map(len, panels.values()))
+    size = min(_MAX_WIDTH, max(8, 2.5 + 3.6 * len(columns))), min(_MAX_HEIGHT, 1.3 + tall * len(rows))
+    figure = Figure(figsize=size, layout="constrained", dpi=110)
+    # One scale for all panels, so that lengths can be compared across them.
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=height is None, sharey=height is None)
+    look = styles(results)
+    for (row, column), cells in panels.items():
+        panel = axes[rows.index(row), columns.index(column)]
+        draw(panel, cells, look)
+        panel.set_title(", ".join(filter(None, (row, column))), fontsize=10, loc="left")
+    for at, panel in enumerate(axes.flat):
+        panel.set_visible((rows[at // len(columns)], columns[at % len(columns)]) in panels)
+    labelled = [panel.get_legend_handles_labels() for panel in axes.flat]
+    legend = {label: handle for handles, labels in labelled for handle, label in zip(handles, labels, strict=True)}
+    if legend:
+        figure.legend(handles=[*legend.values()], loc="outside lower center", ncols=min(6, len(legend)), frameon=False)
+    noted = f"{results.title}: {what}\n{results.provenance}"
+    figure.suptitle(noted, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return figure
+
+
+def _figure(
+    results: Results,
+    name: str,
+    what: str,
+    panels: Panels,
+    draw: Callable[[Axes, Cells, Styles], None],
+    height: float | None = None,
+) -> Iterator[Picture]:
+    """A figure of the panels that show something, with one legend; `height` is that of panels without categories."""
+    panels = {key: cells for key, cells in panels.items() if cells}
+    if panels:
+        yield name, _draw(results, what, panels, draw, height)
+
+
+def _by_direction(results: Results, group: str, dtype: str, wanted: Callable[[Measurement], bool]) -> Panels:
+    """Rows of places, columns of directions; a single place needs no title."""
+    found: Panels = {}
+    for place in results.places:
+        for direction in results.directions(group, dtype):
+            cells = results.cells(group, dtype, direction, place)
+            kept = {label: {p: m for p, m in cell.items() if wanted(m)} for label, cell in cells.items()}
+            title = str(place) if len(results.places) > 1 else ""
+            found[title, direction] = {label: cell for label, cell in kept.items() if cell}
+    return found
+
+
+def _are_dots(panels: Panels) -> bool:
+    return max(map(len, panels.values())) > _MANY
+
+
+def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) -> dict[tuple[str, str], float]:
+    """Draw a row per cell, downwards, with a bar per contender, or dots where there are many rows; their heights."""
+    dots = len(cells) > _MANY
+    found = {p: {label: value(cell, p) for label, cell in cells.items() if p in cell} for p in look}
+    found = {p: values for p, values in found.items() if any(x is not None for x in values.values())}
+    thickness, middle = 0.8 / max(1, len(found)), (len(found) - 1) / 2
+    where: dict[tuple[str, str], float] = {}
+    for index, (provider, values) in enumerate(found.items()):
+        rows = {label: at + (0 if dots else (index - middle) * thickness) for at, label in enumerate(cells)}
+        points = [(rows[label], x) for label, x in values.items() if x is not None]
+        where |= {(label, provider): rows[label] for label, x in values.items() if x is not None}
+        ys, xs = zip(*points, strict=True)
+        style = look[provider]
+        if dots:
+            shape: dict[str, Any] = {"linestyle": "none", "marker": style.marker, "markersize": 5}
+            shape["zorder"] = 3 if provider.startswith(OURS) else 2
+            axes.plot(xs, ys, color=style.color, label=style.label, **shape)
+        else:
+            shape = {"height": thickness, "hatch": style.hatch, "edgecolor": "white", "linewidth": 0.3}
+            bars = axes.barh(ys, xs, color=style.color, label=style.label, **shape)
+            axes.bar_label(bars, [text.format(x) for x in xs], padding=3, fontsize=7)
+            _note(axes, [rows[label] for label, x in values.items() if x is None])
+    drawn = {label for label, _ in where}
+    _note(axes, [at for at, label in enumerate(cells) if label not in drawn and (dots or not found)])
+    numbers = [x for values in found.values() for x in values.values() if x is not None]
+    if dots and numbers and min(numbers) > 0 and max(numbers) > _WIDE_RANGE * min(numbers):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.margins(x=0.16)
+    axes.set_yticks(range(len(cells)), row_names(cells), fontsize=8)
+    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.label_outer()
+    _tidy(axes)
+    return where
+
+
+def _note(axes: Axes, rows: Iterable[float]) -> None:
+    """Say at these heights that nothing is drawn because times vary too much."""
+    for at in rows:
+        axes.text(0.01, at, "noisy", transform=axes.get_yaxis_transform(), va="center", fontsize=7, color="#555555")
+
+
+def row_names(cells: Cells) -> list[str]:
+    """What the cells are called, with their sizes where those are not the name."""
+    names = []
+    for label, cell in cells.items():
+        m = next(iter(cell.values()))
+        size = f"{m.rows}×{m.cols}"
+        # A shape given by the user is its own name, and that of an operation stands in the title.
+        names.append(label if m.operation else size if label == size.replace("×", "x") else f"{label}, {size}")
+    return names
+
+
+def _tidy(axes: Axes, axis: Any = "x") -> None:
+    """Faint lines behind what is shown, and no frame."""
+    axes.grid(axis=axis, linewidth=0.4, alpha=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -73,21 +73,9 @@ class Provider:
 
     def _prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
         function, inputs = self.function(workload), self.accepted(workload, inputs)
-        if direction == "forward":
-            detached = (None if t is None else t.detach() for t in inputs.arguments.values())
-            convert = self.convert or (lambda t: t)
-            return partial(function, *(None if t is None else convert(t) for t in detached))
-        if not self.differentiable:
+        if direction != "forward" and not self.differentiable:
             raise NotImplementedError(f"{self.name} has no backward pass")
-        if direction == "backward":
-            results = inputs.call(function)
-            return partial(inputs.gradients, results, retain_graph=True)
-
-        def forward_and_backward() -> tuple[Tensor, ...]:
-            results = inputs.call(function)
-            return (*results, *inputs.gradients(results))
-
-        return forward_and_backward
+        return call_of(function, direction, inputs, self.convert)
 
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
         """The results and the gradients by name, to be judged; of a provider without backward the results."""
@@ -119,6 +107,24 @@ class Provider:
         if workload.verb not in self.f32_weights:
             return inputs
         return inputs.map(lambda name, t: t.float() if name in ("weight", "bias") else t)
+
+
+def call_of(
+    function: Function, direction: Direction, inputs: Inputs, convert: Callable[[Tensor], object] | None = None
+) -> Call:
+    """A call that does the work of `direction`; forward alone is the inference path, of converted arguments."""
+    if direction == "forward":
+        detached = (None if t is None else t.detach() for t in inputs.arguments.values())
+        return partial(function, *(t if t is None or convert is None else convert(t) for t in detached))
+    if direction == "backward":
+        results = inputs.call(function)
+        return partial(inputs.gradients, results, retain_graph=True)
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        results = inputs.call(function)
+        return (*results, *inputs.gradients(results))
+
+    return forward_and_backward
 
 
 def pytorch() -> Provider:

@@ -27,7 +27,6 @@ from kernel_fusion.bench.workloads import DIRECTIONS, Workload
 from kernel_fusion.testing.oracle import Comparison
 
 Record = dict[str, str | int | float | None]
-Cell = tuple[str, str, str | None, str, str | None, str, str]
 REFERENCE, FLOOR, OURS, COMPILED, BASELINE = "pytorch", "floor", "kf-", "torch.compile", "portable"
 # Noise begins far before this many digits.
 _DIGITS = 6
@@ -35,6 +34,8 @@ _DIGITS = 6
 _LARGEST_FILE = 200_000_000
 # Two such parts of a file's name stay below the 255 bytes that file systems take.
 _LONGEST_PART = 100
+ABOUT = ("machine", "versions", "peers", "method")  # the parts of `Results.about` that have facts by name
+_NAMED = ("kernel_fusion", "torch", "triton", "gpu_driver")  # the versions that pictures show
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Measurement:
     excesses: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> tuple[str | None, ...]:
         """What contenders of the same cell share."""
         what = self.configuration, self.verb, self.operation, self.dtype, self.weight_dtype, self.direction
         return *what, str(self.place)
@@ -95,6 +96,11 @@ class Measurement:
         return self.configuration if self.operation is None else self.operation
 
     @property
+    def steady(self) -> Timing | None:
+        """The time, where it was measured and does not vary too much."""
+        return None if self.timing is None or self.timing.noisy else self.timing
+
+    @property
     def inaccurate(self) -> bool:
         """Whether some result was beyond its error budget."""
         return any(excess > 1 for excess in self.excesses.values())
@@ -103,6 +109,20 @@ class Measurement:
     def gigabytes_per_second(self) -> float | None:
         """The bandwidth, where bytes and time are known."""
         return self.bytes_moved / self.timing.median_ms / 1e6 if self.bytes_moved and self.timing else None
+
+
+Cell = dict[str, Measurement]  # by provider
+Cells = dict[str, Cell]  # by label
+
+
+def measured(cells: Cells) -> list[Measurement]:
+    """Everything that the cells hold."""
+    return [m for cell in cells.values() for m in cell.values()]
+
+
+def is_of_operations(cells: Cells) -> bool:
+    """Whether the cells are operations of one shape."""
+    return any(m.operation for m in measured(cells))
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,21 @@ class Results:
         return str(facts.get("gpu", facts["cpu"]))
 
     @property
+    def provenance(self) -> str:
+        """Machine, versions and date, in a line for pictures and reports."""
+        named = [f"{name} {self.about['versions'][name]}" for name in _NAMED if name in self.about["versions"]]
+        noisy = sum(m.timing is not None and m.timing.noisy for m in self.measurements)
+        notes = ["quick run"] * self.quick + ["INTERRUPTED"] * self.interrupted
+        notes += [f"{noisy} noisy times left out"] if noisy else []
+        return " · ".join([self.hardware, *named, self.about["date"][:10], *notes])
+
+    @property
+    def name_of_floor(self) -> str:
+        """On a CPU, whose caches make ours faster than it now and then, the floor is only a comparison."""
+        on_gpu = any(m.device.startswith("cuda") for m in self.measurements)
+        return FLOOR if on_gpu else "PyTorch's copy"
+
+    @property
     def providers(self) -> list[str]:
         """The contenders in order: the floor, ours, PyTorch, other peers."""
         names = dict.fromkeys(m.provider for m in self.measurements)
@@ -167,11 +202,9 @@ class Results:
         """Those measured of a group, in order."""
         return list(dict.fromkeys(m.direction for m in self.measurements if (m.group, m.dtype) == (group, dtype)))
 
-    def cells(
-        self, group: str, dtype: str, direction: str | None = None, place: Place | None = None
-    ) -> dict[str, dict[str, Measurement]]:
+    def cells(self, group: str, dtype: str, direction: str | None = None, place: Place | None = None) -> Cells:
         """Label to provider to measurement; of several directions or places, the last one measured."""
-        cells: dict[str, dict[str, Measurement]] = {}
+        cells: Cells = {}
         for m in self.measurements:
             if (m.group, m.dtype) == (group, dtype) and direction in (None, m.direction) and place in (None, m.place):
                 cells.setdefault(m.label, {})[m.provider] = m

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, tables, timing
+from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, summary, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
 from kernel_fusion.bench.suites import Kind, Suite
 from kernel_fusion.bench.timing import Outcomes, Setup, Timing
+from kernel_fusion.bench.units import dtype_label
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
 from kernel_fusion.core.spec import dtype_name
 
@@ -68,13 +69,13 @@ def run_suite(
     found = results.start(suite, devices, command, quick, method, dict(peers or {}))
     with contextlib.suppress(KeyboardInterrupt):
         for finished, (setup, workload) in enumerate(jobs):
-            about = f"{setup.place}, {workload.verb} {dtype_name(workload.dtype)}"
+            about = f"{setup.place}, {workload.verb} {dtype_label(dtype_name(workload.dtype))}"
             for done in run(found, suite.kind, workload, setup):
                 report(finished, len(jobs), f"{about} {done}")
             report(finished + 1, len(jobs), about)
             found.write_json(folder)
         found.interrupted = False
-    paths = [*found.write(folder), tables.write_markdown(found, folder)]
+    paths = [*found.write(folder), summary.write_markdown(found, folder)]
     return found, paths if plot.missing() else [*paths, *plot.plot(found, folder, suite.plots)]
 
 
@@ -139,7 +140,10 @@ def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Itera
 def time_direction(
     workload: Workload, direction: Direction, contenders: Sequence[Contender], sets: Sequence[Inputs], setup: Setup
 ) -> Outcomes:
-    """Time the contenders against each other in one direction; on a GPU over all sets of inputs, else on the first."""
+    """Time the contenders against each other in one direction; on a GPU over all sets of inputs, else on the first.
+
+    Where a time is noisy, all are timed once more.
+    """
     known: Outcomes = {}
     if (ms := floor.computed_ms(direction, workload, setup.device)) is not None:
         known = {Floor().name: Timing(ms, ms, ms, 0, 0)}
@@ -151,9 +155,9 @@ def time_direction(
     if setup.device.type == "cuda":  # pragma: gpu
         calls = {c.name: partial(prepare, c) for c in contenders}
         launched = [c.name for c in contenders if isinstance(c, Provider) and not c.in_graphs]
-        return known | timing.time_cuda(calls, setup.effort, setup.device, launched)
+        return known | timing.steadied(lambda: timing.time_cuda(calls, setup.effort, setup.device, launched))
     single = {c.name: partial(c.prepare, direction, workload, sets[0]) for c in contenders}
-    return known | _time_calls(single, direction, setup)
+    return known | timing.steadied(lambda: _time_calls(single, direction, setup))
 
 
 def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, setup: Setup) -> Outcomes:

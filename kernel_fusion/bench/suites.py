@@ -22,7 +22,7 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
 
 Kind = Literal["kernels", "host", "memory"]
-PlotKind = Literal["time", "bandwidth", "speedup", "floor", "roofline", "memory"]
+PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
@@ -117,6 +117,7 @@ class Suite:
     Attributes:
         name: what the command line calls it.
         title: what tables and plots call it.
+        about: what it is for, in a sentence.
         kind: what is measured of each workload.
         parts: what is measured.
         dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
@@ -141,9 +142,10 @@ class Suite:
     peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = ()
     backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    plots: tuple[PlotKind, ...] = ("time",)
+    plots: tuple[PlotKind, ...] = ("speedup", "time")
     single_thread: bool = False
     settles_memory: bool = False
+    about: str = ""
 
     @property
     def verbs(self) -> tuple[str, ...]:
@@ -267,11 +269,11 @@ def _fixed(*sizes: tuple[int, ...]) -> Shapes:
     return _always([_plain(*s) for s in sizes])
 
 
-def _norms(name: str, title: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
+def _norms(name: str, title: str, about: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
     """A suite of bare norms."""
     host = kind == "host"
     dtypes, quick_dtypes = (_HOST_DTYPES, _HOST_DTYPES) if host else (_DTYPES, _QUICK_DTYPES)
-    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1])
+    return Suite(name, title, kind, (Norms(shapes),), dtypes, quick_dtypes, quick_verbs=NORMS[:1], about=about)
 
 
 def _cpu() -> Suite:
@@ -289,6 +291,7 @@ def _cpu() -> Suite:
         quick_peers=("portable",),
         single_thread=True,
         settles_memory=True,
+        about="norms of nine shapes with one thread and with all, beside a build without vector instructions",
     )
 
 
@@ -306,8 +309,9 @@ def _sweep_suite() -> Suite:
         directions=("forward", "backward"),
         peers=("torch.compile",),
         backends=ALL_BACKENDS,
-        plots=("bandwidth", "speedup"),
+        plots=("speedup", "bandwidth"),
         settles_memory=True,
+        about="bandwidth of norms over row lengths from 256 to 32768, by every backend of ours",
     )
 
 
@@ -325,6 +329,7 @@ def _fused_ops() -> Suite:
         quick_parts=(Operations(plain, _fixed((2048, 2048))), batches),
         directions=("forward", "backward"),
         peers=("torch.compile",),
+        about="every verb with its variants at 2048x2048 and 8192x8192, against chains of PyTorch's calls",
     )
 
 
@@ -336,7 +341,10 @@ def _memory() -> Suite:
         Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
-    return Suite("memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",))
+    about = "bytes saved for backward and peak of a training step, of every verb and of a transformer block"
+    return Suite(
+        "memory", "Memory in training", "memory", parts, _DTYPES, _QUICK_DTYPES, plots=("memory",), about=about
+    )
 
 
 _RELU_LAYER_NORM = Suite(
@@ -348,17 +356,26 @@ _RELU_LAYER_NORM = Suite(
     _FP32_ONLY,
     directions=("forward",),
     peers=("cupy",),
+    plots=("time",),
+    about="LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
 )
 
 SUITES = {
     suite.name: suite
     for suite in (
-        _norms("models", "Eleven transformer models", _always([Shape(name, sizes) for name, sizes in _MODELS.items()])),
-        _norms("large", "Large inputs", _fixed(*_LARGE)),
-        _norms("odd", "Odd row lengths and strides", _odd),
-        _norms("few-rows", "Few rows, and many short ones", _fixed(*_FEW_ROWS)),
+        _norms(
+            "models",
+            "Eleven transformer models",
+            "norms at the sizes of eleven models, BERT-Base to GPT-3 175B",
+            _always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
+        ),
+        _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", _fixed(*_LARGE)),
+        _norms("odd", "Odd row lengths and strides", "norms whose rows no vector divides or aligns with", _odd),
+        _norms(
+            "few-rows", "Few rows, and many short ones", "norms of 4 to 512 rows, and of a million", _fixed(*_FEW_ROWS)
+        ),
         _sweep_suite(),
-        _norms("host", "Host time per call", _host, "host"),
+        _norms("host", "Host time per call", "what a call costs before the device has done anything", _host, "host"),
         _cpu(),
         _fused_ops(),
         _RELU_LAYER_NORM,

@@ -1,42 +1,40 @@
-"""Tables of results: which there are, what their rows are, and all as Markdown; `table_columns` has what is in them.
+"""Tables of results: one short table per verb and dtype for the terminal, all of them for the files.
 
-A single operation makes a table of its contenders, several cells one of cells. Where places differ, each has tables of
-its own, and times stand side by side in one more.
+A single operation has a table with a row per contender, everything else has tables with a row per cell. Each place has
+tables of its own; PyTorch's and our times in all places stand side by side in one more. A ratio of times that vary too
+much is marked and no part of a mean.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from kernel_fusion.bench.results import FLOOR, OURS, REFERENCE, Measurement, Results
-from kernel_fusion.bench.table_columns import (
-    INACCURATE,
+from kernel_fusion.bench.results import (
+    BASELINE,
+    COMPILED,
+    FLOOR,
+    OURS,
+    REFERENCE,
     Cell,
-    Value,
-    all_of,
-    bandwidth_columns,
-    error_columns,
-    improvement,
-    median,
-    megabytes,
-    memory_columns,
-    of_operations,
-    page_columns,
-    shown,
-    spread_columns,
-    time_columns,
-    time_ratio,
-    time_unit,
+    Cells,
+    Measurement,
+    Results,
+    is_of_operations,
+    measured,
 )
 from kernel_fusion.bench.timing import Place
+from kernel_fusion.bench.units import Unit, dtype_label, megabytes, number, shown, time_unit
 
+MARKS = {"*": "less accurate than ours must be", "~": "quartiles wider than a quarter of the median, measured twice"}
+INACCURATE, NOISY = MARKS
 _MISSING = "–"
-# The parts of `Results.about` that have facts by name.
-ABOUT = ("machine", "versions", "peers", "method")
+_BYTES = {"saved": "saved_bytes", "training": "training_memory_bytes"}  # fields of `Measurement`
+
+# Numbers are ratios, of which the last row has the geometric mean.
+Value = Callable[[Cell], "str | float | None"]
+Columns = dict[str, Value]  # by title
 
 
 @dataclass(frozen=True)
@@ -49,97 +47,60 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Per verb (of operations: per shape) and dtype tables of times for each direction, and of errors and memory."""
+    """Every table of the files: times, bandwidths, spread and page faults by direction; errors; memory."""
     made: list[Table | None] = []
     for group, dtype in results.groups:
-        what = f"{group}, {dtype}"
+        what = f"{group}, {dtype_label(dtype)}"
         for direction in results.directions(group, dtype):
             at = {place: results.cells(group, dtype, direction, place) for place in results.places}
-            made += [
-                table
-                for place, cells in at.items()
-                if cells
-                for table in _time_tables(results, f"{what}, {direction}{_at(results, place)}", cells)
-            ]
+            for place, cells in at.items():
+                made += _tables_of_times(results, f"{what}, {direction}{_at(results, place)}", cells)
             made.append(_side_by_side(results, f"{what}, {direction}, side by side", at))
-        # Neither depends on the number of threads.
-        devices = {place.device: place for place in results.places}
+        devices = {place.device: place for place in results.places}  # threads change neither errors nor bytes
         for device, place in devices.items():
             cells = results.cells(group, dtype, None, place)
             about = what if len(devices) == 1 else f"{what}, {device}"
-            made.append(_table(results, f"{about}, largest errors", cells, error_columns(results, cells)))
-            made.append(_table(results, f"{about}, memory", cells, memory_columns(results, cells)))
+            made.append(_table(results, f"{about}, largest errors", cells, _error_columns(results, cells)))
+            made.append(_table(results, f"{about}, memory", cells, _memory_columns(results, cells)))
     return [table for table in made if table is not None]
 
 
-def _at(results: Results, place: Place) -> str:
-    """The place for a title, where there are several."""
-    return f", {place}" if len(results.places) > 1 else ""
+def short_tables(results: Results) -> Iterator[Table]:
+    """What a terminal shows: our times and speed-ups in all directions, or memory where nothing was timed."""
+    for group, dtype in results.groups:
+        for place in results.places:
+            what = f"{group}, {dtype_label(dtype)}{_at(results, place)}"
+            at = {d: results.cells(group, dtype, d, place) for d in results.directions(group, dtype)}
+            if any(map(_is_single_operation, at.values())):
+                yield from (_table_of_contenders(results, f"{what}, {d}", *c.values()) for d, c in at.items())
+            elif table := _short_table(results, what, at):
+                yield table
 
 
-def _time_tables(results: Results, what: str, cells: dict[str, Cell]) -> list[Table | None]:
-    """Those of one group, dtype, direction and place."""
-    if len(cells) == 1 and of_operations(cells) and any(m.timing for m in all_of(cells)):
-        return [_contender_table(results, what, *cells.values())]
-    return [
-        _table(results, what, cells, time_columns(results, cells)),
-        _table(results, f"{what}, bandwidth", cells, bandwidth_columns(results, cells)),
-        _table(results, f"{what}, spread", cells, spread_columns(results, cells)),
-        _table(results, f"{what}, page faults", cells, page_columns(results, cells)),
-    ]
-
-
-def _side_by_side(results: Results, what: str, at: dict[Place, dict[str, Cell]]) -> Table | None:
-    """PyTorch's and our times in every place, and the improvement on PyTorch there; None for a single place."""
-    compared = [p for p in results.providers if p == REFERENCE or p.startswith(OURS)]
-    merged: dict[str, Cell] = {}
-    columns: dict[str, Value] = {}
-    for place, cells in at.items():
+def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | None:
+    ours = [p for p in results.providers if p.startswith(OURS)]
+    mine = [m for cells in at.values() for m in measured(cells) if m.provider in ours and m.timing]
+    unit, columns = _unit_of(mine), Columns()
+    merged: Cells = {}
+    for direction, cells in at.items():
         for label, cell in cells.items():
-            times = {_key(p, place): cell[p] for p in compared if p in cell and cell[p].timing}
-            merged.setdefault(label, {}).update(times)
-    merged = {label: cell for label, cell in merged.items() if cell}
-    if len({m.place for m in all_of(merged)}) < 2:
-        return None
-    scale, unit = time_unit(all_of(merged))
-
-    def add_time(provider: str, key: str, place: Place) -> None:
-        columns[f"{shown(provider)} {unit}, {place}"] = lambda cell: median(cell.get(key), scale)
-
-    for place in at:
-        here = [p for p in compared if any(_key(p, place) in cell for cell in merged.values())]
-        for provider in sorted(here, key=lambda p: p != REFERENCE):
-            add_time(provider, _key(provider, place), place)
-            if provider != REFERENCE:
-                title = f"{provider}, improvement, {place}"
-                columns[title] = improvement(_key(REFERENCE, place), _key(provider, place))
-    return _table(results, what, merged, columns)
-
-
-def _key(provider: str, place: Place) -> str:
-    """What a provider is called in a cell of several places."""
-    return f"{provider}, {place}"
-
-
-def write_markdown(results: Results, folder: Path) -> Path:
-    """Write all tables, with where and how they came about and what was not measured; the path."""
-    lines = heading(results.title, results.about, results.interrupted)
-    if any(m.inaccurate for m in results.measurements):
-        lines += [f"- {INACCURATE} after a time: less accurate than ours must be"]
-    for table in tables(results):
-        lines += markdown(table)
-    lines += ["", "## Not measured", "", *(f"- {failure}" for failure in results.failures)] if results.failures else []
-    path = folder / f"{results.stem}.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def heading(title: str, about: Mapping[str, Any], interrupted: bool = False) -> list[str]:
-    """The lines that say what follows, and where and how it came about."""
-    lines = [f"# {title}", "", f"`{about['command']}`, {about['date']}", ""]
-    if interrupted:
-        lines += ["Interrupted: what was measured until then.", ""]
-    return lines + [f"- {key}: {value}" for part in ABOUT for key, value in about[part].items()]
+            # Contenders of all directions in one cell, told apart by the direction.
+            merged.setdefault(label, {}).update({f"{direction} {p}": m for p, m in cell.items()})
+        for provider in ours:
+            name = (f"{provider}\n" if len(ours) > 1 else "") + direction.replace("+", "+\n")
+            own, theirs = f"{direction} {provider}", f"{direction} {REFERENCE}"
+            if mine:
+                columns[f"{name}\n{unit.name}"] = _time(own, unit)
+                columns[f"{name}\n× PyTorch"] = _ratio([theirs], [own])
+                continue
+            for fact, field in _BYTES.items():
+                columns[f"{fact}\nMB"] = _megabytes(own, field)
+                columns[f"{fact}\n÷ PyTorch"] = _ratio_of_bytes(own, theirs, field)
+    whole = _table(results, what, merged, columns)
+    if whole is None or len(whole.columns) == len(columns) + 1:
+        return whole
+    # A name says the sizes, and 80 columns are few.
+    return Table(whole.title, (whole.columns[0], *whole.columns[2:]), tuple((r[0], *r[2:]) for r in whole.rows))
 
 
 def markdown(table: Table) -> list[str]:
@@ -149,8 +110,192 @@ def markdown(table: Table) -> list[str]:
     return lines + [_markdown_row(row) for row in table.rows]
 
 
-def _table(results: Results, what: str, cells: dict[str, Cell], columns: dict[str, Value]) -> Table | None:
-    """One row per configuration and one with the geometric means of the ratios; None without columns or rows."""
+def _at(results: Results, place: Place) -> str:
+    """The place for a title, where there are several."""
+    return f", {place}" if len(results.places) > 1 else ""
+
+
+def _is_single_operation(cells: Cells) -> bool:
+    return len(cells) == 1 and is_of_operations(cells) and any(m.timing for m in measured(cells))
+
+
+def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | None]:
+    """Those of one group, dtype, direction and place."""
+    if _is_single_operation(cells):
+        return [_table_of_contenders(results, what, *cells.values())]
+    return [
+        _table(results, what, cells, _time_columns(results, cells)),
+        _table(results, f"{what}, bandwidth", cells, _bandwidth_columns(results, cells)),
+        _table(results, f"{what}, spread", cells, _spread_columns(results, cells)),
+        _table(results, f"{what}, page faults", cells, _page_columns(results, cells)),
+    ]
+
+
+def _side_by_side(results: Results, what: str, at: dict[Place, Cells]) -> Table | None:
+    """PyTorch's and our times in every place, and the improvement on PyTorch there; None for a single place."""
+    merged: Cells = {}
+    for place, cells in at.items():
+        for label, cell in cells.items():
+            compared = (p for p in cell if p == REFERENCE or p.startswith(OURS))
+            merged.setdefault(label, {}).update({f"{p}, {place}": cell[p] for p in compared if cell[p].timing})
+    found = {(m.place, m.provider): key for cell in merged.values() for key, m in cell.items()}
+    if len({place for place, _ in found}) < 2:
+        return None
+    unit, columns = _unit_of(measured(merged)), Columns()
+    order = list(at)
+    for (place, provider), key in sorted(found.items(), key=lambda f: (order.index(f[0][0]), f[0][1] != REFERENCE)):
+        columns[f"{shown(provider)} {unit.name}, {place}"] = _time(key, unit)
+        if provider != REFERENCE:
+            columns[f"{provider}, improvement, {place}"] = _share_saved(f"{REFERENCE}, {place}", key)
+    return _table(results, what, {label: cell for label, cell in merged.items() if cell}, columns)
+
+
+def _time_columns(results: Results, cells: Cells) -> Columns:
+    """Floor, ours, PyTorch and peers, as far as they were timed, and how they compare."""
+    providers = [p for p in results.providers if any(m.provider == p and m.timing for m in measured(cells))]
+    mine = [p for p in providers if p.startswith(OURS)]
+    peers = [p for p in providers if p not in (FLOOR, BASELINE, *mine)]
+    floor, unit, columns = results.name_of_floor, _unit_of(measured(cells)), Columns()
+    for provider in [p for p in providers if p not in peers and p != BASELINE] + peers:
+        columns[f"{floor if provider == FLOOR else shown(provider)} {unit.name}"] = _time(provider, unit)
+        if provider in mine and FLOOR in providers:
+            columns[f"{provider} ÷ {floor}"] = _ratio([provider], [FLOOR])
+        for ours in mine if provider == REFERENCE else ():
+            columns["speedup" if len(mine) == 1 else f"{ours} speedup"] = _ratio([REFERENCE], [ours])
+        for ours in mine if provider == COMPILED and is_of_operations(cells) else ():
+            columns[f"{ours} over {COMPILED}"] = _ratio([COMPILED], [ours])
+    if BASELINE in providers:
+        columns[f"{BASELINE} {unit.name}"] = _time(BASELINE, unit)
+        columns |= {f"{ours}, improvement on it": _share_saved(BASELINE, ours) for ours in mine}
+    if len(peers) > 1 and mine:
+        columns["best peer"] = lambda cell: shown(best) if (best := _best(cell, peers)) else None
+        columns |= {f"{ours} ÷ best peer": _ratio([ours], peers) for ours in mine}
+    return columns
+
+
+def _spread_columns(results: Results, cells: Cells) -> Columns:
+    """How single calls vary: the inter-quartile range, where it lies, and the number of calls."""
+    if not any(m.timing and m.timing.page_faults is not None for m in measured(cells)):
+        return {}
+    unit = _unit_of(measured(cells))
+
+    def spread(m: Measurement) -> str | None:
+        if m.timing is None:
+            return None
+        q1, q3 = m.timing.q1_ms * unit.factor, m.timing.q3_ms * unit.factor
+        return f"{number(q3 - q1)} ({number(q1)}–{number(q3)})"
+
+    def iterations(m: Measurement) -> str | None:
+        return str(m.timing.iterations) if m.timing else None
+
+    return _facts(results, cells, {f"IQR {unit.name}": spread, "iterations": iterations})
+
+
+def _page_columns(results: Results, cells: Cells) -> Columns:
+    """Page faults per call, and the time without them; nothing where that was not measured."""
+    if not any(m.timing and m.timing.reused_median_ms is not None for m in measured(cells)):
+        return {}
+    unit = _unit_of(measured(cells))
+
+    def faults(m: Measurement) -> str | None:
+        return f"{m.timing.page_faults:.0f}" if m.timing and m.timing.page_faults is not None else None
+
+    def reused(m: Measurement) -> str | None:
+        ms = m.timing.reused_median_ms if m.timing else None
+        return None if ms is None else number(ms * unit.factor)
+
+    facts = {"faults": faults, unit.name: lambda m: _time_text(m, unit), f"{unit.name}, reused memory": reused}
+    return _facts(results, cells, facts)
+
+
+def _bandwidth_columns(results: Results, cells: Cells) -> Columns:
+    """What moves, how fast each moves it, and which share of the floor's speed ours reaches; nothing without bytes."""
+    if not any(m.gigabytes_per_second for m in measured(cells)):
+        return {}
+
+    def share(provider: str) -> Value:
+        def value(cell: Cell) -> str | None:
+            ratio = time_ratio(cell, [FLOOR], [provider])
+            return None if ratio is None else f"{ratio:.0%}"
+
+        return value
+
+    def moved(cell: Cell) -> str | None:
+        num_bytes = next(iter(cell.values())).bytes_moved
+        return None if num_bytes is None else megabytes(num_bytes)
+
+    def speed(m: Measurement) -> str | None:
+        return None if m.gigabytes_per_second is None else number(m.gigabytes_per_second)
+
+    columns: Columns = {"MB moved": moved} | _facts(results, cells, {"GB/s": speed})
+    if FLOOR in results.providers:
+        mine = (p for p in results.providers if p.startswith(OURS))
+        columns |= {f"{p} % of {results.name_of_floor}": share(p) for p in mine}
+    return columns
+
+
+def _error_columns(results: Results, cells: Cells) -> Columns:
+    """The largest absolute errors against float64: of y and dx, or of operations the largest beside its budget."""
+
+    def error_of(name: str) -> Callable[[Measurement], str | None]:
+        return lambda m: f"{m.errors[name]:.1e}" if name in m.errors else None
+
+    def excess(m: Measurement) -> str | None:
+        return f"{max(m.excesses.values()):.2f}" if m.excesses else None
+
+    second = {"largest error ÷ budget": excess} if is_of_operations(cells) else {"dx": error_of("dx")}
+    return _facts(results, cells, {"y": error_of("y")} | second)
+
+
+def _memory_columns(results: Results, cells: Cells) -> Columns:
+    """What autograd saves and what a training step takes, in MB, and ours over PyTorch's."""
+    present = {p for cell in cells.values() for p in cell}
+    known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
+    columns: Columns = {
+        f"{shown(p)} {name} MB": _megabytes(p, field)
+        for name, field in known.items()
+        for p in results.providers
+        if any(p in cell and getattr(cell[p], field) is not None for cell in cells.values())
+    }
+    mine = [p for p in results.providers if p.startswith(OURS) and p in present]
+    ratios = {f"{p} ÷ PyTorch, {name}": _ratio_of_bytes(p, REFERENCE, f) for name, f in known.items() for p in mine}
+    return columns | ratios
+
+
+def _megabytes(provider: str, field: str) -> Value:
+    def value(cell: Cell) -> str | None:
+        num_bytes = getattr(cell[provider], field) if provider in cell else None
+        return None if num_bytes is None else megabytes(num_bytes)
+
+    return value
+
+
+def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
+    """Bytes divided by those of another, where both take some."""
+
+    def value(cell: Cell) -> float | None:
+        mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, over))
+        return mine / theirs if mine and theirs else None
+
+    return value
+
+
+def _facts(results: Results, cells: Cells, facts: Mapping[str, Callable[[Measurement], str | None]]) -> Columns:
+    """Columns of what measurements say, by title, for every provider of which it is known."""
+
+    def value_of(provider: str, fact: Callable[[Measurement], str | None]) -> Value:
+        return lambda cell: fact(cell[provider]) if provider in cell else None
+
+    columns = {
+        f"{results.name_of_floor if p == FLOOR else shown(p)} {title}": value_of(p, fact)
+        for title, fact in facts.items()
+        for p in results.providers
+    }
+    return {title: value for title, value in columns.items() if any(value(cell) is not None for cell in cells.values())}
+
+
+def _table(results: Results, what: str, cells: Cells, columns: Columns) -> Table | None:
+    """One row per cell, and one with the geometric means of the ratios; None without columns or rows."""
     if not columns or not cells:
         return None
     some = [next(iter(cell.values())) for cell in cells.values()]
@@ -161,7 +306,8 @@ def _table(results: Results, what: str, cells: dict[str, Cell], columns: dict[st
     if len(rows) > 1 and any(means):
         rows.append(("geometric mean", *[""] * (len(heads[0]) - 1), *means))
     weights = some[0].weight_dtype
-    title = f"{results.title}: {what}" + (f", weights {weights}" if weights not in (None, some[0].dtype) else "")
+    title = f"{results.title}: {what}"
+    title += f", weights {dtype_label(weights)}" if weights not in (None, some[0].dtype) else ""
     return Table(title, (*titles, *columns), tuple(rows))
 
 
@@ -176,27 +322,77 @@ def _heads(labels: list[str], some: list[Measurement]) -> tuple[tuple[str, ...],
     return ("configuration", "rows × N"), list(zip(labels, sizes, strict=True))
 
 
-def _contender_table(results: Results, what: str, cell: Cell) -> Table:
+def _table_of_contenders(results: Results, what: str, cell: Cell) -> Table:
     """One row per contender of the only cell of its group: time, bytes, bandwidth, speedup and correctness."""
-    columns = ("contender", "µs", "MB moved", "GB/s", "speedup", "÷ floor", "largest error of y", "error ÷ budget")
+    floor = results.name_of_floor
+    columns = ("contender", "µs", "MB moved", "GB/s", "speedup", f"÷ {floor}", "largest error of y", "error ÷ budget")
     rows = []
     for provider in (p for p in results.providers if p in cell):
         m = cell[provider]
         bandwidth, error, excess = m.gigabytes_per_second, m.errors.get("y"), max(m.excesses.values(), default=None)
-        rows.append(
-            (
-                shown(provider),
-                _text(median(m, 1e3)),
-                _text(None if m.bytes_moved is None else megabytes(m.bytes_moved)),
-                _text(None if bandwidth is None else f"{bandwidth:.0f}"),
-                _text(time_ratio(cell, [REFERENCE], [provider])),
-                _text(time_ratio(cell, [provider], [FLOOR])),
-                _text(None if error is None else f"{error:.1e}"),
-                _text(excess),
-            )
+        values = (
+            floor if provider == FLOOR else shown(provider),
+            _time_text(m, Unit("µs", 1e3)),
+            None if m.bytes_moved is None else megabytes(m.bytes_moved),
+            None if bandwidth is None else f"{bandwidth:.0f}",
+            _ratio([REFERENCE], [provider])(cell),
+            _ratio([provider], [FLOOR])(cell),
+            None if error is None else f"{error:.1e}",
+            excess,
         )
+        rows.append(tuple(map(_text, values)))
     operation = next(iter(cell.values())).operation
     return Table(f"{results.title}: {operation}, {what}", columns, tuple(rows))
+
+
+def _unit_of(measurements: Sequence[Measurement]) -> Unit:
+    return time_unit([m.timing.median_ms for m in measurements if m.timing])
+
+
+def _time(provider: str, unit: Unit) -> Value:
+    return lambda cell: _time_text(cell.get(provider), unit)
+
+
+def _time_text(m: Measurement | None, unit: Unit) -> str | None:
+    """The median, marked where results are inaccurate or times vary too much."""
+    if m is None or m.timing is None:
+        return None
+    marks = INACCURATE * m.inaccurate + NOISY * m.timing.noisy
+    return number(m.timing.median_ms * unit.factor) + marks
+
+
+def _ratio(over: Sequence[str], under: Sequence[str]) -> Value:
+    """The time of the fastest of `over` divided by that of the fastest of `under`; a marked text where one is noisy."""
+
+    def value(cell: Cell) -> str | float | None:
+        ratio = time_ratio(cell, over, under)
+        noisy = any((p := _best(cell, several)) and cell[p].steady is None for several in (over, under))
+        return ratio if ratio is None or not noisy else f"{ratio:.2f}{NOISY}"
+
+    return value
+
+
+def _share_saved(over: str, provider: str) -> Value:
+    """The share of the time of `over` that `provider` saves, in per cent."""
+
+    def value(cell: Cell) -> str | None:
+        ratio = time_ratio(cell, [provider], [over])
+        return None if ratio is None else f"{1 - ratio:.0%}"
+
+    return value
+
+
+def _best(cell: Cell, providers: Sequence[str]) -> str | None:
+    """The fastest of `providers` in the cell."""
+    times = {p: timing.median_ms for p in providers if p in cell and (timing := cell[p].timing)}
+    return min(times, key=times.__getitem__, default=None)
+
+
+def time_ratio(cell: Cell, over: Sequence[str], under: Sequence[str]) -> float | None:
+    """The time of the fastest of `over` divided by that of the fastest of `under`."""
+    times = [cell[p].timing for p in (_best(cell, over), _best(cell, under)) if p is not None]
+    a, b = times if len(times) == 2 else (None, None)
+    return a.median_ms / b.median_ms if a and b else None
 
 
 def _mean(values: Sequence[str | float | None]) -> str:

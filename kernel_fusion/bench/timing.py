@@ -35,6 +35,8 @@ _MIN_CALLS, _MAX_CALLS = 4, 256
 # A sample this long makes the start of a graph, a few µs, invisible.
 _SAMPLE_MS = 1.0
 HOST_CALLS = 400
+# Quartiles further apart than this share of the median: something else ran.
+_NOISY = 0.25
 
 METHODS = {
     "calls": "wall time of single calls, contenders taking turns in an order drawn for each round, one warm-up call "
@@ -131,6 +133,16 @@ class Timing:
     page_faults: float | None = None
     reused_median_ms: float | None = None
 
+    @property
+    def spread(self) -> float:
+        """The distance of the quartiles over the median."""
+        return (self.q3_ms - self.q1_ms) / self.median_ms
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the times vary too much for a mean or a picture."""
+        return self.spread > _NOISY
+
 
 Outcomes = dict[str, Timing | str]  # by name, the time or why there is none
 
@@ -159,6 +171,16 @@ def summarise(samples_ms: Sequence[float], calls: int, page_faults: Sequence[int
         return Timing(samples_ms[0], samples_ms[0], samples_ms[0], 1, calls, faults)
     q1, median, q3 = statistics.quantiles(samples_ms, n=4, method="inclusive")
     return Timing(median, q1, q3, len(samples_ms), calls, faults)
+
+
+def steadied(measure: Callable[[], Outcomes]) -> Outcomes:
+    """What `measure` finds; where some time is noisy, the steadier of two measurements, for all contenders together."""
+
+    def worst(outcomes: Outcomes) -> float:
+        return max((timing.spread for timing in outcomes.values() if isinstance(timing, Timing)), default=0.0)
+
+    first = measure()
+    return first if worst(first) <= _NOISY else min(first, measure(), key=worst)
 
 
 def with_reused(outcomes: Outcomes, reused: Outcomes) -> Outcomes:

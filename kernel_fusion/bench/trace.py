@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from kernel_fusion.bench import timing
 from kernel_fusion.bench.providers import Provider, a_kernel_must_run
-from kernel_fusion.bench.table_columns import megabytes, number, shown
 from kernel_fusion.bench.tables import Table
+from kernel_fusion.bench.units import megabytes, number, shown
 from kernel_fusion.bench.workloads import Inputs, Workload
 
 _DIRECTIONS = ("forward", "backward")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Annotated
 
 import typer
 
+import kernel_fusion as kf
 from kernel_fusion.cli.bench import bench
 from kernel_fusion.cli.common import in_sentences
 from kernel_fusion.cli.compare import compare, plot, report
@@ -16,14 +18,26 @@ from kernel_fusion.cli.profile import profile
 from kernel_fusion.cli.tune import tune
 from kernel_fusion.cli.verify import verify
 
-app = typer.Typer(
-    help="Fused normalisation kernels for PyTorch: see what runs here, check it, measure it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
 for command in (info, verify, bench, compare, plot, report, profile, tune, warmup, cache):
-    app.command()(in_sentences(command))
+    app.command(context_settings=_HELP)(in_sentences(command))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kernel-fusion {kf.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fused kernels for PyTorch: see what runs here, check it, measure it."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`bench`: runs suites, shows their tables, and writes the files. Ctrl-C keeps what was measured."""
+"""`bench`: runs suites, writes their files, shows a short table and says what came of it. Ctrl-C keeps the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kernel_fusion.bench import machine, plot, providers, run_suite, tables
+from kernel_fusion.bench import machine, plot, providers, run_suite, summary, tables
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
@@ -25,19 +24,20 @@ from kernel_fusion.cli.common import (
     INTERRUPTED,
     console,
     names,
+    new_folder,
     parse_dtype,
     parse_dtypes,
     parse_numbers,
     parse_shape,
-    progress_console,
+    progress_bar,
     resolve_backend,
     resolve_device,
     show,
+    shown_dtype,
     split,
     writable,
 )
 from kernel_fusion.config import BACKENDS
-from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
 
@@ -45,18 +45,19 @@ _BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a
 
 
 def bench(
-    suites: Annotated[list[str], typer.Argument(metavar="SUITE...", help=f"One or more of: {', '.join(SUITES)}.")],
+    suites: Annotated[list[str] | None, typer.Argument(metavar="SUITE...", help="See --list.")] = None,
+    list_suites: Annotated[bool, typer.Option("--list", help="Describe the suites, and measure nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A minute for a suite: less of everything, no peers.")] = False,
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cpu,cuda: several stand side by side. Default: the GPU, if any.")
     ] = None,
     threads: Annotated[
-        str | None, typer.Option(help="Of a CPU, such as 1,8. Default: all; in the suite cpu one, too.")
+        str | None, typer.Option(help="On a CPU, such as 1,8. Default: all; the suite cpu also measures one.")
     ] = None,
-    dtypes: Annotated[str | None, typer.Option(help="Such as bf16,fp32. Default: the suite's.")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="Such as bf16,float32. Default: the suite's.")] = None,
     verbs: Annotated[str | None, typer.Option(help=f"Some of {', '.join(VERBS)}. Default: the suite's.")] = None,
     directions: Annotated[
-        str | None, typer.Option(help=f"Some of {','.join(DIRECTIONS)}. Default: the suite's, where it times kernels.")
+        str | None, typer.Option(help=f"Some of {', '.join(DIRECTIONS)}. Default: the suite's, if it times kernels.")
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="The dtype of weight and bias of bare norms. Default: the input's.")
@@ -65,12 +66,21 @@ def bench(
         str | None, typer.Option(help="Such as cuda,triton, side by side. Default: the suite's, or the device's own.")
     ] = None,
     peers: Annotated[
-        str | None, typer.Option(help=f"all, none, or some of {','.join(PEERS)}. Default: the suite's.")
+        str | None, typer.Option(help=f"all, none, or some of {', '.join(PEERS)}. Default: the suite's.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="RxN, repeatable: measured in place of the suite's.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/ and the device's name.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results for every run.")
+    ] = None,
 ) -> None:
     """Measure our kernels beside PyTorch, its peers and the floor, after checking that results are right."""
+    out = console()
+    if list_suites:
+        rows = tuple((suite.name, suite.about or suite.title) for suite in SUITES.values())
+        show(tables.Table("Suites", ("name", "what it measures"), rows), out, of_numbers=False)
+        raise typer.Exit
+    if not suites:
+        raise typer.BadParameter("name one or more suites, or ask for --list", param_hint="SUITE...")
     chosen = [SUITES[name] for name in names(",".join(suites), SUITES, "suite")]
     devices = [resolve_device(name) for name in dict.fromkeys(split(device) if device else [None])]
     selection = _Selection(
@@ -86,8 +96,7 @@ def bench(
         threads=parse_numbers(threads, "--threads") if threads else None,
     )
     _check(chosen, selection)
-    folder = writable(output_dir or Path("benchmarks", "results", machine.device_slug(*devices)))
-    out = console()
+    folder = writable(output_dir) if output_dir else new_folder(machine.device_slug(*devices))
     if reason := plot.missing():
         out.print(f"No plots will be drawn: {reason}")
     if any(one.type == "cpu" for one in devices) and machine.load_average() > _BUSY_LOAD:
@@ -178,8 +187,7 @@ def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) ->
     setups, states = _setups(suite, selection, contenders)
     for name, state in (absent | states).items():
         out.print(f"{name}: {state}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left:")
-    with Progress(*columns, TimeRemainingColumn(), console=progress_console()) as progress:
+    with progress_bar() as progress:
         task = progress.add_task(suite.name, total=None)
         result, paths = run_suite(
             suite,
@@ -230,10 +238,10 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
     options: dict[str, Sequence[str]] = {
         "--device": [str(device) for device in devices],
         "--threads": [str(setup.threads) for setup in setups if setup.threads],
-        "--dtypes": [dtype_name(dtype) for dtype in dtypes],
+        "--dtypes": [shown_dtype(dtype) for dtype in dtypes],
         "--verbs": [] if len(verbs) == len(suite.verbs) > len(NORMS) else verbs,
         "--directions": setups[0].directions if suite.kind == "kernels" else [],
-        "--weights": [dtype_name(selection.weights)] if selection.weights else [],
+        "--weights": [shown_dtype(selection.weights)] if selection.weights else [],
         "--backends": [backend for backend in backends if backend],
         "--peers": peers or (["none"] if suite.peers else []),
     }
@@ -246,14 +254,19 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
 
 
 def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
-    for data in tables.tables(result):
+    """The short tables, what went wrong, where the files are, and last the sentences that people came for."""
+    for data in tables.short_tables(result):
         show(data, out)
     for failure in result.failures:
         out.print(f"NOT MEASURED: {failure}", style="red")
     if result.interrupted:
         out.print("Interrupted: this is what was measured until then.")
-    for path in paths:
-        out.print(f"wrote {path}", soft_wrap=True)
+    noisy = sum(m.timing is not None and m.timing.noisy for m in result.measurements)
+    if noisy:
+        out.print(f"{noisy} times vary too much (marked {tables.NOISY}); they are in no mean and no picture.")
+    out.print(f"All tables and pictures: {len(paths)} files {result.stem}* in {paths[0].parent}", soft_wrap=True)
+    for sentence in summary.sentences(result):
+        out.print(sentence, style="bold", soft_wrap=True)
 
 
 def _parse_peers(text: str | None) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import re
 import sys
@@ -12,13 +13,16 @@ from typing import ParamSpec, TypeVar
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kernel_fusion.bench import tables
+from kernel_fusion.bench.units import size
 from kernel_fusion.config import check_backend_name
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS, Cache
-from kernel_fusion.core.spec import DTYPES, torch_dtype
+from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.errors import KernelFusionError
 from kernel_fusion.operators.dispatch import unavailable_reason
 
@@ -44,6 +48,12 @@ def console() -> Console:
 def progress_console() -> Console:
     """A console for progress, on standard error, so that what is printed can be piped."""
     return Console(stderr=True)
+
+
+def progress_bar() -> Progress:
+    """A bar that has the count and the time left first, so that a narrow terminal cuts the description."""
+    columns = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"), BarColumn(20))
+    return Progress(*columns, TextColumn("{task.description}"), console=progress_console())
 
 
 def in_sentences(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -101,9 +111,23 @@ def resolve_backend(name: str | None, device: torch.device) -> str:
     return backend
 
 
+# PyTorch's names and short ones; the first of each is printed.
+_DTYPES = {
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float16: ("fp16", "float16", "half", "f16"),
+    torch.float32: ("fp32", "float32", "float", "f32"),
+    torch.float64: ("fp64", "float64", "double", "f64"),
+}
+
+
 def parse_dtypes(text: str) -> tuple[torch.dtype, ...]:
-    """The dtypes of a list such as "bf16,fp32"."""
-    return tuple(torch_dtype(name) for name in dtype_names(text))
+    """The dtypes of a list such as "bf16,float32"."""
+    by_name = {name: dtype for dtype, several in _DTYPES.items() for name in several}
+    names = [part.removeprefix("torch.") for part in split(text)]
+    for name in names:
+        if name not in by_name:
+            raise typer.BadParameter(f"{name!r} is no dtype; there are bf16, fp16, fp32 and fp64, or PyTorch's names")
+    return tuple(by_name[name] for name in names)
 
 
 def parse_dtype(text: str, option: str) -> torch.dtype:
@@ -115,11 +139,13 @@ def parse_dtype(text: str, option: str) -> torch.dtype:
 
 
 def dtype_names(text: str) -> tuple[str, ...]:
-    """The library's names of the dtypes in a list such as "bf16,fp32": "bf16", "f32"."""
-    for name in split(text):
-        if name.replace("fp", "f") not in DTYPES:
-            raise typer.BadParameter(f"{name!r} is no dtype; there are bf16, fp16, fp32 and fp64")
-    return tuple(name.replace("fp", "f") for name in split(text))
+    """The library's names of the dtypes in a list: "bf16", "f32"."""
+    return tuple(map(dtype_name, parse_dtypes(text)))
+
+
+def shown_dtype(dtype: torch.dtype) -> str:
+    """What commands print for a dtype."""
+    return _DTYPES[dtype][0]
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -161,19 +187,29 @@ def writable(folder: Path) -> Path:
     return folder
 
 
-def show(table: tables.Table, out: Console) -> None:
-    """Print a table of `bench`."""
-    shown = Table(title=table.title, title_justify="left")
+def new_folder(name: str) -> Path:
+    """A folder for the files of this run below the working directory, which no run before has written to."""
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    folder = first = Path("kernel-fusion-results", f"{stamp}-{name}")
+    count = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+            folder = first.with_name(f"{first.name}-{count}")
+        else:
+            return folder
+
+
+def show(table: tables.Table, out: Console, of_numbers: bool = True) -> None:
+    """Print a table; all columns but the first are aligned to the right where they are numbers."""
+    shown = Table(title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if index else "left")
+        shown.add_column(column, justify="right" if index and of_numbers else "left")
     for row in table.rows:
         shown.add_row(*row)
     out.print(shown)
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes, in MB."""
-    return f"{num_bytes / 1e6:.1f} MB"
 
 
 def cache_facts(cache: Cache) -> tuple[str, str, str]:

@@ -9,10 +9,9 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from kernel_fusion.bench import compare as comparing
+from kernel_fusion.bench import changes, results
 from kernel_fusion.bench import plot as plotting
 from kernel_fusion.bench import report as reporting
-from kernel_fusion.bench import results
 from kernel_fusion.cli.common import console, names, progress_console, writable
 
 
@@ -23,7 +22,7 @@ def compare(
 ) -> None:
     """Show where our kernels got faster or slower from A to B beyond noise."""
     old, new = _read(before), _read(after)
-    comparison = comparing.compare(old, new)
+    comparison = changes.compare(old, new)
     if not comparison.cells:
         raise typer.BadParameter(f"{before} and {after} have no cell of ours in common")
     out = console()
@@ -31,9 +30,9 @@ def compare(
         machines = [str(r.about["machine"].get(name)) for r in (old, new)]
         if machines[0] != machines[1]:
             out.print(f"Not the same {name}: {machines[0]} and {machines[1]}.")
-    for title, changes in (("Faster", comparison.faster), ("Slower", comparison.slower)):
-        if changes:
-            out.print(_table(title, changes))
+    for title, found in (("Faster", comparison.faster), ("Slower", comparison.slower)):
+        if found:
+            out.print(_table(title, found))
     counts = f"{len(comparison.faster)} faster, {len(comparison.slower)} slower"
     floor = "" if comparison.floor is None else f"; floor after ÷ before: {comparison.floor:.3f}"
     out.print(f"{comparison.cells} cells, {counts}{floor}")
@@ -48,7 +47,7 @@ def plot(
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Default: beside each file.")] = None,
 ) -> None:
-    """Draw results: times over the floor, bandwidth, speedup, share of the floor, roofline, memory."""
+    """Draw results: speed-ups over PyTorch, times, bandwidth, memory."""
     kinds = names(kind, plotting.KINDS, "kind of plot") if kind else None
     if reason := plotting.missing():
         raise typer.BadParameter(reason)
@@ -85,11 +84,11 @@ def _read(path: Path) -> results.Results:
         raise typer.BadParameter(str(error)) from error
 
 
-def _table(title: str, changes: list[comparing.Change]) -> Table:
+def _table(title: str, found: list[changes.Change]) -> Table:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(("cell", "provider", "before µs", "after µs", "after ÷ before")):
         table.add_column(column, justify="right" if index > 1 else "left")
-    for change in changes:
+    for change in found:
         cell = ", ".join(part for part in change.measurement.cell if part)
         times = (f"{1e3 * timing.median_ms:.2f}" for timing in (change.before, change.after))
         table.add_row(cell, change.measurement.provider, *times, f"{change.ratio:.3f}")

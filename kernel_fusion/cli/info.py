@@ -11,7 +11,8 @@ from rich.table import Table
 from kernel_fusion.backends.cuda import tuned, user_table
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.bench import machine
-from kernel_fusion.cli.common import CACHES, cache_facts, console, size
+from kernel_fusion.bench.units import size
+from kernel_fusion.cli.common import CACHES, cache_facts, console
 from kernel_fusion.config import BACKENDS, compilers_tried, cxx_compiler, uses_tuned_tables
 from kernel_fusion.native import build
 from kernel_fusion.operators import loader
@@ -85,11 +86,6 @@ def _backend_state(name: str) -> str:
         return f"not loaded yet; the extension is {_extension_state()}"
     reason = unavailable_reason(name)
     return f"not available: {reason}" if reason else "available"
-
-
-def _compiler() -> str:
-    command = cxx_compiler()
-    return " ".join(command) if command else f"none found: {compilers_tried()}"
 
 
 def _extension_state() -> str:

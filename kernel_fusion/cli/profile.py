@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kernel_fusion.bench import providers, results, tables, timing, trace
+from kernel_fusion.bench import providers, results, summary, tables, timing, trace
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.suites import ALL_BACKENDS, case_workload
 from kernel_fusion.bench.trace import Trace
@@ -23,16 +23,17 @@ from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.cli.common import (
     INTERRUPTED,
     console,
+    new_folder,
     parse_dtype,
     parse_shape,
     progress_console,
     resolve_backend,
     resolve_device,
     show,
+    shown_dtype,
     split,
     writable,
 )
-from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.operators.dispatch import unavailable_reason
 
 
@@ -47,7 +48,9 @@ def profile(
     no_trace: Annotated[
         bool, typer.Option("--no-trace", help="Only make the calls of ours, for a profiler of your own, such as ncu.")
     ] = False,
-    output_dir: Annotated[Path, typer.Option(help="Where the traces go.")] = Path("profiles"),
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Default: a new folder in kernel-fusion-results for every run.")
+    ] = None,
 ) -> None:
     """Trace PyTorch and our kernels, forward and backward, for chrome://tracing or ui.perfetto.dev."""
     target = resolve_device(device)
@@ -63,7 +66,7 @@ def profile(
             trace.make_calls(provider, workload, target)
             out.print(f"{provider.name}: made the calls of {workload}")
         return
-    writable(output_dir)
+    folder = writable(output_dir) if output_dir else new_folder("profile")
     command = _command(case, shape, chosen, target, mine)
     about = results.describe([target], shlex.join(["kernel-fusion", *command]), trace.METHOD, {})
     traces: list[Trace] = []
@@ -71,14 +74,14 @@ def profile(
     try:
         for provider in track([providers.pytorch(), *mine], "traces", console=progress_console()):
             try:
-                traces.append(trace.record(provider, workload, target, output_dir))
+                traces.append(trace.record(provider, workload, target, folder))
             except Exception as error:  # whatever it is, it speaks against this contender alone
                 out.print(f"NOT TRACED: {provider.name}: {timing.reason(error)}", style="red")
                 exit_code = 1
     except KeyboardInterrupt:
         out.print("Interrupted: this is what was traced until then.")
         exit_code = INTERRUPTED
-    _write_and_show(traces, workload, tables.heading(f"Profile of {case}", about), output_dir, out)
+    _write_and_show(traces, workload, summary.heading(f"Profile of {case}", about), folder, out)
     if target.type == "cuda":
         out.print(f"The counters of the hardware{'' if shutil.which('ncu') else ', once `ncu` is on PATH'}:")
         for one in traces:
@@ -103,15 +106,15 @@ def _backends(named: list[str], device: torch.device, out: Console) -> list[str]
 def _command(case: str, shape: str, dtype: torch.dtype, device: torch.device, ours: list[Provider]) -> list[str]:
     """The words after `kernel-fusion` that trace the same again, every default written out."""
     backends = ",".join(str(provider.backend) for provider in ours)
-    options = {"--shape": shape, "--dtype": dtype_name(dtype), "--device": str(device), "--backends": backends}
+    options = {"--shape": shape, "--dtype": shown_dtype(dtype), "--device": str(device), "--backends": backends}
     return ["profile", case, *(word for option in options.items() for word in option)]
 
 
 def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str], folder: Path, out: Console) -> None:
     """Print a summary of each trace, and write all of them beside the traces."""
     summaries = [trace.summary(one, workload) for one in traces]
-    for one, summary in zip(traces, summaries, strict=True):
-        show(summary, out)
+    for one, table in zip(traces, summaries, strict=True):
+        show(table, out)
         out.print(f"wrote {one.path}", soft_wrap=True)
     if summaries:
         path = folder / "profile.md"

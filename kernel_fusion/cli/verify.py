@@ -1,39 +1,60 @@
 """`verify`: every verb, dtype and direction against float64, beside PyTorch's own error, on the machine it runs on.
 
-The budget is the oracle's, so a row says how much of twice (PyTorch's error + one rounding) was used; above 1 fails. A
-case that raises is a failed row, and the others still run.
+The budget is the oracle's: twice (PyTorch's error + one rounding). A line per verb and dtype shows the largest share of
+a budget that was used; above 1 fails. Failures, and with `--verbose` all comparisons, are shown one by one. A case that
+raises is a failure, and the others still run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.bench.providers import kernels_must_run
-from kernel_fusion.cli.common import console, progress_console, resolve_backend, resolve_device
+from kernel_fusion.bench.tables import Table
+from kernel_fusion.cli.common import console, progress_bar, resolve_backend, resolve_device, show, shown_dtype
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.cases import cases, training_cases
 from kernel_fusion.testing.oracle import Case, Comparison, RowNormCase
 
 _Case = TypeVar("_Case", bound=Case)
-_PASS, _FAIL = Text("pass", style="green"), Text("FAIL", style="red")
+_STEP = ("forward", "loss", "dx", "dweight", "dbias")
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What came of a case: its comparisons, or the words of the error that it raised."""
+
+    case: Case
+    comparisons: Sequence[Comparison]
+    error: str | None = None
+
+    @property
+    def passed(self) -> int:
+        """How many of its tensors are within their budgets."""
+        return sum(c.ok for c in self.comparisons)
+
+    @property
+    def failed(self) -> int:
+        """How many are not; an error counts as one."""
+        return len(self.comparisons) - self.passed + (self.error is not None)
 
 
 def verify(
     device: Annotated[str | None, typer.Option(help="Default: the GPU if there is one, else the CPU.")] = None,
     backend: Annotated[str | None, typer.Option(help="Default: the device's own.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, every dtype.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every comparison, not only failures.")] = False,
 ) -> None:
     """Check every verb, dtype and direction against float64; exits non-zero on any failure."""
     target = resolve_device(device)
@@ -42,53 +63,64 @@ def verify(
     out.print(f"backend {name!r} on {target}, PyTorch {torch.__version__}")
     # Apple's GPUs have no float64.
     grid = [case for case in cases(quick) if target.type != "mps" or case.dtype != torch.float64]
-    verdicts = _verify_grid(grid, target, name, out)
-    verdicts += _verify_training(training_cases(quick), target, name, out)
-    passed = sum(verdicts)
-    out.print(f"{passed} passed, {len(verdicts) - passed} failed")
-    raise typer.Exit(0 if all(verdicts) else 1)
+    verdicts = list(_attempts(grid, partial(_compare, device=target, backend=name), "forward and backward"))
+    compare = partial(_compare_step, device=target, backend=name)
+    steps = list(_attempts(training_cases(quick), compare, "training steps"))
+    if verdicts:
+        show(_by_verb(verdicts), out)
+    show(_by_result(steps), out)
+    _show_in_full([verdict for verdict in verdicts + steps if verbose or verdict.failed], out)
+    failed = sum(verdict.failed for verdict in verdicts + steps)
+    out.print(f"{sum(verdict.passed for verdict in verdicts + steps)} passed, {failed} failed")
+    raise typer.Exit(1 if failed else 0)
 
 
-def _verify_grid(grid: list[Case], device: torch.device, backend: str, out: Console) -> list[bool]:
-    """Compare every case, forward and backward, and print a table; a verdict per row."""
-    table = Table("case", "tensor", "our error", "PyTorch's error", "error / budget", "")
-    verdicts = []
-    for case, outcome in _attempts(grid, partial(_compare, device=device, backend=backend), "forward and backward"):
-        if isinstance(outcome, str):
-            table.add_row(str(case), "–", Text(outcome, style="red"), "", "", _FAIL)
-            verdicts.append(False)
+def _by_verb(verdicts: Sequence[_Verdict]) -> Table:
+    """A line per verb and dtype: how many tensors were compared, and which came closest to its budget."""
+    verbs, dtypes = (dict.fromkeys(getattr(v.case, name) for v in verdicts) for name in ("verb", "dtype"))
+    rows = []
+    for verb, dtype in product(verbs, dtypes):
+        own = [verdict for verdict in verdicts if (verdict.case.verb, verdict.case.dtype) == (verb, dtype)]
+        if not own:
             continue
-        for c in outcome:
-            numbers = (f"{c.error:.2e}", f"{c.pytorch_error:.2e}", f"{c.excess:.3f}")
-            table.add_row(str(case), c.name, *numbers, _PASS if c.ok else _FAIL)
-            verdicts.append(c.ok)
-    out.print(table)
-    return verdicts
+        found = [c for verdict in own for c in verdict.comparisons]
+        worst = max(found, key=lambda c: c.excess, default=None)
+        share = ("–", "") if worst is None else (f"{worst.excess:.3f}", worst.name)
+        failed = sum(verdict.failed for verdict in own)
+        rows.append((verb, shown_dtype(dtype), str(len(found)), *share, f"{failed} FAIL" if failed else "pass"))
+    columns = ("verb", "dtype", "tensors", "largest error ÷ budget", "of", "")
+    return Table("Forward and backward against float64", columns, tuple(rows))
 
 
-def _verify_training(grid: list[RowNormCase], device: torch.device, backend: str, out: Console) -> list[bool]:
-    """Compare a training step of every case and print pass or fail for each of its results."""
-    names = ("forward", "loss", "dx", "dweight", "dbias")
-    table = Table("LayerNorm training step against PyTorch", *names)
-    verdicts = []
-    for case, outcome in _attempts(grid, partial(_compare_step, device=device, backend=backend), "training steps"):
-        oks = [False] * len(names) if isinstance(outcome, str) else [c.ok for c in outcome]
-        note = (" ", (outcome, "red")) if isinstance(outcome, str) else ()
-        table.add_row(Text.assemble(str(case), *note), *(_PASS if ok else _FAIL for ok in oks))
-        verdicts += oks
-    out.print(table)
-    return verdicts
+def _by_result(steps: Sequence[_Verdict]) -> Table:
+    """A line per LayerNorm and training step, with pass or fail for each of its results."""
+    rows = []
+    for step in steps:
+        marks = ["pass" if c.ok else "FAIL" for c in step.comparisons] or ["FAIL"] * len(_STEP)
+        rows.append((str(step.case), *marks))
+    return Table("LayerNorm training step against PyTorch", ("case", *_STEP), tuple(rows))
+
+
+def _show_in_full(verdicts: Sequence[_Verdict], out: Console) -> None:
+    for verdict in verdicts:
+        if verdict.error is not None:
+            out.print(f"FAIL {verdict.case}: {verdict.error}", style="red", soft_wrap=True)
+        for c in verdict.comparisons:
+            numbers = f"error {c.error:.2e}, PyTorch's {c.pytorch_error:.2e}, {c.excess:.3f} of its budget"
+            style = None if c.ok else "red"
+            out.print(f"{'pass' if c.ok else 'FAIL'} {verdict.case} {c.name}: {numbers}", style=style, soft_wrap=True)
 
 
 def _attempts(
     grid: Sequence[_Case], compare: Callable[[_Case], list[Comparison]], description: str
-) -> Iterator[tuple[_Case, list[Comparison] | str]]:
-    """Each case with its comparisons, or with the words of the error that it raised."""
-    for case in track(grid, description, console=progress_console()):
-        try:
-            yield case, compare(case)
-        except Exception as error:  # whatever it is, it is a failure of this case alone
-            yield case, f"{type(error).__name__}: {error}"
+) -> Iterator[_Verdict]:
+    """The verdict on each case."""
+    with progress_bar() as progress:
+        for case in progress.track(grid, description=description):
+            try:
+                yield _Verdict(case, compare(case))
+            except Exception as error:  # whatever it is, it is a failure of this case alone
+                yield _Verdict(case, (), f"{type(error).__name__}: {error}")
 
 
 def _compare(case: Case, device: torch.device, backend: str) -> list[Comparison]:
@@ -117,6 +149,4 @@ def _step(norm: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, Tenso
     # Summed in float64 and rounded once, so that the loss judges y and not the order of PyTorch's own sum.
     loss = torch.nn.functional.mse_loss(y.cpu().double(), target.cpu().double()).float()
     gradients = torch.autograd.grad(loss, (x, weight, bias))
-    return dict(
-        zip(("forward", "loss", "dx", "dweight", "dbias"), (y.detach(), loss.detach(), *gradients), strict=True)
-    )
+    return dict(zip(_STEP, (y.detach(), loss.detach(), *gradients), strict=True))

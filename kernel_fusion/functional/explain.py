@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,14 +42,15 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which backend `verb(*args, **kwargs)` would take and why. Nothing is computed.
 
     Args:
-        verb: a function of this library that has `backend=`, such as `kernel_fusion.layer_norm`.
+        verb: a function of this library that has `backend=`, such as `kernel_fusion.layer_norm`; one of
+            `kernel_fusion.ops`; or a module of this library, such as a `kernel_fusion.FusedLayerNorm`.
         args, kwargs: the arguments of the call.
 
     Returns:
         An :class:`Explanation`; print it.
 
     Raises:
-        TypeError: `verb` is no verb, or has no such arguments.
+        TypeError: `verb` is none of these, or takes no such arguments.
         ValueError: `backend` is not a backend.
         BackendUnavailableError: the requested backend cannot serve the call, which would raise the same.
 
@@ -84,14 +86,52 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(chosen, reasons, _plan_lines(chosen, name, arguments))
 
 
+class _VerbCalled(BaseException):
+    """Carries a call out of the function that was about to make it."""
+
+
 def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The verb's name, and its arguments by name, with defaults filled in and arrays as tensors."""
-    is_ours = str(getattr(verb, "__module__", None)).startswith("kernel_fusion.functional")
-    if not is_ours or "backend" not in inspect.signature(verb).parameters:
-        raise TypeError(f"`explain`: expected a verb of kernel_fusion, such as kf.layer_norm, got {verb!r}")
+    if not _is_verb(verb):
+        verb, args, kwargs = _first_call(verb, args, kwargs)
     bound = inspect.signature(verb).bind(*args, **kwargs)
     bound.apply_defaults()
     return verb.__name__, {name: interop.as_tensor(value) for name, value in bound.arguments.items()}
+
+
+def _is_verb(value: Any) -> bool:
+    ours = str(getattr(value, "__module__", None)).startswith("kernel_fusion.functional")
+    return ours and inspect.isfunction(value) and "backend" in inspect.signature(value).parameters
+
+
+def _first_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+    """The verb that a module or a function of `ops` calls first, and its arguments.
+
+    The function runs with other globals, in which each verb notes its call and goes no further.
+    """
+    body, home = function, "kernel_fusion.ops"
+    if isinstance(function, torch.nn.Module):
+        body, args, home = type(function).forward, (function, *args), "kernel_fusion."
+    if not inspect.isfunction(body) or not body.__module__.startswith(home):
+        expected = "a verb of kernel_fusion, such as kf.layer_norm, a function of kf.ops or a module of kf.nn"
+        raise TypeError(f"`explain`: expected {expected}, got {function!r}")
+
+    def noting(verb: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> None:
+            raise _VerbCalled(verb, args, kwargs)
+
+        return note
+
+    known = {name: noting(value) if _is_verb(value) else value for name, value in body.__globals__.items()}
+    noted = FunctionType(body.__code__, known, body.__name__, body.__defaults__, body.__closure__)
+    noted.__kwdefaults__ = body.__kwdefaults__
+    try:
+        noted(*args, **kwargs)
+    except _VerbCalled as call:
+        return call.args
+    raise TypeError(f"`explain`: {function!r} calls no verb of kernel_fusion")
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
