@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
 
 import torch
@@ -68,13 +69,25 @@ def refusal(input: Tensor) -> str | None:
     return None
 
 
+def is_dtensor(input: object) -> bool:
+    """Whether `input` is spread over ranks. Whoever has a DTensor has imported its module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(input, module.DTensor)
+
+
 def is_foreign(input: Tensor) -> bool:
     """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
     if type(input) in PLAIN_TENSORS or input.is_nested:
         return input.is_nested
-    if isinstance(input, _TRACING_TENSORS):
+    if isinstance(input, _TRACING_TENSORS) or _is_on_its_way(input):
         return False
     kind = type(input)
     function = getattr(kind.__torch_function__, "__func__", None)  # None: disabled, as for Parameter
     overrides = function not in (None, getattr(Tensor.__torch_function__, "__func__", None))
     return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_on_its_way(input: Tensor) -> bool:
+    """Whether a collective may still be writing `input`, a plain tensor for which every operator waits."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(input, module.AsyncCollectiveTensor)

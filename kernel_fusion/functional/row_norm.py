@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
-from kernel_fusion.backends.availability import PLAIN_TENSORS, is_foreign
+from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.core.spec import rounding_for
@@ -183,7 +183,7 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
                 return _unusual(verb, x, (shape, w, b, eps, weight_offset, out_dtype), backend)
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
-        if is_foreign(input) or not _ends_with(input, shape):
+        if (is_foreign(input) and not is_dtensor(input)) or not _ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     serve = operator(verb, verb, backend, input)
