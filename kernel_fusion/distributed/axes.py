@@ -115,13 +115,11 @@ def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
     return Call(tuple(input.shape), {0: everything}, (kept,), frozenset(everything))
 
 
-def softmax(input: Tensor, mask: Tensor | None, _: float, causal: bool) -> Call:
-    """Every axis but the last is free; rows under `causal` not beside an additive mask, to which that cannot be joined."""
+def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
+    """Every axis but the last is free."""
     axes = tuple(range(input.dim()))
     operands = {i: axes[input.dim() - t.dim() :] for i, t in enumerate((input, mask)) if t is not None}
-    additive = mask is not None and mask.dtype != torch.bool
-    free = axes[: -2 if causal and additive else -1]
-    return Call(tuple(input.shape), operands, (axes,), frozenset(free))
+    return Call(tuple(input.shape), operands, (axes,), frozenset(axes[:-1]))
 
 
 RULES: dict[str, Callable[..., Call]] = {

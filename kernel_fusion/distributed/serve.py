@@ -6,6 +6,7 @@ autograd what the gradients are; so forward and backward of a part are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.distributed import hidden
 from kernel_fusion.distributed.axes import RULES, Call
-from kernel_fusion.distributed.shards import Shards
+from kernel_fusion.distributed.shards import Shards, elements
 
 
 def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any) -> Any:
@@ -37,8 +38,9 @@ def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any)
     operands = {i: _as_dtensor(name, args[i], mesh) for i in call.operands}
     shards = Shards.chosen(call, operands, mesh)
     parts = list(args)
+    largest = max(map(elements, operands.values()))
     for i, operand in operands.items():
-        parts[i] = shards.local(operand, call.operands[i])
+        parts[i] = shards.local(operand, call.operands[i], is_small=elements(operand) < largest)
     if call.seed is not None and len(args) > call.seed and args[call.seed] is not None:
         parts[call.seed] = shards.seed(args[call.seed])
     results = _local_call(name, local, backend, call, shards)(*parts)
@@ -120,7 +122,9 @@ def _softmax_part(
     rows = len(call.sizes) - 2
     if not causal or not shards.along(frozenset([rows])):
         return local(part, mask, scale, causal)
-    numbers = shards.numbers(rows, call.sizes[rows], part.device)
-    keep = torch.arange(part.shape[-1], device=part.device) <= numbers[:, None]
-    keep = keep.expand(part.shape) if mask is None else mask & keep
-    return local(part, keep, scale, False)
+    numbers = shards.slice(torch.arange(call.sizes[rows], device=part.device), 0, rows)
+    keep = (torch.arange(part.shape[-1], device=part.device) <= numbers[:, None]).expand(part.shape)
+    if mask is None or mask.dtype == torch.bool:
+        return local(part, keep if mask is None else mask & keep, scale, False)
+    y = local(part, mask.masked_fill(~keep, -math.inf), scale, False)
+    return y.masked_fill(~keep, 0.0)  # also in a row with NaN

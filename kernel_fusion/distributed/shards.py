@@ -7,6 +7,7 @@ ranks is scattered or, where nothing is sharded, added up everywhere, and the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Shards:
     def chosen(cls, call: Call, operands: dict[int, DTensor], mesh: DeviceMesh) -> Shards:
         """Those that move least."""
         allowed = call.free | call.joined
-        by_size = sorted(operands, key=lambda i: -operands[i].numel())
+        by_size = sorted(operands, key=lambda i: -elements(operands[i]))
 
         def part(mesh_dim: int) -> Part | None:
             for i in by_size:
@@ -63,12 +64,22 @@ class Shards:
             for part in self.parts
         )
 
-    def local(self, tensor: DTensor, axes: Axes) -> torch.Tensor:
-        """This rank's part of an argument; what ranks share has a gradient that is the sum of theirs."""
-        placements = self.placements(axes, Replicate())
-        if tensor.placements != placements:
-            tensor = tensor.redistribute(self.mesh, placements)
-        return tensor.to_local(grad_placements=self.placements(axes, Partial()))
+    def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
+        """This rank's part of an argument; what ranks share has a gradient that is the sum of theirs.
+
+        A small one that all ranks have whole is sliced after autograd has been told so, and its gradient is such a sum
+        too: that of a slice taken by PyTorch would be gathered at once.
+        """
+        placements, grads = self.placements(axes, Replicate()), self.placements(axes, Partial())
+        sharded = [m for m, part in enumerate(self.parts) if part is not None and part.axis in axes]
+        if is_small and sharded and all(tensor.placements[m].is_replicate() for m in sharded):
+            replicated = tuple(Replicate() if m in sharded else p for m, p in enumerate(placements))
+            partial = tuple(Partial() if m in sharded else p for m, p in enumerate(grads))
+            part = _laid_out(tensor, replicated).to_local(grad_placements=partial)
+            for dim, axis in enumerate(axes):
+                part = self.slice(part, dim, axis)
+            return part
+        return _laid_out(tensor, placements).to_local(grad_placements=grads)
 
     def whole(self, result: torch.Tensor, axes: Axes, sizes: Sequence[int]) -> DTensor:
         """The tensor of which `result` is this rank's part, or its share of a sum."""
@@ -90,19 +101,28 @@ class Shards:
         step = index * _SEED_STEP % 2**64
         return seed + (step - 2**64 if step >= 2**63 else step)
 
-    def numbers(self, axis: int, size: int, device: torch.device) -> torch.Tensor:
-        """Which elements of an axis of this size this rank has."""
-        numbers = torch.arange(size, device=device)
+    def slice(self, tensor: torch.Tensor, dim: int, axis: int | None) -> torch.Tensor:
+        """This rank's part of a dimension that is the axis."""
         for mesh_dim, part in enumerate(self.parts):
             if part is not None and part.axis == axis:
                 world, rank = self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim)
-                numbers = torch.cat([_chunk(piece, world, rank) for piece in numbers.chunk(part.pieces)])
-        return numbers
+                chunks = [_chunk(piece, dim, world, rank) for piece in tensor.chunk(part.pieces, dim)]
+                tensor = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
+        return tensor
 
 
-def _chunk(numbers: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    chunks = numbers.chunk(world)
-    return chunks[rank] if rank < len(chunks) else numbers[:0]
+def _laid_out(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
+
+
+def _chunk(tensor: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tensor:
+    chunks = tensor.chunk(world, dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """How many different ones there are: those along which it was expanded count once."""
+    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
 def _part_of(placement: Placement, axes: Axes) -> Part | None:
