@@ -5,67 +5,20 @@ The ranks are processes with gloo, two of them for the quick tests; marked `cuda
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Ranks, mesh
+from distributed_support import cotangents_like, ranks, spread, target, whole
+from ranks import Ranks
 from support import Draw, Target, assert_draws_as_accurate
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from verbs import VERBS, Verb, gradients, results
 
-import kernel_fusion as kf
+__all__ = ["ranks"]
 
 _ROWS, _COLS = 5, 16  # an uneven number of rows for any even number of ranks
 _DRAWS = 8  # PyTorch's largest error among a few elements says little
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two processes, or one on each GPU."""
-    pool = Ranks(2 if request.param == "cpu" else torch.cuda.device_count(), request.param)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def four_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Four processes, or GPUs."""
-    if request.param == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    pool = Ranks(4, request.param)
-    yield pool
-    pool.stop()
-
-
-def target(device: str) -> Target:
-    """The kernels of the device."""
-    return Target(device, device)
-
-
-def spread(tensor: Tensor, *placements: Placement, of: Any = None) -> DTensor:
-    """A leaf of the same values, the same on all ranks, spread over a mesh (default: all ranks)."""
-    of = of or mesh(tensor.device.type)
-    result = distribute_tensor(tensor.detach(), of, placements, src_data_rank=None)
-    return result.requires_grad_(tensor.requires_grad)
-
-
-def whole(tensor: Any) -> Tensor:
-    """All of a DTensor."""
-    assert isinstance(tensor, DTensor), tensor
-    return tensor.full_tensor()
-
-
-def cotangents_like(ys: list[Any], dys: list[Tensor]) -> list[DTensor]:
-    """The cotangents spread as the results are; what is to be added up is the same on all ranks."""
-    return [
-        spread(dy, *(Replicate() if p.is_partial() else p for p in y.placements), of=y.device_mesh)
-        for y, dy in zip(ys, dys, strict=True)
-    ]
 
 
 def _row_dims(verb: Verb) -> list[int | None]:
