@@ -11,6 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,10 +50,8 @@ class Ranks:
         """End the processes: asked to, or, if one is stuck in a collective, by force."""
         for connection in self._connections:
             if not connection.closed:
-                try:
+                with suppress(BrokenPipeError):  # its process has ended
                     connection.send(None)
-                except BrokenPipeError:
-                    pass  # its process has ended
         for process in self._processes:
             process.join(10)
             if process.is_alive():

@@ -61,8 +61,8 @@ def _no_device_for_triton(device: torch.device | None) -> str | None:
 
 
 def refusal(input: Tensor) -> str | None:
-    """Why `input`, on the right device, is nothing for kernels of ours, or None if they read it."""
-    if input.layout != torch.strided or is_foreign(input):
+    """Why `input`, on the right device, is nothing for kernels of ours, or None if they read it, or parts of it."""
+    if input.layout != torch.strided or (is_foreign(input) and not is_dtensor(input)):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
         return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
@@ -70,7 +70,7 @@ def refusal(input: Tensor) -> str | None:
 
 
 def is_dtensor(input: object) -> bool:
-    """Whether `input` is spread over ranks. Whoever has a DTensor has imported its module, which takes half a second."""
+    """Whether `input` is spread over ranks. Whoever has one has imported its module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(input, module.DTensor)
 

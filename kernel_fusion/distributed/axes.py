@@ -1,9 +1,9 @@
 """Which dimension of an operator's tensors is which: all that a sharding rule has to say.
 
-A rule numbers the axes of a call and names, for each tensor, the axis of each of its dimensions. The rest follows. Where
-ranks have different parts of an axis that every element is computed along by itself, a free one, the operator runs on
-the parts: a tensor with that axis is sharded, another argument is the same on all ranks and its gradient is a sum over
-them, and a result without the axis is such a sum, too.
+A rule numbers the axes of a call and names, for each tensor, the axis of each of its dimensions. The rest follows from
+which axes are free, so that ranks may have different parts of them and run the operator on those. A tensor with such
+an axis is sharded; another argument is the same on all ranks, and its gradient is a sum over them; and a result without
+the axis is such a sum, too.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def staged_row_norm(*args: Any) -> Call:
     return _norm(args, positions, num_dims=args[2], rms=args[8], seed=12)
 
 
-def _norm(
-    args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bool, seed: int | None = None
-) -> Call:
+def _norm(args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bool, seed: int | None = None) -> Call:
     given = {name: args[i] for name, i in positions.items() if i < len(args) and args[i] is not None}
     input, gate, residual = given["input"], given.get("gate"), given.get("residual")
     weight, bias = given.get("weight"), given.get("bias")

@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def halves(input: DTensor, dim: int) -> tuple[Tensor, ...]:
-    """Both halves; nothing is sent where each rank has the same part of both, else they are those of PyTorch's chunk."""
+    """Both halves: without sending anything where each rank has the same part of both, else by PyTorch's chunk."""
     dim %= input.dim()
     sharded = [m for m, p in enumerate(input.placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
     if len(sharded) != 1 or getattr(input.placements[sharded[0]], "split_factor", 1) != 2:

@@ -119,9 +119,7 @@ class _JoinedNorm(torch.autograd.Function):
     """The norm of h and its weight and bias, over all ranks of the groups."""
 
     @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups
-    ) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups) -> Tensor:
         """One all-reduce: of the count, and for each row of one number (RMSNorm) or two."""
         mean, rstd, count = _statistics(h, norm, groups)
         ctx.norm, ctx.groups = norm, groups

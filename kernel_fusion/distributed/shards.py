@@ -122,7 +122,7 @@ def _chunk(tensor: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tenso
 
 def elements(tensor: torch.Tensor) -> int:
     """How many different ones there are: those along which it was expanded count once."""
-    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
 
 
 def _part_of(placement: Placement, axes: Axes) -> Part | None:
