@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
 
 import torch
@@ -60,21 +61,33 @@ def _no_device_for_triton(device: torch.device | None) -> str | None:
 
 
 def refusal(input: Tensor) -> str | None:
-    """Why `input`, on the right device, is nothing for kernels of ours, or None if they read it."""
-    if input.layout != torch.strided or is_foreign(input):
+    """Why `input`, on the right device, is nothing for kernels of ours, or None if they read it, or parts of it."""
+    if input.layout != torch.strided or (is_foreign(input) and not is_dtensor(input)):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
         return f"its kernels take float16, bfloat16, float32 and float64, and the input is {input.dtype}"
     return None
 
 
+def is_dtensor(input: object) -> bool:
+    """Whether `input` is spread over ranks. Whoever has one has imported its module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(input, module.DTensor)
+
+
 def is_foreign(input: Tensor) -> bool:
     """Whether `input` has rules of its own (DTensor, nested, any subclass that overrides PyTorch's functions)."""
     if type(input) in PLAIN_TENSORS or input.is_nested:
         return input.is_nested
-    if isinstance(input, _TRACING_TENSORS):
+    if isinstance(input, _TRACING_TENSORS) or _is_on_its_way(input):
         return False
     kind = type(input)
     function = getattr(kind.__torch_function__, "__func__", None)  # None: disabled, as for Parameter
     overrides = function not in (None, getattr(Tensor.__torch_function__, "__func__", None))
     return overrides or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_on_its_way(input: Tensor) -> bool:
+    """Whether a collective may still be writing `input`, a plain tensor for which every operator waits."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(input, module.AsyncCollectiveTensor)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
-from kernel_fusion.backends.availability import PLAIN_TENSORS, is_foreign
+from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
 from kernel_fusion.core.spec import rounding_for
@@ -41,6 +41,7 @@ def layer_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
+    group: Any = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Layer normalisation over the last dimensions, in one read and one write.
@@ -63,6 +64,9 @@ def layer_norm(
         rounding: "once", where y is stored, or "hf", as Hugging Face's norms: the normalised value is rounded to the
             input's dtype, and that times weight plus bias, with a weight, to the promoted dtype of the two. Gradients
             pass straight through both.
+        group: a `torch.distributed.ProcessGroup` whose ranks each have some of the columns: `input`, `weight`, `bias`
+            and the result are a rank's own, and the statistics those of the whole rows, by one small all-reduce in
+            forward and one in backward. None: the input has all columns.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice; see `kernel_fusion.explain`.
 
     Returns:
@@ -73,7 +77,7 @@ def layer_norm(
         TypeError: an argument of another type than PyTorch's call takes.
         RuntimeError: shapes, devices or dtypes that don't fit, in PyTorch's words where it has some.
         ValueError: `weight_offset` without `weight`, an unknown activation, `rounding` or `backend`.
-        BackendUnavailableError: `backend` was given and cannot serve this call.
+        BackendUnavailableError: `backend` was given and cannot serve this call; none with kernels serves `group`.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; `torch.nn.functional.layer_norm`.
 
@@ -84,9 +88,11 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None or rounding != "once":
+    if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("layer_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend).output
+        return _staged(
+            "layer_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend, group
+        ).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -116,6 +122,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
+    group: Any = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Root-mean-square normalisation over the last dimensions, in one read and one write.
@@ -133,6 +140,7 @@ def rms_norm(
         weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
         out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
         rounding: as for :func:`layer_norm`; "hf" is what Llama, Mistral, Qwen and T5 of Hugging Face do.
+        group: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:
@@ -150,9 +158,11 @@ def rms_norm(
         >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None or rounding != "once":
+    if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged("rms_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend).output
+        return _staged(
+            "rms_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend, group
+        ).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -185,7 +195,7 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
                 return _unusual(verb, x, (shape, w, b, eps, weight_offset, out_dtype), backend)
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
-        if is_foreign(input) or not _ends_with(input, shape):
+        if (is_foreign(input) and not is_dtensor(input)) or not _ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     serve = operator(verb, verb, backend, input)
@@ -236,6 +246,7 @@ def add_layer_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
+    group: Any = None,
     backend: str | None = None,
 ) -> NormOutput:
     r"""Dropout, residual addition and layer normalisation, in one pass.
@@ -253,7 +264,7 @@ def add_layer_norm(
         dropout_p: probability of an element of u to be zeroed; the others are scaled by 1 / (1 - p). Rounded to a
             multiple of 2^-32.
         training: without it no dropout is applied.
-        pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`layer_norm`.
+        pre_activation, activation, weight_offset, out_dtype, group, backend: as for :func:`layer_norm`.
         rounding: likewise; the dtype that the normalised value is rounded to is that of h, the residual's.
 
     Returns:
@@ -276,7 +287,7 @@ def add_layer_norm(
     checks.dropout_p("add_layer_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     stages = pre_activation, activation, dropout_p if training else 0.0, rounding
-    return _staged("add_layer_norm", input, residual, norm, stages, backend)
+    return _staged("add_layer_norm", input, residual, norm, stages, backend, group)
 
 
 def add_rms_norm(
@@ -294,6 +305,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
+    group: Any = None,
     backend: str | None = None,
 ) -> NormOutput:
     r"""Dropout, residual addition and root-mean-square normalisation, in one pass.
@@ -314,11 +326,11 @@ def add_rms_norm(
     checks.dropout_p("add_rms_norm", "dropout_p", dropout_p)
     norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
     stages = pre_activation, activation, dropout_p if training else 0.0, rounding
-    return _staged("add_rms_norm", input, residual, norm, stages, backend)
+    return _staged("add_rms_norm", input, residual, norm, stages, backend, group)
 
 
 def _staged(
-    verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None
+    verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None, group: Any
 ) -> NormOutput:
     """A norm with stages around it."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
@@ -333,7 +345,7 @@ def _staged(
             return NormOutput(_recorded(verb, (input,), norm, stages, backend), input)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
-            return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend)
+            return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend, group)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     if residual is None and verb.startswith("add_"):
@@ -342,6 +354,8 @@ def _staged(
         shape, eps = resolved(verb, input, norm)
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
+        if group is not None:
+            serve = _over_ranks(verb, backend, group, input)
         affine = len(shape), weight, bias, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
@@ -361,6 +375,15 @@ def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, bac
     if verb.startswith("add_"):
         options["dropout_p"] = dropout_p
     return interop.recorded(globals()[verb], *rows, normalized_shape, weight, **options)
+
+
+def _over_ranks(verb: str, backend: str | None, group: Any, input: Tensor) -> Callable[..., Any]:
+    """What serves a norm of rows of which each rank of a group has some columns."""
+    if is_dtensor(input):
+        raise TypeError(f"`{verb}`: `group` goes with tensors that are a rank's columns; a DTensor knows its own mesh")
+    from kernel_fusion.distributed import hidden
+
+    return hidden.operator("staged_row_norm", backend or state.backend, (group,))
 
 
 def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:

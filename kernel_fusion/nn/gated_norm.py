@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.functional import gated_rms_norm, rms_norm
-from kernel_fusion.nn.norm import Stages
+from kernel_fusion.nn.norm import Stages, refuse_lost
 
 _GATING = ("gate_activation", "gate_first", "group_size")
 
@@ -37,6 +37,7 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
 
     Raises:
         ValueError: an unknown activation or `rounding`, or `group_size` does not divide `hidden_size`.
+        TypeError: when called, a DTensor without a gate, which a parallel style may have lost.
 
     Source: Dao, Gu: Transformers are SSMs, arXiv:2405.21060 (Mamba-2); Yang, Kautz, Hatamizadeh: Gated Delta Networks,
     arXiv:2412.06464.
@@ -79,6 +80,8 @@ class FusedGatedRMSNorm(Stages, nn.RMSNorm):
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise `input` and multiply by the gate, if there is one; under CUDA autocast the result is float32."""
+        if gate is None:
+            refuse_lost(self, "gate", input)
         norm = self.normalized_shape, self.weight, self.eps
         options: dict[str, Any] = {name: getattr(self, name) for name in ("weight_offset", "out_dtype", "rounding")}
         if gate is None and self.group_size is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
 from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernel_fusion.nn.fast_path import keep_out_of_fast_paths
@@ -108,6 +109,7 @@ class _AddStages(Stages):
         """The residual; where a stream begins, one row of negative zeros for all rows, which changes no bit of u."""
         if residual is not None:
             return residual
+        refuse_lost(self, "residual", input)
         checks.tensor("add_layer_norm" if isinstance(self, nn.LayerNorm) else "add_rms_norm", "input", input)
         row = input.shape[input.dim() - len(self.normalized_shape) :]  # where it is another shape, the verb says so
         return input.new_full(row, -0.0).expand_as(input)
@@ -259,10 +261,11 @@ class FusedAddLayerNorm(_AddStages, nn.LayerNorm):
     :func:`kernel_fusion.add_layer_norm` for dtypes and accumulation.
 
     Where a stream begins there is nothing to add: without a residual h is u, in the input's dtype and a tensor of its
-    own, and y the norm of it.
+    own, and y the norm of it. Beside a DTensor a residual must be given, since a parallel style may have lost it.
 
     Raises:
-        TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability.
+        TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability; TypeError,
+            when called, of a DTensor without a residual.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -373,6 +376,15 @@ class FusedAddRMSNorm(_AddStages, nn.RMSNorm):
             weight_offset=self.weight_offset,
             out_dtype=self.out_dtype,
             rounding=self.rounding,
+        )
+
+
+def refuse_lost(module: nn.Module, argument: str, input: Tensor) -> None:
+    """Raise of a DTensor without the second argument: `SequenceParallel` hands on the first, and this one is lost."""
+    if is_dtensor(input):
+        raise TypeError(
+            f"{type(module).__name__}: `{argument}` must be given beside a DTensor, got None; `SequenceParallel` hands "
+            "on the first input alone: use `kernel_fusion.distributed.ResidualSequenceParallel`"
         )
 
 

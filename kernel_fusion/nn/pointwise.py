@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
 from kernel_fusion.functional import bias_act, gated_act
 
@@ -92,7 +93,8 @@ class FusedGatedAct(nn.Module):
 
     Raises:
         ValueError: an unknown activation.
-        RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`.
+        RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`; RuntimeError, in
+            training, of a rank's part of a projection whose halves lie on different ranks.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -123,4 +125,25 @@ def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
     checks.tensor("gated_act", "gate", input)
     if isinstance(input, Tensor) and (input.dim() == 0 or input.size(dim) % 2):  # no size is known of a proxy
         nn.functional.glu(input, dim)  # raises, in PyTorch's words
+    if is_dtensor(input):
+        from kernel_fusion.distributed.halves import halves
+
+        return halves(input, dim)
+    if not torch.compiler.is_compiling():
+        _refuse_part(input, dim)
     return input.chunk(2, dim)
+
+
+def _refuse_part(input: Tensor, dim: int) -> None:
+    """Raise of what autograd knows to be a rank's part of a projection whose halves lie on different ranks."""
+    node: Any = input.grad_fn
+    while type(node).__name__ == "BackwardHookFunctionBackward":  # the linear layer has hooks
+        node = node.next_functions[0][0]
+    spec = getattr(node, "dtensor_spec", None)
+    for placement in () if spec is None else spec.placements:
+        if placement.is_shard(dim % input.dim()) and getattr(placement, "split_factor", 1) == 1:
+            raise RuntimeError(
+                f"`gated_act`: `gate` is this rank's part of a DTensor sharded in dimension {dim}, and its halves are "
+                "not parts of the halves of that; `kernel_fusion.distributed.PackedColwiseParallel(parts=2)` shards "
+                "each half by itself"
+            )

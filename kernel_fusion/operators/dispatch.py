@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import availability, triton
-from kernel_fusion.backends.availability import PLAIN_TENSORS, refusal
+from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, refusal
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import arguments
 from kernel_fusion.errors import BackendUnavailableError
@@ -46,6 +46,8 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     for tensor in tensors:
         if not isinstance(tensor, _OPTIONAL_TENSOR):
             raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
+    if any(map(is_dtensor, tensors)):
+        return _on_parts(verb, name, backend, tensors)
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":
@@ -54,6 +56,15 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     if backend is not None and (reason := obstacle(backend, verb, tensors)):
         raise BackendUnavailableError(f"`{verb}`: backend {backend!r} was requested, but {reason}")
     return partial(triton.serve, name) if backend == "triton" else _by_device(name)
+
+
+def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+    """What serves DTensors: on each rank, what serves its parts of them."""
+    from kernel_fusion.distributed.serve import serve  # imports torch.distributed.tensor
+
+    with torch.no_grad():
+        parts = [t.to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[union-attr]
+    return partial(serve, name, operator(verb, name, backend, *parts), backend)
 
 
 def _is_plain(tensor: Any) -> bool:

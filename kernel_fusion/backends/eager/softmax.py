@@ -43,4 +43,4 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 def causal_mask(scores: Tensor) -> Tensor:
     """True where column j <= row i, for the last two dimensions of `scores`."""
-    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()

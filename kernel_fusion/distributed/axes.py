@@ -1,0 +1,125 @@
+"""Which dimension of an operator's tensors is which: all that a sharding rule has to say.
+
+A rule numbers the axes of a call and names, for each tensor, the axis of each of its dimensions. The rest follows from
+which axes are free, so that ranks may have different parts of them and run the operator on those. A tensor with such
+an axis is sharded; another argument is the same on all ranks, and its gradient is a sum over them; and a result without
+the axis is such a sum, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core import checks
+
+# The axis of each dimension of a tensor; None is a dimension of size 1 that belongs to none.
+Axes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        sizes: of the axes.
+        operands: the axes of the tensors among the arguments, by their positions; those that are None are left out.
+        results: the axes of the results; None where nobody reads it.
+        free: the axes that may be sharded.
+        joined: those that may be if ranks exchange sums along them.
+        seed: the position of the seed of dropout.
+    """
+
+    sizes: tuple[int, ...]
+    operands: dict[int, Axes]
+    results: tuple[Axes | None, ...]
+    free: frozenset[int]
+    joined: frozenset[int] = frozenset()
+    seed: int | None = None
+
+
+def layer_norm(*args: Any) -> Call:
+    """Rows may be anywhere, and so may parts of a row that are joined; weight and bias lie along a row."""
+    return _norm(args, {"input": 0, "weight": 2, "bias": 3}, num_dims=args[1], rms=False)
+
+
+def rms_norm(*args: Any) -> Call:
+    """As for layer_norm."""
+    return _norm(args, {"input": 0, "weight": 2, "bias": 3}, num_dims=args[1], rms=True)
+
+
+def staged_row_norm(*args: Any) -> Call:
+    """As for layer_norm; residual and gate are rows as well, and h is one where there is a residual."""
+    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4, "gate": 14}
+    return _norm(args, positions, num_dims=args[2], rms=args[8], seed=12)
+
+
+def _norm(args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bool, seed: int | None = None) -> Call:
+    given = {name: args[i] for name, i in positions.items() if i < len(args) and args[i] is not None}
+    input, gate, residual = given["input"], given.get("gate"), given.get("residual")
+    weight, bias = given.get("weight"), given.get("bias")
+    _check_norm(input, residual, gate, weight, bias, num_dims, rms)
+    axes = tuple(range(input.dim()))
+    operands = {positions[name]: axes[input.dim() - t.dim() :] for name, t in given.items()}
+    results = (axes, axes if residual is not None else None)
+    rows = frozenset(axes[: input.dim() - num_dims])
+    return Call(tuple(input.shape), operands, results, rows, frozenset(axes) - rows, seed)
+
+
+def _check_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_dims: int,
+    rms: bool,
+) -> None:
+    """Raise of shapes that don't fit: ranks whose parts fit by chance would go on, and wait for the others."""
+    verb = "rms_norm" if rms else "layer_norm"
+    checks.other_row(f"add_{verb}", "residual", input, residual)
+    checks.other_row(f"gated_{verb}", "gate", input, gate)
+    shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
+    if not checks.parameters_fit(shape, weight, bias):
+        x, w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (input, weight, bias))
+        assert x is not None
+        eager.pytorch_row_norm(x, shape, w, b, None, 0.0, None, rms)  # raises, in PyTorch's words
+
+
+def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
+    """Every axis is free; an operand lacks those along which it is broadcast."""
+    sizes = tuple(a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape))
+
+    def axes(t: Tensor) -> Axes:
+        first = len(sizes) - t.dim()
+        return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
+
+    operands = {i: axes(t) for i, t in enumerate((a, b)) if t is not None}
+    everything = tuple(range(len(sizes)))
+    return Call(sizes, operands, (everything,), frozenset(everything), seed=6)
+
+
+def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
+    """Every axis is free: sums of parts are parts of the sum."""
+    torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words, of dimensions that there are not
+    everything = tuple(range(input.dim()))
+    gone = {d % input.dim() for d in dim} if dim and everything else set(everything)
+    kept: Axes = tuple(None if axis in gone else axis for axis in everything if keepdim or axis not in gone)
+    return Call(tuple(input.shape), {0: everything}, (kept,), frozenset(everything))
+
+
+def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
+    """Every axis but the last is free."""
+    axes = tuple(range(input.dim()))
+    operands = {i: axes[input.dim() - t.dim() :] for i, t in enumerate((input, mask)) if t is not None}
+    return Call(tuple(input.shape), operands, (axes,), frozenset(axes[:-1]))
+
+
+RULES: dict[str, Callable[..., Call]] = {
+    rule.__name__: rule for rule in (layer_norm, rms_norm, staged_row_norm, pointwise, reduce, softmax)
+}

@@ -1,0 +1,202 @@
+"""Norms of rows that are spread over ranks: each has some of the columns.
+
+Forward adds up the moments of the rows' parts, backward two sums of each row, with one small all-reduce each way; no
+column leaves its rank, and the gradients of weight and bias are those of the rank's columns. Sums travel as float64:
+then S = sum of n mean and Q = sum of (M2 + n mean^2) over the ranks give M2 = Q - S^2 / n, which is Chan's formula for
+merging (count, mean, M2), without the loss of digits that it would have in float32; and sums of a few float32 numbers
+are as a rule exact, in whatever order a collective adds them.
+
+The local arithmetic is PyTorch operations in the compute type: no kernel of ours takes statistics from outside yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import IDENTITY, formula
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.errors import BackendUnavailableError
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class _Norm(NamedTuple):
+    """What is computed, tensors apart; `rounds_to` is what "hf" rounds the normalised value to, or None."""
+
+    num_dims: int
+    eps: float
+    weight_offset: float
+    rms: bool
+    out_dtype: torch.dtype
+    rounds_to: torch.dtype | None
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Those of a row."""
+        return tuple(range(-self.num_dims, 0))
+
+
+def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., Any]:
+    """What serves the operator `name` of a norm for tensors whose normalised dimensions these groups share.
+
+    Raises:
+        BackendUnavailableError: a backend with kernels was asked for; there are none for this.
+    """
+    if backend not in (None, "eager"):
+        raise BackendUnavailableError(
+            f"`{name}`: backend {backend!r} was requested, but no kernel norms rows that are spread over ranks"
+        )
+    return partial(_staged_row_norm if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm"), groups)
+
+
+def _row_norm(
+    rms: bool,
+    groups: Groups,
+    input: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if eps is None:
+        eps = torch.finfo(compute_dtype(input.dtype)).eps
+    affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
+    return _staged_row_norm(groups, input, None, *affine, IDENTITY, IDENTITY, 0.0, None)[0]
+
+
+def _staged_row_norm(
+    groups: Groups,
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype | None,
+    rms: bool,
+    pre_activation: str,
+    activation: str,
+    dropout_p: float,
+    seed: Tensor | None,
+    rounding: str = "once",
+    gate: Tensor | None = None,
+    gate_activation: str = IDENTITY,
+    gate_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
+    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
+    wide = compute_dtype(input.dtype)
+    factor = None if gate is None else formula(gate_activation)(gate.to(wide))
+    h, summed = input, input.new_empty(0)
+    if pre_activation != IDENTITY or seed is not None or residual is not None or (factor is not None and gate_first):
+        h = formula(pre_activation)(input.to(wide))
+        h = h * factor if factor is not None and gate_first else h
+        h = h if seed is None else eager.dropout(h.contiguous(), dropout_p, seed)
+    if residual is not None:
+        h = summed = (h + residual.to(wide)).to(residual.dtype)
+    goes_on = activation != IDENTITY or (factor is not None and not gate_first)
+    result = out_dtype or input.dtype
+    rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
+    norm = _Norm(num_dims, eps, weight_offset, rms, wide if goes_on else result, rounds_to)
+    y: Tensor = _JoinedNorm.apply(h, weight, bias, norm, groups)
+    y = y * factor if factor is not None and not gate_first else y
+    return formula(activation)(y).to(result), summed
+
+
+class _JoinedNorm(torch.autograd.Function):
+    """The norm of h and its weight and bias, over all ranks of the groups."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm, groups: Groups) -> Tensor:
+        """One all-reduce: of the count, and for each row of one number (RMSNorm) or two."""
+        mean, rstd, count = _statistics(h, norm, groups)
+        ctx.norm, ctx.groups = norm, groups
+        ctx.save_for_backward(h, weight, bias, mean, rstd, count)
+        return _affine(_normalized(h, mean, rstd), weight, bias, norm).to(norm.out_dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """One all-reduce, where dh is wanted: for each row of one number or two."""
+        h, weight, bias, mean, rstd, count = ctx.saved_tensors
+        norm: _Norm = ctx.norm
+        dy, n = dy.to(rstd.dtype), _normalized(h, mean, rstd)
+        wants_dh, wants_dweight, wants_dbias, *_ = ctx.needs_input_grad
+        dh = dweight = dbias = None
+        if wants_dh:
+            g = dy if weight is None else dy * (weight.to(dy.dtype) + norm.weight_offset)
+            sums = [(g * n).sum(norm.dims, keepdim=True)]
+            if not norm.rms:
+                sums.append(g.sum(norm.dims, keepdim=True))
+            along_n, *level = (s / count for s in _all_reduced(sums, ctx.groups))
+            g = g - n * along_n.to(dy.dtype)
+            dh = (rstd * (g if norm.rms else g - level[0].to(dy.dtype))).to(h.dtype)
+        rows = tuple(range(h.dim() - norm.num_dims))
+        if wants_dweight:
+            factor = n if norm.rounds_to is None else n.to(norm.rounds_to).to(n.dtype)
+            dweight = _sum_over(dy * factor, rows).to(weight.dtype)
+        if wants_dbias:
+            dbias = _sum_over(dy, rows).to(bias.dtype)
+        return dh, dweight, dbias, None, None
+
+
+def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, Tensor, Tensor]:
+    """mean (LayerNorm's) and rstd of the rows, in the compute type, and how many columns they have."""
+    wide, columns = h.to(compute_dtype(h.dtype)), h[..., :0].new_tensor(_columns(h, norm), dtype=torch.float64)
+    if norm.rms:
+        squares, total = _all_reduced([wide.square().sum(norm.dims, keepdim=True)], groups, columns)
+        return None, torch.rsqrt(squares / total + norm.eps).to(wide.dtype), total
+    center = wide.sum(norm.dims, keepdim=True) / max(_columns(h, norm), 1)
+    m2 = (wide - center).square().sum(norm.dims, keepdim=True).double()
+    center = center.double()
+    sums, squares, total = _all_reduced([center * columns, m2 + columns * center.square()], groups, columns)
+    mean = sums / total
+    variance = (squares / total - mean.square()).clamp_min(0.0)
+    return mean.to(wide.dtype), torch.rsqrt(variance + norm.eps).to(wide.dtype), total
+
+
+def _columns(h: Tensor, norm: _Norm) -> int:
+    return h.shape[h.dim() - norm.num_dims :].numel()
+
+
+def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> list[Tensor]:
+    """The sums over all ranks of tensors of one shape, and of single numbers, in float64, with one collective."""
+    parts = [t.double().flatten() for t in (*sums, *others)]
+    packed = torch.cat(parts)
+    for group in groups:
+        dist.all_reduce(packed, group=group)
+    unpacked = packed.split([part.numel() for part in parts])
+    return [part.view(t.shape) for part, t in zip(unpacked, (*sums, *others), strict=True)]
+
+
+def _normalized(h: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    wide = h.to(rstd.dtype)
+    return (wide if mean is None else wide - mean) * rstd
+
+
+def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm) -> Tensor:
+    """n times weight plus bias; rounded where Hugging Face's norms round, whose gradients pass straight through."""
+    y = n if norm.rounds_to is None else n.to(norm.rounds_to).to(n.dtype)
+    if weight is not None:
+        y = y * (weight.to(n.dtype) + norm.weight_offset)
+    if bias is not None:
+        y = y + bias.to(n.dtype)
+    if norm.rounds_to is not None and weight is not None:
+        y = y.to(torch.promote_types(norm.rounds_to, weight.dtype)).to(n.dtype)
+    return y
+
+
+def _sum_over(t: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return t.sum(rows) if rows else t  # no dimension would mean all

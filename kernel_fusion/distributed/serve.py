@@ -1,0 +1,130 @@
+"""Runs an operator on DTensors: every rank runs it on its part, with the kernels of its device.
+
+The rules are in axes.py. Parts are taken and put together by PyTorch's own `to_local` and `from_local`, which tell
+autograd what the gradients are; so forward and backward of a part are those of a plain tensor, kernels included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.distributed import hidden
+from kernel_fusion.distributed.axes import RULES, Call
+from kernel_fusion.distributed.shards import Shards, elements
+
+
+def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any) -> Any:
+    """The operator `name` of DTensors.
+
+    Args:
+        local: serves the same operator for plain tensors, by the backend.
+        backend: that was asked for, or None.
+        args: those of the operator, by position.
+
+    Raises:
+        RuntimeError: DTensors and tensors are mixed, meshes differ, or shapes don't fit.
+    """
+    call = RULES[name](*args)
+    mesh = _mesh(name, [args[i] for i in call.operands])
+    operands = {i: _as_dtensor(name, args[i], mesh) for i in call.operands}
+    shards = Shards.chosen(call, operands, mesh)
+    parts = list(args)
+    largest = max(map(elements, operands.values()))
+    for i, operand in operands.items():
+        parts[i] = shards.local(operand, call.operands[i], is_small=elements(operand) < largest)
+    if call.seed is not None and len(args) > call.seed and args[call.seed] is not None:
+        parts[call.seed] = shards.seed(args[call.seed])
+    results = _local_call(name, local, backend, call, shards)(*parts)
+    if isinstance(results, Tensor):
+        return shards.whole(results, call.results[0] or (), call.sizes)
+    return tuple(
+        result if axes is None else shards.whole(result, axes, call.sizes)
+        for result, axes in zip(results, call.results, strict=True)
+    )
+
+
+def _mesh(name: str, tensors: list[Tensor]) -> DeviceMesh:
+    meshes = [t.device_mesh for t in tensors if isinstance(t, DTensor)]
+    for mesh in meshes[1:]:
+        if mesh != meshes[0]:
+            raise RuntimeError(f"kernel_fusion::{name}: DTensors must be on one mesh, got {meshes[0]} and {mesh}")
+    return meshes[0]
+
+
+def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor among DTensors is the same on all ranks where PyTorch's own operators take it for that."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    if tensor.numel() != 1 and not DTensor._op_dispatcher._allow_implicit_replication:
+        raise RuntimeError(
+            f"kernel_fusion::{name}: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor "
+            "before calling distributed operators!"
+        )
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _local_call(
+    name: str, local: Callable[..., Any], backend: str | None, call: Call, shards: Shards
+) -> Callable[..., Any]:
+    """What a rank runs on its part: the operator itself, but where parts are not computed as wholes are."""
+    if joined := shards.along(call.joined):
+        groups = tuple(shards.mesh.get_group(mesh_dim) for mesh_dim in joined)
+        return hidden.operator(name, backend, groups)
+    if name == "reduce" and shards.along(frozenset(range(len(call.sizes)))):
+        return partial(_reduce_part, local, call)
+    if name == "softmax" and len(call.sizes) > 1:
+        return partial(_softmax_part, local, call, shards)
+    return local
+
+
+def _reduce_part(
+    local: Callable[..., Tensor],
+    call: Call,
+    part: Tensor,
+    dim: list[int],
+    keepdim: bool,
+    kind: str,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The share of a rank in a mean is that of its elements; a part may have none, and must still have a gradient."""
+    gone = [d for d in range(part.dim()) if d not in (call.results[0] or ())]
+    whole, mine = 1, 1
+    for d in gone:
+        whole, mine = whole * call.sizes[d], mine * part.shape[d]
+    if kind != "mean_abs" or whole == mine:
+        return local(part, dim, keepdim, kind, dtype)
+    result = dtype or part.dtype
+    if mine == 0:
+        return part.abs().sum(dim, keepdim).to(result)
+    wide = compute_dtype(part.dtype)
+    return (local(part, dim, keepdim, kind, wide) * (mine / whole)).to(result)
+
+
+def _softmax_part(
+    local: Callable[..., Tensor],
+    call: Call,
+    shards: Shards,
+    part: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """A row knows by its own number what `causal` leaves out, and a rank with some of the rows numbers them anew."""
+    rows = len(call.sizes) - 2
+    if not causal or not shards.along(frozenset([rows])):
+        return local(part, mask, scale, causal)
+    numbers = shards.slice(torch.arange(call.sizes[rows], device=part.device), 0, rows)
+    keep = (torch.arange(part.shape[-1], device=part.device) <= numbers[:, None]).expand(part.shape)
+    if mask is None or mask.dtype == torch.bool:
+        return local(part, keep if mask is None else mask & keep, scale, False)
+    y = local(part, mask.masked_fill(~keep, -math.inf), scale, False)
+    return y.masked_fill(~keep, 0.0)  # also in a row with NaN

@@ -1,0 +1,173 @@
+"""Parallel styles for `parallelize_module`: what PyTorch's own do not do for modules with two inputs or packed outputs.
+
+`SequenceParallel`, `ColwiseParallel`, `RowwiseParallel` and `PrepareModuleInput` take the modules with one input as
+they are. These are the rest; they subclass PyTorch's where there is one to subclass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+class ResidualSequenceParallel(SequenceParallel):
+    r"""`SequenceParallel` for norms with two inputs: the residual, or the gate, is sharded as the input is.
+
+    PyTorch's style hands on the first input alone. Both are given by position; a tensor is this rank's part, a DTensor
+    is brought to the sequence dimension: one that is to be added up (the output of a rowwise linear layer with
+    `output_layouts=Partial()`) by a reduce-scatter.
+
+    Args:
+        sequence_dim: the dimension that is sharded.
+        use_local_output: give back this rank's parts as tensors, instead of DTensors.
+
+    For :class:`kernel_fusion.FusedAddLayerNorm`, :class:`kernel_fusion.FusedAddRMSNorm` and
+    :class:`kernel_fusion.FusedGatedRMSNorm`. Parameters are replicated; their gradients are partial sums.
+
+    Source: Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
+
+    Example:
+        >>> from kernel_fusion.distributed import ResidualSequenceParallel
+        >>> ResidualSequenceParallel()
+        ResidualSequenceParallel(sequence_dim=1, use_local_output=False)
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        sequence_sharding: tuple[Placement, ...], mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
+    ) -> tuple[Any, ...]:
+        prepare = SequenceParallel._prepare_input_fn
+        return tuple(prepare(sequence_sharding, mod, (input,), device_mesh) for input in inputs)
+
+    @staticmethod
+    def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        return _local(outputs) if use_local_output else outputs
+
+
+class FeatureParallel(ParallelStyle):
+    r"""Every input, parameter and output of a module is sharded in its last dimension.
+
+    For what stands between a columnwise and a rowwise linear layer, :class:`kernel_fusion.FusedBiasAct` and
+    :class:`kernel_fusion.FusedGatedAct` of gate and value, which then send nothing; and for norms of rows that are
+    spread over the ranks, which send one small all-reduce in each direction.
+
+    Args:
+        use_local_output: give back this rank's parts as tensors, as `ColwiseParallel` does, instead of DTensors.
+
+    Inputs are given by position; a tensor is this rank's part. Dropout is different on each rank, also where all have
+    the same seed.
+
+    Raises:
+        TypeError: an input is no tensor.
+
+    Example:
+        >>> from kernel_fusion.distributed import FeatureParallel
+        >>> FeatureParallel()
+        FeatureParallel(use_local_output=True)
+    """
+
+    def __init__(self, *, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        output = partial(ResidualSequenceParallel._prepare_output_fn, self.use_local_output)
+        return distribute_module(module, device_mesh, self._partition, self._prepare_inputs, output)
+
+    def _partition(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            sharded = distribute_tensor(parameter, device_mesh, [Shard(-1)], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _prepare_inputs(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
+        def prepared(input: Any) -> DTensor:
+            if not isinstance(input, Tensor):
+                raise TypeError(f"{type(module).__name__}: inputs must be tensors, got {type(input).__name__}")
+            if not isinstance(input, DTensor):
+                return DTensor.from_local(input, device_mesh, [Shard(-1)], run_check=False)
+            return input.redistribute(placements=[Shard(-1)])
+
+        return tuple(map(prepared, inputs))
+
+    def __repr__(self) -> str:
+        return f"FeatureParallel(use_local_output={self.use_local_output})"
+
+
+class PackedColwiseParallel(ColwiseParallel):
+    r"""`ColwiseParallel` for a linear layer whose output holds several things side by side, each sharded by itself.
+
+    Of `nn.Linear(d, 2 * n)` that gives a gate and a value, each rank gets a part of the gate and the same part of the
+    value; `ColwiseParallel` gives the first ranks the gate and the others the value. What follows halves the rank's
+    own columns: :class:`kernel_fusion.FusedGatedAct`, and then a rowwise layer.
+
+    Args:
+        parts: how many things the output holds, of one size: 2 for gate and value, 3 for query, key and value.
+        input_layouts, use_local_output: as in `ColwiseParallel`.
+
+    The state dict has the weight in the order of `nn.Linear`, sharded by rows. Optimizer states are in the order of
+    the ranks' parts, and PyTorch's distributed checkpoints refuse those.
+
+    Raises:
+        NotImplementedError: the module is no `nn.Linear`.
+        ValueError: the ranks cannot have equal parts.
+
+    Example:
+        >>> from kernel_fusion.distributed import PackedColwiseParallel
+        >>> PackedColwiseParallel(parts=2).parts
+        2
+    """
+
+    def __init__(self, parts: int, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
+        super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
+        self.parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            raise NotImplementedError(f"PackedColwiseParallel is for nn.Linear, got {type(module).__name__}")
+        if module.out_features % (self.parts * device_mesh.size()):
+            raise ValueError(
+                f"PackedColwiseParallel: `out_features` must be a multiple of {self.parts} parts times "
+                f"{device_mesh.size()} ranks, got {module.out_features}"
+            )
+        module.register_state_dict_post_hook(_in_one_piece)
+        module.register_load_state_dict_pre_hook(partial(_in_parts, self.parts))
+        return super()._apply(module, device_mesh)
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        placements = [_StridedShard(0, split_factor=self.parts)]
+        for key, parameter in module.named_parameters():
+            sharded = distribute_tensor(parameter, device_mesh, placements, src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: DTensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs.to_local() if use_local_output else outputs
+
+
+def _local(outputs: Any) -> Any:
+    """The ranks' parts of a DTensor, or of a tuple of them."""
+    if isinstance(outputs, DTensor):
+        return outputs.to_local()
+    return type(outputs)(*map(_local, outputs))
+
+
+def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Each rank's rows as neighbours, which is what distributed checkpoints can say of a DTensor."""
+    for key in ("weight", "bias"):
+        if isinstance(value := state.get(prefix + key), DTensor):
+            state[prefix + key] = value.redistribute(placements=[Shard(0)])
+
+
+def _in_parts(parts: int, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in ("weight", "bias"):
+        if isinstance(value := state.get(prefix + key), DTensor):
+            state[prefix + key] = value.redistribute(placements=[_StridedShard(0, split_factor=parts)])

@@ -1,0 +1,239 @@
+"""Norms of rows that are spread over ranks: one all-reduce in each direction, the numbers of the whole rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_support import four_ranks, ranks, spread, whole
+from ranks import Ranks, mesh
+from support import Draw, assert_draws_as_accurate
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+
+import kernel_fusion as kf
+from kernel_fusion.distributed import FeatureParallel
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.testing import unfused
+
+__all__ = ["four_ranks", "ranks"]
+
+_ROWS, _COLS, _DRAWS = 6, 40, 8
+
+
+def _collectives(mode: CommDebugMode) -> dict[str, int]:
+    return {str(op): count for op, count in mode.get_comm_counts().items()}
+
+
+def _one_all_reduce(mode: CommDebugMode) -> None:
+    assert _collectives(mode) == {"c10d.allreduce_": 1}
+
+
+def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str) -> Draw:
+    added, rms = verb.startswith("add_"), verb.endswith("rms_norm")
+    rows = [torch.randn(_ROWS, _COLS, device=device, dtype=dtype) for _ in range(1 + added)]
+    parameters = [torch.randn(_COLS, device=device, dtype=dtype) for _ in range(2)]
+    plain = tuple(t.requires_grad_() for t in (*rows, *parameters))
+    dys = [torch.randn_like(rows[0]) for _ in range(1 + added)]
+    spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
+    *x, weight, bias = spreads
+    with CommDebugMode() as forward:
+        y = getattr(kf, verb)(*x, _COLS, weight, bias=bias, eps=1e-5, rounding=rounding)
+    _one_all_reduce(forward)
+    ys = list(y) if added else [y]
+    with CommDebugMode() as backward:
+        grads = torch.autograd.grad(ys, spreads, [spread(dy, Shard(1)) for dy in dys])
+    _one_all_reduce(backward)
+    assert {g.placements for g in grads} == {(Shard(1),), (Shard(0),)}  # type: ignore[attr-defined]
+
+    def pytorch(*tensors: Tensor) -> list[Tensor]:
+        *x, weight, bias = tensors
+        residual = x[1] if added else None
+        y, h = unfused.staged_norm(x[0], residual, (_COLS,), weight, bias, 1e-5, rms=rms, rounding=rounding)
+        outputs = [y, h] if added else [y]
+        return [
+            *outputs,
+            *torch.autograd.grad(outputs, tensors, [dy.to(o) for dy, o in zip(dys, outputs, strict=True)]),
+        ]
+
+    return [*map(whole, ys), *map(whole, grads)], pytorch, plain
+
+
+def _check_verb(device: str, verb: str, dtype: torch.dtype, rounding: str) -> None:
+    assert_draws_as_accurate([_draw(device, verb, dtype, rounding) for _ in range(_DRAWS)])
+
+
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str) -> None:
+    """Nothing but one all-reduce is sent in either direction, and the budget of the unsharded norm holds."""
+    ranks(_check_verb, name, dtype, rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
+def test_four_ranks(four_ranks: Ranks, name: str) -> None:
+    """The same with four parts of a row."""
+    four_ranks(_check_verb, name, torch.float32, "once")
+
+
+def _check_group(device: str, cols: int) -> None:
+    x, residual = torch.randn(2, _ROWS, cols, device=device)
+    weight = torch.randn(cols, device=device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first, last = (cols * r // world for r in (rank, rank + 1))  # unequal parts
+    expected = kf.add_layer_norm(x, residual, cols, weight, weight, activation="silu")
+    x, residual, weight = (t[..., first:last].contiguous().requires_grad_() for t in (x, residual, weight))
+    size = last - first
+    with CommDebugMode() as collectives:
+        y, h = kf.add_layer_norm(x, residual, size, weight, weight, activation="silu", group=dist.group.WORLD)
+    _one_all_reduce(collectives)
+    torch.testing.assert_close(y, expected.output[..., first:last])
+    assert torch.equal(h, expected.residual[..., first:last])
+    plain = kf.rms_norm(x.detach(), size, group=dist.group.WORLD)
+    torch.testing.assert_close(plain, kf.rms_norm(_whole_row(x.detach(), cols), cols)[..., first:last])
+
+
+def _whole_row(part: Tensor, cols: int) -> Tensor:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.cpu())
+    row = torch.cat(parts, -1).to(part.device)
+    assert row.shape[-1] == cols
+    return row
+
+
+@pytest.mark.parametrize("cols", [40, 41, 1])
+def test_plain_tensors_and_a_group(ranks: Ranks, cols: int) -> None:
+    """`group=` norms plain tensors that are a rank's columns; ranks may have different numbers of them, or none."""
+    ranks(_check_group, cols)
+
+
+def _check_far_from_zero(device: str) -> None:
+    x = 1e4 + torch.randn(64, 256, device=device)
+    y = whole(kf.layer_norm(spread(x, Shard(1)), 256))
+    exact = torch.nn.functional.layer_norm(x.double(), (256,))
+    theirs = torch.nn.functional.layer_norm(x, (256,))
+    assert (y - exact).abs().max() <= 2 * ((theirs - exact).abs().max() + torch.finfo(x.dtype).eps)
+    mean, scale = torch.tensor([0.0, 1e3], device=device), torch.tensor([1e-3, 1e3], device=device)
+    parts = (mean[:, None] + scale[:, None] * torch.randn(2, 128, device=device)).flatten()[None]
+    y = whole(kf.layer_norm(spread(parts, Shard(1)), 256))
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(parts, (256,)))
+
+
+def test_statistics_are_merged_stably(ranks: Ranks) -> None:
+    """Rows far from zero, and parts that differ by six orders of magnitude, lose no digits."""
+    ranks(_check_far_from_zero)
+
+
+def _check_batch(device: str) -> None:
+    x = torch.randn(33, 256, device=device)
+    for verb in (kf.layer_norm, kf.rms_norm):
+        everything = verb(spread(x, Shard(1)), 256).to_local()
+        for rows in (1, 7, 32):
+            assert torch.equal(verb(spread(x[:rows], Shard(1)), 256).to_local(), everything[:rows])
+
+
+def test_a_row_does_not_depend_on_the_others(ranks: Ranks) -> None:
+    """The bits of a row are the same in calls of other numbers of rows."""
+    ranks(_check_batch)
+
+
+def _check_gated(device: str) -> None:
+    x, gate, weight, dy = (torch.randn(*shape, device=device) for shape in ((4, 32), (4, 32), (32,), (4, 32)))
+    for first in (False, True):
+        plain = [t.clone().requires_grad_() for t in (x, gate, weight)]
+        spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
+        y = kf.gated_rms_norm(spreads[0], spreads[1], 32, spreads[2], gate_first=first)
+        expected = kf.gated_rms_norm(*plain[:2], 32, plain[2], gate_first=first)
+        grads = torch.autograd.grad(y, spreads, spread(dy, Shard(1)))
+        for one, other in zip(grads, torch.autograd.grad(expected, plain, dy), strict=True):
+            torch.testing.assert_close(whole(one), other)
+        torch.testing.assert_close(whole(y), expected)
+    with CommDebugMode() as collectives:
+        y = kf.gated_rms_norm(*(spread(t, Shard(t.dim() - 1)) for t in (x, gate)), 32, group_size=4)
+    assert _collectives(collectives) == {}
+    torch.testing.assert_close(whole(y), kf.gated_rms_norm(x, gate, 32, group_size=4))
+
+
+def test_gates(ranks: Ranks) -> None:
+    """A gate is spread as the row is; of groups of columns that are on one rank nothing is sent."""
+    ranks(_check_gated)
+
+
+def _check_weights(device: str) -> None:
+    x, weight, dy = torch.randn(4, 32, device=device), torch.randn(32, device=device), torch.randn(4, 32, device=device)
+    weight.requires_grad_()
+    everywhere = spread(weight, Replicate())
+    with CommDebugMode() as collectives:
+        y = kf.rms_norm(spread(x, Shard(1)), 32, everywhere)
+        (dweight,) = torch.autograd.grad(y, everywhere, spread(dy, Shard(1)))
+    _one_all_reduce(collectives)
+    assert dweight.placements == (Partial(),)
+    expected = torch.autograd.grad(kf.rms_norm(x, 32, weight), weight, dy)[0]
+    torch.testing.assert_close(whole(dweight), expected)
+
+
+def test_a_weight_that_all_ranks_have(ranks: Ranks) -> None:
+    """Its gradient is a partial sum: nothing is gathered, and without a gradient of x backward sends nothing."""
+    ranks(_check_weights)
+
+
+def _check_rows_and_columns(device: str) -> None:
+    of = mesh(device, 2, 2)
+    x, weight, dy = (torch.randn(*shape, device=device).requires_grad_() for shape in ((4, 32), (32,), (4, 32)))
+    y = kf.layer_norm(x, 32, weight)
+    expected = torch.autograd.grad(y, [x, weight], dy)
+    spreads = [spread(x, Shard(0), Shard(1), of=of), spread(weight, Replicate(), Shard(0), of=of)]
+    with CommDebugMode() as collectives:
+        ours = kf.layer_norm(spreads[0], 32, spreads[1])
+        grads = torch.autograd.grad(ours, spreads, spread(dy, Shard(0), Shard(1), of=of))
+    assert _collectives(collectives) == {"c10d.allreduce_": 2}
+    assert grads[1].placements == (Partial(), Shard(0))
+    for one, other in zip((ours, *grads), (y, *expected), strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+@pytest.mark.slow
+def test_rows_and_columns(four_ranks: Ranks) -> None:
+    """Data-parallel rows of spread columns: the all-reduce is among the ranks of a row."""
+    four_ranks(_check_rows_and_columns)
+
+
+def _check_module(device: str) -> None:
+    norm = kf.FusedAddRMSNorm(32).to(device)
+    x, residual = torch.randn(2, 4, 32, device=device)
+    expected = norm(x, residual)
+    parallelize_module(norm, mesh(device), FeatureParallel())
+    parts = [t.chunk(dist.get_world_size(), -1)[dist.get_rank()] for t in (x, residual)]
+    y, h = norm(*parts)
+    for one, whole_one in zip((y, h), expected, strict=True):
+        torch.testing.assert_close(one, whole_one.chunk(dist.get_world_size(), -1)[dist.get_rank()])
+    assert norm.weight.placements == (Shard(0),)
+
+
+def test_feature_parallel_norm(ranks: Ranks) -> None:
+    """A residual norm under `FeatureParallel` norms the whole rows of its parts."""
+    ranks(_check_module)
+
+
+def _check_refusals(device: str) -> None:
+    x = spread(torch.randn(4, 32, device=device), Shard(1)).requires_grad_()
+    with pytest.raises(BackendUnavailableError, match=f"backend '{device}' was requested, but no kernel norms rows"):
+        kf.layer_norm(x, 32, backend=device)
+    with pytest.raises(TypeError, match="`rms_norm`: `group` goes with tensors that are a rank's columns"):
+        kf.rms_norm(x, 32, group=dist.group.WORLD)
+    (dx,) = torch.autograd.grad(kf.rms_norm(x, 32).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+    empty = kf.layer_norm(spread(torch.randn(0, 32, device=device), Shard(1)), 32)
+    assert empty.shape == (0, 32)
+
+
+def test_what_cannot_be_had_says_so(ranks: Ranks) -> None:
+    """A backend without such kernels, a group beside a DTensor, and second derivatives are errors; no rows are fine."""
+    ranks(_check_refusals)

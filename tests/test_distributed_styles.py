@@ -1,0 +1,375 @@
+"""Parallel styles: our modules in `parallelize_module` plans send what `torch.nn`'s do, or less, and compute the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from distributed_support import four_ranks, ranks, target, whole
+from ranks import Ranks, mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import kernel_fusion as kf
+from kernel_fusion.distributed import FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel
+
+__all__ = ["four_ranks", "ranks"]
+
+_WIDTH, _HIDDEN, _LENGTH = 16, 32, 8
+Counts = dict[str, int]
+
+
+def run(module: nn.Module, *inputs: Tensor) -> tuple[Tensor, list[Tensor], Counts]:
+    """The result, the gradients of inputs and parameters under a fixed cotangent, and the collectives sent."""
+    inputs = tuple(t.detach().requires_grad_() for t in inputs)
+    with CommDebugMode() as collectives:
+        y = module(*inputs)
+        local = y.to_local() if isinstance(y, DTensor) else y
+        local.backward(torch.linspace(-1, 1, local.numel(), device=local.device).view_as(local))
+    grads = [t.grad for t in (*inputs, *module.parameters())]
+    assert all(grad is not None for grad in grads)
+    return y, grads, {str(op): n for op, n in collectives.get_comm_counts().items()}  # type: ignore[return-value]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Equal within the rounding of float32, whether spread or not."""
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = (whole(t) if isinstance(t, DTensor) else t for t in (one, other))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _mine(x: Tensor, dim: int = 1) -> Tensor:
+    """This rank's part."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def _input(device: str, features: int = _WIDTH) -> Tensor:
+    return torch.randn(2, _LENGTH * dist.get_world_size(), features, device=device)
+
+
+# ---- Sequence parallel -----------------------------------------------------------------------------------------------
+
+
+def _check_sequence_parallel(device: str) -> None:
+    x = _mine(_input(device))
+    pairs: list[tuple[type[nn.Module], type[nn.Module]]] = [
+        (nn.LayerNorm, kf.FusedLayerNorm),
+        (nn.RMSNorm, kf.FusedRMSNorm),
+    ]
+    for theirs, ours in pairs:
+        with target(device).ran(1, 1):
+            mine = run(parallelize_module(ours(_WIDTH).to(device), mesh(device), SequenceParallel()), x)
+        plain = run(parallelize_module(theirs(_WIDTH).to(device), mesh(device), SequenceParallel()), x)
+        assert_same([mine[0], *mine[1]], [plain[0], *plain[1]])
+        assert mine[2] == plain[2] == {}
+        assert [g.placements for g in mine[1][1:]] == [g.placements for g in plain[1][1:]]  # type: ignore[attr-defined]
+
+
+def test_sequence_parallel_sends_nothing(ranks: Ranks) -> None:
+    """The plain norms under PyTorch's style: our kernels, PyTorch's placements, no collectives."""
+    ranks(_check_sequence_parallel)
+
+
+class _TwoInputs(nn.Module):
+    """Adds, then normalises, with PyTorch's modules: what the fused one replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + residual)
+        return y
+
+
+class _FusedTwoInputs(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        y = self.norm(x, other)
+        return y[0] if isinstance(y, tuple) else y  # type: ignore[no-any-return]
+
+
+def _check_residual(device: str) -> None:
+    x, residual = _mine(_input(device)), _mine(_input(device))
+    fused = _FusedTwoInputs(kf.FusedAddLayerNorm(_WIDTH)).to(device)
+    plain = _TwoInputs().to(device)
+    parallelize_module(fused, mesh(device), {"norm": ResidualSequenceParallel()})
+    parallelize_module(plain, mesh(device), {"norm": SequenceParallel()})
+    with target(device).ran(1, 1):
+        ours = run(fused, x, residual)
+    theirs = run(plain, x, residual)
+    assert_same([ours[0], *ours[1]], [theirs[0], *theirs[1]])
+    assert ours[2] == theirs[2] == {}
+
+
+def test_a_residual_is_sharded_too(ranks: Ranks) -> None:
+    """The style for norms with two inputs gives what the sum and the plain norm give, and sends nothing."""
+    ranks(_check_residual)
+
+
+def _check_gate(device: str) -> None:
+    x, gate = _mine(_input(device)), _mine(_input(device))
+    norm = kf.FusedGatedRMSNorm(_WIDTH).to(device)
+    expected = norm(x, gate)
+    parallelize_module(norm, mesh(device), ResidualSequenceParallel(use_local_output=True))
+    with target(device).ran(1, 0):
+        assert torch.equal(norm(x, gate), expected)
+
+
+def test_a_gate_is_sharded_too(ranks: Ranks) -> None:
+    """The same style takes the gate of a gated norm."""
+    ranks(_check_gate)
+
+
+def _check_lost(device: str) -> None:
+    x = _mine(_input(device))
+    for module, name in (
+        (kf.FusedAddLayerNorm(_WIDTH), "residual"),
+        (kf.FusedAddRMSNorm(_WIDTH), "residual"),
+        (kf.FusedGatedRMSNorm(_WIDTH), "gate"),
+    ):
+        parallelize_module(module.to(device), mesh(device), SequenceParallel())
+        with pytest.raises(TypeError, match=f"`{name}` must be given beside a DTensor.*ResidualSequenceParallel"):
+            module(x, x)
+
+
+def test_a_lost_argument_is_an_error(ranks: Ranks) -> None:
+    """PyTorch's style hands on one input, and a norm whose residual or gate it lost says so."""
+    ranks(_check_lost)
+
+
+# ---- Columnwise, rowwise ---------------------------------------------------------------------------------------------
+
+
+class _Gated(nn.Module):
+    """A gated unit of two projections and PyTorch's operations."""
+
+    def __init__(self, packed: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.gate, self.value = (nn.Linear(_WIDTH, _HIDDEN, device=packed.weight.device) for _ in range(2))
+        self.down = copy.deepcopy(down)
+        with torch.no_grad():
+            for mine, name in ((self.gate, 0), (self.value, 1)):
+                mine.weight.copy_(packed.weight.chunk(2)[name])
+                mine.bias.copy_(packed.bias.chunk(2)[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.value(x))
+        return y
+
+
+def _packed(device: str) -> nn.Sequential:
+    up, down = nn.Linear(_WIDTH, 2 * _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
+    return nn.Sequential(up, kf.FusedGatedAct("silu"), down).to(device)
+
+
+def _check_packed(device: str, use_local_output: bool) -> None:
+    x = _input(device)
+    model = _packed(device)
+    apart = _Gated(model[0], model[2])  # type: ignore[arg-type]
+    plain = run(copy.deepcopy(model), x)
+    style = PackedColwiseParallel(parts=2, use_local_output=use_local_output)
+    parallelize_module(model, mesh(device), {"0": style, "2": RowwiseParallel()})
+    colwise = {"gate": ColwiseParallel(), "value": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(apart, mesh(device), colwise)
+    with target(device).ran(1, 1):
+        ours = run(model, x)
+    theirs = run(apart, x)
+    assert_same([ours[0], *ours[1]], [plain[0], *plain[1]])
+    assert sum(ours[2].values()) <= sum(theirs[2].values()), (ours[2], theirs[2])
+
+
+@pytest.mark.parametrize("use_local_output", [True, False])
+def test_a_packed_projection(ranks: Ranks, use_local_output: bool) -> None:
+    """Ranks have the same part of gate and value: the unsharded results, no more collectives than two projections."""
+    ranks(_check_packed, use_local_output)
+
+
+def _check_halves_of_a_part(device: str) -> None:
+    x = _input(device)
+    model = _packed(device)
+    plain = run(copy.deepcopy(model), x)
+    whole_halves = parallelize_module(
+        copy.deepcopy(model), mesh(device), {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    )
+    assert_same([run(whole_halves, x)[0]], [plain[0]])
+    parallelize_module(model, mesh(device), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for call in (model, lambda x: run(model, x)):
+        with pytest.raises(RuntimeError, match="`gate` is this rank's part of a DTensor.*PackedColwiseParallel"):
+            call(x)
+
+
+def test_halves_of_a_part_are_refused(ranks: Ranks) -> None:
+    """Under `ColwiseParallel` a rank's columns are no gate and value: an error in training, right of a DTensor."""
+    ranks(_check_halves_of_a_part)
+
+
+def _check_unequal(device: str) -> None:
+    world = dist.get_world_size()
+    with pytest.raises(ValueError, match=f"must be a multiple of 3 parts times {world} ranks, got {3 * world + 1}"):
+        parallelize_module(nn.Linear(4, 3 * world + 1, device=device), mesh(device), PackedColwiseParallel(3))
+    with pytest.raises(NotImplementedError, match="for nn.Linear, got Embedding"):
+        parallelize_module(nn.Embedding(4, 4, device=device), mesh(device), PackedColwiseParallel(2))
+
+
+def test_unequal_parts_are_refused(ranks: Ranks) -> None:
+    """A packed projection that ranks cannot share equally, and a module that is none, are errors."""
+    ranks(_check_unequal)
+
+
+def _check_bias(device: str) -> None:
+    x = _input(device)
+    first, second = nn.Linear(_WIDTH, _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
+    theirs = nn.Sequential(first, nn.GELU(), second).to(device)
+    ours = nn.Sequential(
+        nn.Linear(_WIDTH, _HIDDEN, bias=False), kf.FusedBiasAct(_HIDDEN, "gelu"), copy.deepcopy(second)
+    ).to(device)
+    with torch.no_grad():
+        ours[0].weight.copy_(first.weight)  # type: ignore[operator]
+        ours[1].bias.copy_(first.bias)  # type: ignore[operator]
+    parallelize_module(theirs, mesh(device), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(ours, mesh(device), {"0": ColwiseParallel(), "1": FeatureParallel(), "2": RowwiseParallel()})
+    with target(device).ran(1, 1):
+        mine = run(ours, x)
+    plain = run(theirs, x)
+    assert_same([mine[0], *mine[1]], [plain[0], *plain[1]])
+    assert mine[2] == plain[2]
+
+
+def test_a_bias_between_linear_layers(ranks: Ranks) -> None:
+    """FusedBiasAct between a columnwise and a rowwise layer: as the bias of the layer, with the same collectives."""
+    ranks(_check_bias)
+
+
+def _check_dropout_of_parts(device: str) -> None:
+    act = kf.FusedBiasAct(256 * dist.get_world_size(), None, dropout=0.5).to(device)
+    parallelize_module(act, mesh(device), FeatureParallel())
+    y = act(torch.ones(2, 256, device=device))
+    others = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, y.detach())
+    assert len(others) == 1 or not torch.equal(others[0], others[1])
+    with pytest.raises(TypeError, match="inputs must be tensors, got NoneType"):
+        act(None)
+
+
+def test_columns_of_ranks_drop_independently(ranks: Ranks) -> None:
+    """Ranks with one seed have different masks for their columns."""
+    ranks(_check_dropout_of_parts)
+
+
+# ---- Beside PyTorch's other pieces -----------------------------------------------------------------------------------
+
+
+class _Head(nn.Module):
+    """The end of a language model: norm, then logits."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.head = nn.Linear(_WIDTH, _HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _check_loss_parallel(device: str) -> None:
+    x, labels = _input(device), torch.randint(_HIDDEN, (2 * _LENGTH * dist.get_world_size(),), device=device)
+    seen = []
+    for norm in (nn.LayerNorm(_WIDTH), kf.FusedLayerNorm(_WIDTH)):
+        torch.manual_seed(1)
+        model = _Head(norm).to(device)
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh(device), {"norm": SequenceParallel(), "head": head})
+        part = _mine(x).requires_grad_()
+        with CommDebugMode() as collectives, loss_parallel():
+            loss = F.cross_entropy(model(part).flatten(0, 1), labels)
+            loss.backward()
+        assert part.grad is not None
+        seen.append((whole(loss), part.grad, dict(collectives.get_comm_counts())))
+    assert_same(seen[1][:2], seen[0][:2])
+    assert seen[1][2] == seen[0][2]
+
+
+def test_loss_parallel(ranks: Ranks) -> None:
+    """A sharded norm before logits that are spread over the vocabulary: PyTorch's loss, gradients and collectives."""
+    ranks(_check_loss_parallel)
+
+
+def _check_prepared_input(device: str) -> None:
+    x, residual = _mine(_input(device)), _mine(_input(device))
+    norm = kf.FusedAddRMSNorm(_WIDTH).to(device)
+    expected = norm(x, residual)
+    layouts = (Shard(1), Shard(1))
+    style = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts, use_local_output=True)
+    parallelize_module(norm, mesh(device), style)
+    for one, other in zip(norm(x, residual), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_prepare_module_input(ranks: Ranks) -> None:
+    """PyTorch's style that lays out several inputs serves the residual norms as it is."""
+    ranks(_check_prepared_input)
+
+
+def _check_checkpoint(device: str, folder: Path) -> None:
+    model = _packed(device)
+    weights = copy.deepcopy(model.state_dict())
+    parallelize_module(model, mesh(device), {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=False)
+    restored = _packed(device)
+    for parallel in (False, True):
+        if parallel:
+            parallelize_module(restored, mesh(device), {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
+            with torch.no_grad():
+                for parameter in restored.parameters():
+                    parameter.zero_()
+        state = {"model": restored.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=False)
+        restored.load_state_dict(state["model"])
+        for name, value in restored.state_dict().items():
+            assert torch.equal(whole(value) if isinstance(value, DTensor) else value, weights[name]), name
+
+
+def test_packed_weights_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    """A distributed checkpoint has a packed weight as `nn.Linear` has it, for parallel and plain models alike."""
+    ranks(_check_checkpoint, tmp_path)
+
+
+def _check_fsdp_of_parts(device: str) -> None:
+    of = mesh(device, 2, 2)
+    x = _input(device)
+    model = _packed(device)
+    plain = run(copy.deepcopy(model), x)
+    parallelize_module(model, of["tp"], {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
+    fully_shard(model, mesh=of["dp"], reshard_after_forward=False)
+    inputs = x.detach().requires_grad_()
+    y = model(inputs)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
+    assert inputs.grad is not None
+    assert_same([y, inputs.grad, *(p.grad for p in model.parameters())], [plain[0], *plain[1]])
+
+
+@pytest.mark.slow
+def test_packed_weights_under_fsdp(four_ranks: Ranks) -> None:
+    """FSDP2 over data-parallel ranks shards a packed weight once more."""
+    four_ranks(_check_fsdp_of_parts)
