@@ -41,6 +41,7 @@ from kernel_fusion.nn import (
     FusedRMSNorm,
     FusedSoftmax,
 )
+from kernel_fusion.patching import Report, patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "FusedRMSNorm",
     "FusedSoftmax",
     "NormOutput",
+    "Report",
     "act_dropout",
     "add_act",
     "add_layer_norm",
@@ -81,9 +83,11 @@ __all__ = [
     "mul_act",
     "nn",
     "ops",
+    "patch",
     "rms_norm",
     "softmax",
     "sum_squared",
+    "unpatch",
     "use_backend",
 ]
 

@@ -1,0 +1,152 @@
+"""Activation modules: which of our activations one is, and the forward that computes it in one pass.
+
+One that PyTorch computes in a single kernel gains nothing and is left; one written as a formula costs a kernel, and a
+tensor kept for backward, for each operation. torch.compile fuses formulas itself, so it is shown the module's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.functional import bias_act, softmax
+from kernel_fusion.patching.agree import disagreement
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+
+# Two of our activations differ by 3e-4 at least somewhere, and two ways to write one in fp32 by less than this.
+_SAME = 1e-5
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ActivationForm:
+    """An activation by its name."""
+
+    name: str
+
+    def __deepcopy__(self, memo: Any) -> ActivationForm:
+        return self
+
+    def __str__(self) -> str:
+        return f"bias_act, activation={self.name!r}"
+
+    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+        """The methods of a patched activation."""
+
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not _floating(args[0]):
+                return original.forward(self_, *args, **kwargs)
+            return bias_act(args[0], None, self.name)
+
+        return {"forward": forward}
+
+
+@dataclass(frozen=True)
+class SoftmaxForm:
+    """A softmax over the last dimension."""
+
+    def __deepcopy__(self, memo: Any) -> SoftmaxForm:
+        return self
+
+    def __str__(self) -> str:
+        return "softmax"
+
+    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+        """The methods of a patched `nn.Softmax`."""
+
+        def forward(self_: nn.Module, input: Tensor) -> Tensor:
+            dim = self_.dim
+            last = isinstance(dim, int) and dim in (-1, input.dim() - 1)
+            autocast = torch.is_autocast_enabled(input.device.type)  # PyTorch's returns fp32 then
+            if torch.compiler.is_compiling() or autocast or not last or not _floating(input):
+                return original.forward(self_, input)  # type: ignore[no-any-return]
+            return softmax(input, -1)
+
+        return {"forward": forward}
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _FLOATING
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that run, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count and call."""
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(function: Callable[[Tensor], Any]) -> str | None:
+    """The activation that a function of one tensor is, if it is one: found by calling it, forward and backward."""
+    x = torch.linspace(-8, 8, 1001).reshape(7, 11, 13)
+    kept = x.clone()
+    try:
+        with torch.no_grad():
+            y = function(x)
+    except Exception:  # unknown code may raise anything for a tensor that it was not made for
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(x, kept):
+        return None
+    for name, activation in ACTIVATIONS.items():
+        if bool(((y - activation(x)).abs() <= _SAME * activation(x).abs().clamp(min=1)).all()):
+            return name if _agrees(function, name) else None
+    return None
+
+
+def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
+    """Whether ours is no less exact in any dtype, forward and backward."""
+    x = 3 * torch.randn(64, 65, generator=generator())
+
+    def ours(x: Tensor) -> Tensor:
+        return bias_act(x, None, name, backend="eager")
+
+    return all(disagreement(ours, function, ACTIVATIONS[name], [x.to(dtype)]) is None for dtype in _FLOATING)
+
+
+def operations(function: Callable[[Tensor], Any]) -> int:
+    """How many operations of PyTorch a function of one tensor runs."""
+    x = torch.ones(4, 4)
+    with torch.no_grad(), _Operations() as counted:
+        function(x)
+    return counted.count
+
+
+def fit_activation(module: nn.Module) -> ActivationForm | str | None:
+    """The form of an activation module; the reason to leave one; None for what is no activation."""
+    if module._parameters or module._buffers or not arguments(type(module).forward):
+        return None
+    stand_in = StandIn(module)
+    name = name_of(stand_in)
+    if name is None:
+        return None
+    return ActivationForm(name) if operations(stand_in) > 1 else "PyTorch computes it in one kernel"
+
+
+def fit_softmax(module: nn.Module) -> SoftmaxForm | str:
+    """The form of an `nn.Softmax`."""
+    if getattr(module, "dim", None) is None:
+        return "it has no dimension"
+    if module.dim != -1:
+        return "it is not over the last dimension"
+    same = disagreement(lambda x: softmax(x, -1, backend="eager"), StandIn(module), _softmax, [_scores()])
+    return SoftmaxForm() if same is None else f"{same} differs from ours"
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _scores() -> Tensor:
+    return torch.randn(3, 5, 33, generator=generator())

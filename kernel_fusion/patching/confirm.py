@@ -1,0 +1,38 @@
+"""The last look before a norm is exchanged: its own parameters, its own device and dtype, the kernels that will run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.patching.agree import disagreement
+from kernel_fusion.patching.norm_fit import Examination
+from kernel_fusion.patching.norms import Case, Key, NormForm
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def confirm(module: nn.Module, form: NormForm) -> str | None:
+    """Why the norm should not be exchanged after all; None where it may.
+
+    Parameters that are on `meta`, or sharded and gathered only while the model runs, cannot be looked at.
+    """
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if any(not p.is_floating_point() for p in parameters):
+        return "its parameters are quantised"
+    if any(type(p) not in _PLAIN and type(p).__name__ != "DTensor" for p in parameters):
+        return f"its parameters are {type(parameters[0]).__name__}s"
+    if any(p.is_meta or type(p) not in _PLAIN or p.device.type not in ("cpu", "cuda") for p in parameters):
+        return None
+    dtypes = {p.dtype for p in parameters} or {torch.float32}
+    dtype, cases = dtypes.pop(), dict(form.cases)
+    case: Case | None = cases.get(Key(dtype, dtype if parameters else None, False))
+    if dtypes or case is None:
+        return f"it computes none of our norms in {dtype}" if not dtypes else "its parameters have several dtypes"
+    device = parameters[0].device if parameters else torch.device("cpu")
+    examination = Examination(module, form.gate is not None)
+    inputs = [x.to(device) for x in examination.rows(4, dtype)]
+    values = [p.detach() for p in parameters]
+    ours = examination.ours(form, case, backend=None)
+    worse = disagreement(ours, examination.theirs, examination.exact(form), [*inputs, *values])
+    return worse and f"{worse} differs from ours in {dtype} on {device.type}"

@@ -1,0 +1,230 @@
+"""Which of our norms a module computes: found by calling it.
+
+First the function, in fp32 beside float64: LayerNorm or RMSNorm, which parameter is weight and which bias, where eps
+is, what is added to the weight, how a gate comes in. Rows of many sizes show eps. Then, for each pair of dtypes, how
+it rounds and what it returns, forward and backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.patching.agree import SAME_ROUNDING, differing_bits, disagreement, same_function
+from kernel_fusion.patching.norms import Case, Gate, Key, NormForm
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+
+_HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, *_HALF)
+_EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
+_ACTIVATIONS = sorted({*ACTIVATIONS, None}, key=lambda name: (name != "silu", name != "sigmoid", str(name)))
+
+
+class CudaAutocast(TorchFunctionMode):
+    """What CUDA's autocast does to the functions that norms are written in, for tensors of the CPU."""
+
+    WIDENED = frozenset(
+        "pow __pow__ __rpow__ square sum norm vector_norm rsqrt reciprocal __rtruediv__ exp log softplus softmax "
+        "cumsum prod layer_norm rms_norm group_norm".split()
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Widen the tensors that a function takes, where autocast would."""
+        if getattr(func, "__name__", "") in self.WIDENED:
+            args = tuple(_widened(value) for value in args)
+            kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+
+class Examination:
+    """One module under examination: its stand-in, called as a function of input, gate and parameters."""
+
+    def __init__(self, module: nn.Module, gated: bool) -> None:
+        self.module = module
+        self.stand_in = StandIn(module)
+        self.names = list(self.stand_in.parameters)
+        self.gated = gated
+        given = next((p.shape for p in self.stand_in.parameters.values()), getattr(module, "normalized_shape", None))
+        self.shape = tuple(given) if isinstance(given, tuple) else None
+        self.row = self.shape or (64,)
+
+    def rows(self, count: int, dtype: torch.dtype, sizes: Tensor | None = None) -> list[Tensor]:
+        """Rows with a mean, and a gate if there is one."""
+        random = generator(1)
+        x = torch.randn(count, *self.row, generator=random) + torch.randn(count, *[1] * len(self.row), generator=random)
+        if sizes is not None:
+            x *= sizes.view(-1, *[1] * len(self.row))
+        gate = [torch.randn(count, *self.row, generator=random).to(dtype)] if self.gated else []
+        return [x.to(dtype), *gate]
+
+    def theirs(self, *tensors: Tensor) -> Tensor:
+        """The module's own code."""
+        inputs = 1 + self.gated
+        self.stand_in.set(dict(zip(self.names, tensors[inputs:], strict=True)))
+        return self.stand_in(*tensors[:inputs])  # type: ignore[no-any-return]
+
+    def ours(self, form: NormForm, case: Case, backend: str | None = "eager") -> Callable[..., Tensor]:
+        """Our verb, as a function of the same tensors."""
+        eps = getattr(self.module, form.eps) if isinstance(form.eps, str) else form.eps
+
+        def call(*tensors: Tensor) -> Tensor:
+            inputs = 1 + self.gated
+            by_name = dict(zip(self.names, tensors[inputs:], strict=True))
+            weight, bias = (by_name[name] if name else None for name in (form.weight, form.bias))
+            return form.call(case, *tensors[:inputs], weight=weight, bias=bias, eps=eps, backend=backend)
+
+        return call
+
+    def exact(self, form: NormForm) -> Callable[..., Tensor]:
+        """The definition, for float64 tensors."""
+        return self.ours(form, Case("once", None))
+
+    def parameters(self, dtype: torch.dtype) -> list[Tensor]:
+        """Random parameters of a dtype."""
+        return [p.to(dtype) for p in self.stand_in.parameters.values()]
+
+
+def fit(module: nn.Module, rounding: str) -> NormForm | str:
+    """The form of a norm, or the reason why it has none."""
+    positional = arguments(type(module).forward)
+    if not positional or sum(p.default is p.empty for p in positional) > 2:
+        return "its forward takes other arguments than a norm"
+    shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
+    if len(shapes) > 1 or any(not shape for shape in shapes):
+        return "its parameters are not one weight and one bias of a row"
+    reason = "its forward takes other arguments than a norm"
+    for gated in (True, False):
+        required = sum(p.default is p.empty for p in positional)
+        if required <= 1 + gated <= len(positional) and (shapes or not gated):
+            form = _function(Examination(module, gated), positional[gated].name)
+            if isinstance(form, NormForm):
+                return _with_cases(Examination(module, gated), form, rounding)
+            reason = form
+    return reason
+
+
+def _attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
+    """What unknown code returns for made-up tensors; None where it raises, whatever that is, or returns no tensor."""
+    try:
+        with torch.no_grad():
+            result = function(*inputs)
+    except Exception:
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def _function(examination: Examination, gate_name: str) -> NormForm | str:
+    """The norm that the module is in exact arithmetic."""
+    sizes = (10.0 ** torch.arange(-6, 3)).repeat(2)
+    x, *gate = examination.rows(len(sizes), torch.float32, sizes)
+    parameters = examination.parameters(torch.float32)
+    found = {
+        len(lead): y.reshape(x.shape)
+        for lead in ((18,), (2, 9), (2, 3, 3))
+        for y in [_attempt(examination.theirs, *(t.reshape(*lead, *examination.row) for t in (x, *gate)), *parameters)]
+        if y is not None and y.shape == (*lead, *examination.row)
+    }
+    if 2 not in found:  # a norm of another dimension may take rows alone
+        return "it takes no batches of rows of its parameters' length, or returns something else"
+    wide = [t.double() for t in (x, *gate, *parameters)]
+    for form in _hypotheses(examination, gate_name):
+        exact = examination.exact(form)(*wide)
+        if same_function(found[2].flatten(1), exact.flatten(1)):
+            if all(same_function(y.flatten(1), exact.flatten(1)) for y in found.values()):
+                return form if len(found) == 3 else replace(form, dims=tuple(found))
+            return "it normalises other dimensions where the input has more of them"
+    return "it computes none of our norms over the last dimensions"
+
+
+def _hypotheses(examination: Examination, gate_name: str) -> Iterator[NormForm]:
+    """Every form that the module might have."""
+    names = examination.names
+    roles: list[tuple[str | None, str | None]] = [(None, None)]
+    if len(names) == 1:
+        roles = [(names[0], None), (None, names[0])]
+    elif len(names) == 2:
+        roles = [(names[0], names[1]), (names[1], names[0])]
+    attributes = [name for name, value in vars(examination.module).items() if isinstance(value, float) and value > 0]
+    for eps, rms, (weight, bias), gate in itertools.product(
+        (*attributes, *_EPS), (True, False), roles, _gates(examination, gate_name)
+    ):
+        for offset in (0.0, 1.0) if weight else (0.0,):
+            yield NormForm(rms, examination.shape, weight, bias, eps, offset, gate)
+
+
+def _gates(examination: Examination, name: str) -> list[Gate | None]:
+    """How a gate may come in; its groups are the columns that change with the first one."""
+    if not examination.gated:
+        return [None]
+    x, gate = examination.rows(4, torch.float32)
+    parameters = examination.parameters(torch.float32)
+    other = x.clone()
+    other[..., 0] += 1
+    both = [_attempt(examination.theirs, t, gate, *parameters) for t in (x, other)]
+    if both[0] is None or both[1] is None or both[0].shape != x.shape:
+        return []
+    size = int((both[0] != both[1]).any(0).sum())
+    columns = x.shape[-1]
+    if len(examination.row) != 1 or size == 0 or columns % size:
+        return []
+    group = None if size == columns else size
+    return [Gate(name, activation, first, group) for activation in _ACTIVATIONS for first in (False, True)]
+
+
+def _with_cases(examination: Examination, form: NormForm, rounding: str) -> NormForm | str:
+    """The form with the pairs of dtypes in which both agree."""
+    inherited = type(examination.module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    cases: dict[Key, Case] = {}
+    weights = _DTYPES if examination.names else (None,)
+    for input_dtype, weight_dtype in [*itertools.product(_DTYPES, weights), (torch.float64, weights[0] and torch.float64)]:
+        for autocast in (False, True):
+            key = Key(input_dtype, weight_dtype, autocast)
+            plain = cases.get(key._replace(autocast=False))
+            if inherited and autocast:  # the verb does as PyTorch's norms do
+                case = plain and plain._replace(out_dtype=None)
+            else:
+                case = _agreed(examination, form, key, rounding)
+            if case is not None:
+                cases[key] = case
+    if Key(torch.float32, weights[0], False) not in cases:
+        return "its results or gradients in fp32 differ from ours"
+    return replace(form, cases=tuple(cases.items()))
+
+
+def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -> Case | None:
+    """The rounding in which both agree for these dtypes, forward and backward."""
+    count = max(4, 4096 // max(1, torch.Size(examination.row).numel()))
+    inputs = [*examination.rows(count, key.input), *examination.parameters(key.weight or torch.float32)]
+    mode: AbstractContextManager[Any] = CudaAutocast() if key.autocast else nullcontext()
+    with mode:
+        y = _attempt(examination.theirs, *inputs)
+    if y is None or y.shape != inputs[0].shape:
+        return None
+    kinds = ("once",) if key.input not in _HALF else ("once", "hf") if rounding == "match" else (rounding,)
+    candidates = [Case(kind, y.dtype) for kind in kinds]
+    results = {case: _attempt(examination.ours(form, case), *inputs) for case in candidates}
+    off = {case: differing_bits(result, y) for case, result in results.items() if result is not None}
+    if not off:
+        return None
+    case = min(off, key=lambda case: off[case])
+    if key.input == torch.float64 and off[case] > SAME_ROUNDING:  # theirs computes in fp32
+        return None
+
+    def theirs(*tensors: Tensor) -> Tensor:
+        with CudaAutocast() if key.autocast else nullcontext():
+            return examination.theirs(*tensors)
+
+    worse = disagreement(examination.ours(form, case), theirs, examination.exact(form), inputs)
+    return None if worse else case

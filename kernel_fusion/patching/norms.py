@@ -1,0 +1,150 @@
+"""Norms as they are patched: the form that was found, and the forward that computes it.
+
+A form has a case for each pair of dtypes, of input and weight, in which the module and our verb agree. Any other call
+runs the module's own forward: other dtypes, other arguments, an autocast that was not examined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.functional import (
+    add_layer_norm,
+    add_rms_norm,
+    gated_layer_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+
+
+class Gate(NamedTuple):
+    """How a second argument gates a norm: its name in the module's forward, and arguments of `kf.gated_rms_norm`."""
+
+    name: str
+    activation: str | None
+    first: bool
+    group_size: int | None
+
+
+class Case(NamedTuple):
+    """How a call rounds, and the dtype of its result; None leaves that to the verb."""
+
+    rounding: str
+    out_dtype: torch.dtype | None
+
+
+class Key(NamedTuple):
+    """What decides the case of a call."""
+
+    input: torch.dtype
+    weight: torch.dtype | None
+    autocast: bool  # CUDA's
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """A norm in the arguments of our verbs."""
+
+    rms: bool
+    shape: tuple[int, ...] | None  # None: the last dimension, whatever its size
+    weight: str | None  # the name of the parameter
+    bias: str | None
+    eps: str | float  # the name of the attribute, or the number
+    weight_offset: float
+    gate: Gate | None = None
+    dims: tuple[int, ...] = ()  # the numbers of dimensions of x beside the row; none: any
+    cases: tuple[tuple[Key, Case], ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> NormForm:
+        return self
+
+    def __str__(self) -> str:
+        verb = ("gated_" if self.gate else "") + ("rms_norm" if self.rms else "layer_norm")
+        rounding = "rounding='hf'" if any(case.rounding == "hf" for _, case in self.cases) else ""
+        offset = f"weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return ", ".join(filter(None, (verb, rounding, offset)))
+
+    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+        """The methods of a patched norm."""
+        return {"forward": _gated_forward(self, original) if self.gate else _forward(self, original)}
+
+    def parts(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weight, bias and eps of a module, read at each call, so that a change of them counts."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+    def call(
+        self, case: Case, x: Tensor, *gate: Tensor, weight: Any, bias: Any, eps: float, backend: str | None = None
+    ) -> Tensor:
+        """The verb of this form."""
+        shape = self.shape or x.shape[-1:]
+        options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
+        if self.gate is not None:
+            options |= {"gate_activation": self.gate.activation, "gate_first": self.gate.first}
+            options |= {"group_size": self.gate.group_size, "weight": weight, "bias": bias, "eps": eps}
+            return (gated_rms_norm if self.rms else gated_layer_norm)(x, *gate, shape, **options)
+        if self.rms:
+            return rms_norm(x, shape, weight, eps, bias=bias, **options)
+        return layer_norm(x, shape, weight, bias, eps, **options)
+
+    def fits(self, x: Any) -> bool:
+        """Whether this is a tensor of rows that the form was examined with."""
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return False
+        shape = self.shape or tuple(x.shape[-1:])
+        return tuple(x.shape[-len(shape) :]) == shape and (not self.dims or x.dim() - len(shape) in self.dims)
+
+
+def _case(cases: Mapping[Key, Case], x: Tensor, weight: Tensor | None) -> Case | None:
+    """The case of a call, if it is one that was examined."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast and x.device.type != "cuda":
+        return None
+    return cases.get(Key(x.dtype, None if weight is None else weight.dtype, autocast))
+
+
+def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
+    cases, add = dict(form.cases), add_rms_norm if form.rms else add_layer_norm
+
+    def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
+        """The norm; with a residual, the pair of the norm of their sum and that sum."""
+        if len(args) != 1 or kwargs or not form.fits(args[0]):
+            return original.forward(self, *args, **kwargs)
+        (x,) = args
+        weight, bias, eps = form.parts(self)
+        case = _case(cases, x if residual is None else residual, weight)
+        if residual is None:
+            if case is None:
+                return original.forward(self, x)
+            return form.call(case, x, weight=weight, bias=bias, eps=eps)
+        if case is None:
+            h = x + residual
+            return original.forward(self, h), h
+        shape = form.shape or x.shape[-1:]
+        options = {"bias": bias, "eps": eps, "weight_offset": form.weight_offset, **case._asdict()}
+        return add(x, residual, shape, weight, **options)  # type: ignore[arg-type]
+
+    return forward
+
+
+def _gated_forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
+    cases, gating = dict(form.cases), form.gate
+    assert gating is not None
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate = args[1] if len(args) == 2 else kwargs.get(gating.name)
+        if len(args) + len(kwargs) == 2 and isinstance(gate, Tensor) and args and form.fits(args[0]):
+            weight, bias, eps = form.parts(self)
+            case = _case(cases, args[0], weight)
+            if case is not None and gate.shape == args[0].shape and gate.dtype == args[0].dtype:
+                return form.call(case, args[0], gate, weight=weight, bias=bias, eps=eps)
+        return original.forward(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,251 @@
+"""`kf.patch` and `kf.unpatch`: walk through a model, examine each kind of module once, and exchange classes."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.core import checks
+from kernel_fusion.patching import norm_fit, rewrite
+from kernel_fusion.patching.activations import fit_activation, fit_softmax, name_of
+from kernel_fusion.patching.confirm import confirm
+from kernel_fusion.patching.norms import NormForm
+from kernel_fusion.patching.report import Line, Report
+from kernel_fusion.patching.rewrite import RewriteForm
+from kernel_fusion.patching.sites import identity
+from kernel_fusion.patching.stand_in import StandIn, examining, settings
+from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
+
+_TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+T = TypeVar("T")
+
+
+def patch(
+    model: nn.Module,
+    *,
+    norms: bool = True,
+    mlps: bool = True,
+    activations: bool = True,
+    residuals: bool = True,
+    rounding: str = "match",
+) -> Report:
+    r"""Make the modules of a model call this library's kernels, where they compute the same.
+
+    A module is recognised by what it computes, not by its name: each kind is called with random tensors, in fp32, bf16
+    and fp16, forward and backward, beside our operations in float64. Where ours is no less exact, the module gets a
+    subclass of its class whose forward calls it. Parameters, names, state dict, hooks and `isinstance` stay as they
+    are, and `kf.unpatch` undoes it. What does not agree is left and named in the report.
+
+    .. math:: \mathrm{act}(g) \cdot v, \quad \mathrm{norm}(x) \cdot w + b, \quad h = r + x,\; \mathrm{norm}(h)
+
+    Args:
+        model: any module; on any device, `meta` too, before or after `.to()`. It is changed in place.
+        norms: LayerNorm and RMSNorm of any class, with an offset of the weight, with a gate, in groups.
+        mlps: gated products, `act(gate) * value`, in any method of a module.
+        activations: activations that are written as formulas, and `nn.Softmax` over the last dimension. Those that
+            PyTorch computes in one kernel are left.
+        residuals: additions whose sum the same method gives to a patched norm.
+        rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
+            rounds all of them so.
+
+    Returns:
+        A :class:`Report`, to be printed. A second call changes nothing.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: an unknown `rounding`.
+
+    Dtypes: any pair of fp32, bf16 and fp16 of input and weight that was found to agree, fp64 where the module computes
+    in it; other calls run the module's own forward. Norms accumulate in fp32 (fp64 for fp64).
+
+    Source: none but the models themselves; the forms are those of :func:`rms_norm`, :func:`gated_rms_norm`,
+    :func:`gated_act`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4), 2, enable_nested_tensor=False)
+        >>> print(kf.patch(model))  # doctest: +NORMALIZE_WHITESPACE
+        TransformerEncoder: 4 modules replaced, 0 left
+          replaced    4 LayerNorm: layer_norm (layers.0.norm1, …)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`patch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
+    if rounding != "match":
+        checks.rounding("patch", rounding)
+    start = time.perf_counter()
+    walk = _Walk(rounding)
+    with examining():
+        named = [(name, module) for name, module in model.named_modules() if not _is_ours(module)]
+        walk.report.model = type(model).__name__
+        walk.report.already = sum(plan_of(module) is not None for _, module in named)
+        for name, module in named:
+            if next(module.children(), None) is None:
+                walk.leaf(name, module, norms, activations)
+        for name, module in named:
+            walk.expressions(name, module, mlps, residuals)
+    walk.report.seconds = time.perf_counter() - start
+    return walk.report
+
+
+def unpatch(model: nn.Module) -> Report:
+    """Give every module that `kf.patch` changed its own class back.
+
+    Args:
+        model: any module; it is changed in place.
+
+    Returns:
+        A :class:`Report` of the modules that were given back. A module that something else has made a subclass of
+        since, such as FSDP2, keeps that class and is named.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+        >>> _ = kf.patch(model)
+        >>> len(kf.unpatch(model).replaced), type(model[0])
+        (1, <class 'torch.nn.modules.normalization.LayerNorm'>)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`unpatch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
+    report = Report(type(model).__name__)
+    for name, module in model.named_modules():
+        if is_changed(module):
+            restore(module)
+            report.replaced.append(Line(type(module).__name__, "its own forward", name))
+        elif plan_of(module) is not None:
+            report.left.append(Line(type(module).__name__, "its class was extended after it was patched", name))
+    return report
+
+
+class _Walk:
+    """One walk through a model, which examines each kind of module once."""
+
+    def __init__(self, rounding: str) -> None:
+        self.rounding = rounding
+        self.report = Report("")
+        self.known: dict[Any, Any] = {}
+
+    def once(self, key: Any, examine: Callable[[], T]) -> T:
+        """The answer for a key."""
+        if key not in self.known:
+            self.known[key] = examine()
+        return self.known[key]  # type: ignore[no-any-return]
+
+    def leaf(self, name: str, module: nn.Module, norms: bool, activations: bool) -> None:
+        """Patch a norm, an activation or a softmax."""
+        if plan_of(module) is not None or not (answer := self._form(module, norms, activations)):
+            return
+        if not isinstance(answer, str) and (reason := _hands_off(module)):
+            answer = reason
+        if isinstance(answer, NormForm):
+            form = answer
+            answer = self.once((form, _kind(module), _place(module)), lambda: confirm(module, form)) or form
+        self._settle(name, module, answer)
+
+    def _settle(self, name: str, module: nn.Module, answer: Plan | str) -> None:
+        kind = type(module).__name__
+        if isinstance(answer, str):
+            self.report.left.append(Line(kind, answer, name))
+        else:
+            change(module, answer)
+            self.report.replaced.append(Line(kind, str(answer), name))
+
+    def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
+        """The form of a module without submodules; the reason why it has none; None where nobody would expect one."""
+        kind = type(module)
+        if isinstance(module, nn.Softmax):
+            return self.once(_kind(module), lambda: fit_softmax(module)) if activations else None
+        if not _may_be_ours(module):
+            return None
+        form: Any = None
+        if norms and not kind.__module__.startswith("torch.nn.modules.activation"):
+            form = self.once(_kind(module), lambda: norm_fit.fit(module, self.rounding))
+        if isinstance(form, NormForm):
+            return form
+        if activations:
+            found = self.once(("activation", _kind(module)), lambda: fit_activation(module))
+            if found is not None:
+                return found
+        return form if "norm" in kind.__name__.lower() else None
+
+    def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool) -> None:
+        """Rewrite the gated products of a module's methods, and the additions before norms."""
+        if plan_of(module) is not None:
+            return
+        found = rewrite.search(type(module))
+        acts = [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
+        norms = {text for f in found.values() for text in f.norms if _is_patched_norm(_value(module, f, text))}
+        if not residuals:
+            norms = set()
+        if acts or norms:
+            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms))
+            self._settle(name, module, _hands_off(module) or form)
+
+    def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str] | None:
+        """The activation that a text in a method stands for: what it is known by, and its name."""
+        act = _value(module, found, text)
+        if isinstance(act, nn.Module):
+            if next(act.children(), None) is not None or act._parameters or act._buffers:
+                return None
+            name = self.once(("act", _kind(act)), lambda: name_of(StandIn(act)))
+        elif isinstance(act, _FUNCTIONS) and not isinstance(getattr(act, "__self__", None), nn.Module):
+            name = self.once(("act", act), lambda: name_of(act))
+        else:
+            return None
+        return (text, identity(act), name) if name else None
+
+
+def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
+    """What the text of a callee stands for in a method of this module; None where that is a local name, or nothing."""
+    code = found.function.__code__
+    if text.split(".")[0].split("[")[0] in code.co_varnames[1:]:
+        return None
+    try:
+        return eval(text, dict(found.function.__globals__), {code.co_varnames[0]: module})
+    except Exception:  # the attribute may be missing, or made by any property
+        return None
+
+
+def _is_patched_norm(norm: Any) -> bool:
+    return isinstance(norm, nn.Module) and isinstance(form := plan_of(norm), NormForm) and form.gate is None
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("kernel_fusion.")
+
+
+def _may_be_ours(module: nn.Module) -> bool:
+    """Whether a module without submodules may be a norm or an activation: not one that PyTorch has for another job."""
+    kind = type(module)
+    if kind.__module__.startswith("torch."):
+        return kind in _TORCH_NORMS or kind.__module__ == "torch.nn.modules.activation"
+    return not isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
+
+
+def _hands_off(module: nn.Module) -> str | None:
+    """Why a module that somebody has changed is left alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by TorchScript"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """What decides how a module computes."""
+    members = [(name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()]
+    return original_class(type(module)), repr(settings(module)), tuple(members)
+
+
+def _place(module: nn.Module) -> tuple[Any, ...]:
+    """Where its parameters are, and of which dtypes."""
+    tensors: list[Tensor] = [p for p in module._parameters.values() if p is not None]
+    return tuple((t.device, t.dtype, type(t)) for t in tensors)

@@ -1,0 +1,55 @@
+"""What `patch` and `unpatch` did to a model, and why not more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """One module: its class, what is said of it, and its name in the model."""
+
+    kind: str
+    text: str
+    name: str
+
+
+@dataclass
+class Report:
+    """What was replaced in a model, and what was left and why; printing it gives a table.
+
+    Attributes:
+        model: the class of the model.
+        replaced: a line for each module that was changed, with what computes it now.
+        left: a line for each norm, activation, softmax or gate that was not, with the reason.
+        already: how many modules had been changed before.
+        seconds: how long it took.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> report = kf.patch(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
+        >>> [(line.kind, line.text, line.name) for line in report.replaced]
+        [('LayerNorm', 'layer_norm', '1')]
+    """
+
+    model: str
+    replaced: list[Line] = field(default_factory=list)
+    left: list[Line] = field(default_factory=list)
+    already: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        head = f"{self.model}: {len(self.replaced)} modules replaced, {len(self.left)} left"
+        head += f", {self.already} had been replaced before" if self.already else ""
+        return "\n".join([head, *_table("replaced", self.replaced), *_table("left", self.left)])
+
+
+def _table(title: str, lines: Iterable[Line]) -> list[str]:
+    """Lines of one class and text are one row, with their number and the first name."""
+    rows = [(*key, list(group)) for key, group in groupby(sorted(lines), key=lambda line: line[:2])]
+    return [
+        f"  {title:8} {len(group):4} {kind}: {text} ({group[0].name}{', …' if len(group) > 1 else ''})"
+        for kind, text, group in rows
+    ]

@@ -1,0 +1,304 @@
+"""Rewrites methods where they gate or add: `act(gate) * value`, and `h = a + b` before `norm(h)`.
+
+The text of a method is parsed, these expressions become calls of `sites.py`, and the result is compiled with the
+method's own globals. All else in it stays as its author wrote it. A method whose text cannot be had, or that somebody
+has wrapped, is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from kernel_fusion.patching import sites
+
+_GATED, _ADD_NORM, _SUM = "_kf_gated", "_kf_add_norm", "_kf_normed"
+
+
+@dataclass
+class Found:
+    """What a method has: the text of the activations that gate, and of the norms that follow an addition."""
+
+    function: types.FunctionType
+    acts: set[str] = field(default_factory=set)
+    norms: set[str] = field(default_factory=set)
+
+
+def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
+    """The methods that a class and those of its own file define: libraries' base classes are no place for layers."""
+    found: dict[str, types.FunctionType] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__ == kind.__module__ and issubclass(base, nn.Module):
+            found |= {name: f for name, f in vars(base).items() if isinstance(f, types.FunctionType)}
+    return found
+
+
+@functools.cache
+def search(kind: type[nn.Module]) -> dict[str, Found]:
+    """The methods of a class that have something to rewrite, and what."""
+    result = {}
+    for name, function in methods_of(kind).items():
+        if name.startswith("__") or (tree := _parse(function)) is None:
+            continue
+        found = Found(function)
+        _Rewriter(found.acts.add, found.norms.add).body(tree)
+        if found.acts or found.norms:
+            result[name] = found
+    return result
+
+
+def rewritten(function: types.FunctionType, acts: dict[str, tuple[Any, str]], norms: frozenset[str]) -> Any:
+    """The method with its expressions replaced: those gated by one of `acts`, those normalised by one of `norms`."""
+    tree = _parse(function)
+    assert tree is not None
+    _Rewriter(lambda text: text in acts, lambda text: text in norms).body(tree)
+    _strip(tree)
+    free = [*function.__code__.co_freevars, _GATED, _ADD_NORM]
+    factory = ast.parse(f"def factory({', '.join(free)}):\n    return None")
+    outer = factory.body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
+    file = f"<kernel_fusion {function.__module__}.{function.__qualname__} {sorted(acts)} {sorted(norms)}>"
+    text = ast.unparse(ast.fix_missing_locations(factory))
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
+    closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    made = types.FunctionType(code, function.__globals__)(*closure, sites.gated_by(acts), sites.add_norm)
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    made.__annotations__ = function.__annotations__
+    return made
+
+
+def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The syntax tree of a method, if its text is at hand and is what runs."""
+    if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
+        return None
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(text).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or _mangles(tree):
+        return None
+    same = tree.name == function.__code__.co_name and tuple(_names(tree)) == _arguments(function)
+    return tree if same else None
+
+
+def _strip(tree: ast.FunctionDef) -> None:
+    """Take out what is evaluated where a function is defined: the compiled one gets the values that it had."""
+    tree.returns = None
+    for argument in ast.walk(tree.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [value and ast.Constant(None) for value in tree.args.kw_defaults]
+
+
+def _mangles(tree: ast.AST) -> bool:
+    """Whether a name in a method depends on the class that it is written in."""
+    names = [n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(tree)]
+    return any(name.startswith("__") and not name.endswith("__") for name in names)
+
+
+def _names(tree: ast.FunctionDef) -> list[str]:
+    arguments = tree.args
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _arguments(function: types.FunctionType) -> tuple[str, ...]:
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+class _Rewriter:
+    """Replaces expressions in a function; `acts` and `norms` are asked whether to, with the text of the callee.
+
+    `ask` may only collect: what returns None replaces nothing.
+    """
+
+    def __init__(self, acts: Callable[[str], Any], norms: Callable[[str], Any]) -> None:
+        self.acts, self.norms, self.count = acts, norms, 0
+
+    def body(self, function: ast.FunctionDef) -> None:
+        """Rewrite a function in place."""
+        inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+        hidden = {id(n) for node in inner if node is not function for n in ast.walk(node)}
+        self.loads = [(n.id, n.lineno) for n in ast.walk(function) if _is_load(n)]  # type: ignore[attr-defined]
+        self.captured = {n.id for n in ast.walk(function) if _is_load(n) and id(n) in hidden}  # type: ignore[attr-defined]
+        self._block(function.body, in_loop=False)
+
+    def _block(self, block: list[ast.stmt], in_loop: bool) -> None:
+        for statement in block:
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                continue
+            loop = in_loop or isinstance(statement, ast.For | ast.While)
+            for name in ("body", "orelse", "finalbody"):
+                self._block(getattr(statement, name, []), loop)
+        self._gates(block, in_loop)
+        self._sums(block)
+
+    def _gates(self, block: list[ast.stmt], in_loop: bool) -> None:
+        """`act(gate) * value`, also where the activated gate was given a name before."""
+        for index, statement in enumerate(block):
+            for holder, product in list(_children(statement, ast.BinOp)):
+                if not isinstance(product.op, ast.Mult):
+                    continue
+                for one, other in ((product.left, product.right), (product.right, product.left)):
+                    call = _call(one) or (self._named(block[:index], one) if not in_loop else None)
+                    if call is None or not self.acts(ast.unparse(call.func)):
+                        continue
+                    gate, text = call.args[0], ast.Constant(ast.unparse(call.func))
+                    if call is not one:  # keep the name, for the gate
+                        _replace_value(block[:index], call, gate)
+                        gate = one
+                    act = ast.parse(ast.unparse(call.func), mode="eval").body
+                    self._put(holder, product, _made(_GATED, text, act, gate, other))
+                    break
+
+    def _named(self, before: list[ast.stmt], operand: ast.expr) -> ast.Call | None:
+        """The call that a name stands for, if it was assigned in this block and the product is all that reads it."""
+        if not isinstance(operand, ast.Name) or operand.id in self.captured:
+            return None
+        for earlier in reversed(before):
+            if _stores(earlier, operand.id):
+                if not isinstance(earlier, ast.Assign) or not isinstance(earlier.targets[0], ast.Name):
+                    return None
+                last = earlier.end_lineno or 0
+                if sum(name == operand.id and line > last for name, line in self.loads) != 1:
+                    return None
+                call = _call(earlier.value)
+                # What is between may write into a tensor that has a name, but not into the result of a call.
+                kept = call is not None and (isinstance(call.args[0], ast.Call) or earlier is before[-1])
+                return call if kept and len(earlier.targets) == 1 else None
+        return None
+
+    def _sums(self, block: list[ast.stmt]) -> None:
+        """`h = a + b` with `norm(h)` in the next statement, copies of h aside; and `norm(a + b)`."""
+        for index, statement in enumerate(list(block)):
+            for holder, call in list(_children(statement, ast.Call)):
+                if _call(call) is None:
+                    continue
+                argument = call.args[0]
+                if _is_sum(argument) and self.norms(ast.unparse(call.func)):
+                    made = _made(_ADD_NORM, call.func, argument.left, argument.right)  # type: ignore[attr-defined]
+                    self._put(holder, call, ast.Subscript(made, ast.Constant(0), ast.Load()))
+                elif isinstance(argument, ast.Name) and isinstance(statement, ast.Assign | ast.Return | ast.Expr):
+                    addition = _addition(block, block.index(statement), argument.id)
+                    if addition is not None and self.norms(ast.unparse(call.func)):
+                        self._split(block, addition, statement, holder, call)
+
+    def _split(self, block: list[ast.stmt], addition: ast.Assign, statement: ast.stmt, holder: Any, call: ast.Call) -> None:
+        """Norm and sum from one call, where the sum was; the norm is used where it was."""
+        self.count += 1
+        name = f"{_SUM}{self.count}"
+        sum_ = addition.value
+        assert isinstance(sum_, ast.BinOp)
+        made = _made(_ADD_NORM, call.func, sum_.left, sum_.right)
+        target = ast.Tuple([ast.Name(name, ast.Store()), addition.targets[0]], ast.Store())
+        block[block.index(addition)] = ast.Assign([target], made, lineno=0)
+        self._put(holder, call, ast.Name(name, ast.Load()))
+        if not isinstance(statement, ast.Return):  # let go of it as early as before
+            block.insert(block.index(statement) + 1, ast.Delete([ast.Name(name, ast.Del())]))
+
+    @staticmethod
+    def _put(holder: Any, old: ast.expr, new: ast.expr) -> None:
+        parent, name, index = holder
+        if index is None:
+            setattr(parent, name, new)
+        else:
+            getattr(parent, name)[index] = new
+
+
+def _is_load(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
+def _is_sum(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _made(function: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(function, ast.Load()), list(args), [])
+
+
+def _call(node: ast.AST) -> ast.Call | None:
+    """A call of one positional argument by something that has a name."""
+    plain = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+    if not plain or isinstance(node.args[0], ast.Starred):  # type: ignore[attr-defined]
+        return None
+    callee = node.func  # type: ignore[attr-defined]
+    while isinstance(callee, ast.Attribute | ast.Subscript):
+        callee = callee.value
+    return node if isinstance(callee, ast.Name) else None  # type: ignore[return-value]
+
+
+def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
+    """The expressions of a kind that a statement evaluates once, innermost first, each with where it stands."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.stmt) and name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            continue
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(child, ast.AST) and not isinstance(child, ast.Lambda | ast.comprehension | ast.stmt):
+                yield from _children(child, kind)
+                if isinstance(child, kind):
+                    yield (node, name, index if isinstance(value, list) else None), child
+
+
+def _stores(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement binds a name, somewhere in it."""
+    return any(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in ast.walk(statement))
+
+
+def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None:
+    """The statement `name = a + b` just before a statement, copies of names aside."""
+    for earlier in reversed(block[:index]):
+        if not isinstance(earlier, ast.Assign) or len(earlier.targets) != 1:
+            return None
+        target = earlier.targets[0]
+        if not isinstance(target, ast.Name):
+            return None
+        if target.id == name:
+            return earlier if _is_sum(earlier.value) else None
+        if not isinstance(earlier.value, ast.Name):
+            return None
+    return None
+
+
+def _replace_value(block: list[ast.stmt], old: ast.expr, new: ast.expr) -> None:
+    for statement in block:
+        if isinstance(statement, ast.Assign) and statement.value is old:
+            statement.value = new
+
+
+@dataclass(frozen=True)
+class RewriteForm:
+    """The expressions of a class that are replaced: activations with what they are known by and their names; norms."""
+
+    acts: tuple[tuple[str, Any, str], ...]
+    norms: frozenset[str]
+
+    def __deepcopy__(self, memo: Any) -> RewriteForm:
+        return self
+
+    def __str__(self) -> str:
+        gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]
+        return "; ".join([*gates, *(f"addition before {norm}" for norm in sorted(self.norms))])
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+        """The methods that have one of the expressions, rewritten."""
+        acts = {text: (known, name) for text, known, name in self.acts}
+        return {
+            name: rewritten(found.function, acts, self.norms)
+            for name, found in search(original).items()
+            if found.acts & acts.keys() or found.norms & self.norms
+        }

@@ -1,0 +1,62 @@
+"""What rewritten methods call: one pass where that is the same, and else what the method said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.functional import gated_act
+from kernel_fusion.patching.norms import NormForm
+from kernel_fusion.patching.swap import is_bare, is_changed, original_class
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def identity(act: Any) -> Any:
+    """What an activation is known by: a module by its class, a function by itself."""
+    return original_class(type(act)) if isinstance(act, nn.Module) else act
+
+
+def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
+    """The function `act(gate) * value`, in one pass for the activations that were examined."""
+
+    def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
+        known, name = acts[text]
+        if (
+            not torch.compiler.is_compiling()  # which fuses this itself
+            and identity(act) is known
+            and (not isinstance(act, nn.Module) or is_bare(act))
+            and _floating(gate)
+            and _floating(value)
+            and gate.shape == value.shape
+        ):
+            return gated_act(gate, value, name)
+        return act(gate) * value
+
+    return gated
+
+
+def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """The pair of `norm(a + b)` and `a + b`; in one pass where the norm is patched and nothing hooks into it."""
+    if (
+        isinstance(norm, nn.Module)
+        and is_changed(norm)
+        and isinstance(form := type(norm)._kf_plan, NormForm)
+        and form.gate is None
+        and is_bare(norm)
+        and _floating(a)
+        and _floating(b)
+        and a.shape == b.shape
+    ):
+        x, residual = (b, a) if torch.promote_types(a.dtype, b.dtype) == a.dtype else (a, b)
+        if torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
+            return norm(x, residual=residual)  # type: ignore[no-any-return]
+    h = a + b
+    return norm(h), h
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _FLOATING

@@ -1,0 +1,82 @@
+"""How a module is changed: it gets another class, a subclass of its own with the same name, and nothing else.
+
+So parameters, buffers, hooks, names, `isinstance` and the state dict are what they were, and giving back the class
+undoes it. Copies and pickles hold the original class and the plan, and make the subclass again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+
+class Plan(Protocol):
+    """What is done to modules of a class: hashable, comparable, and picklable, since pickles of modules hold it."""
+
+    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+        """The methods that replace those of `original`."""
+        ...
+
+
+def original_class(kind: type) -> type:
+    """The class that a changed class was made from; any other class is its own."""
+    return kind.__dict__.get("_kf_original", kind)  # type: ignore[no-any-return]
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether the module has one of our classes, itself: a subclass that somebody else made of it is theirs."""
+    return "_kf_original" in type(module).__dict__
+
+
+def plan_of(module: nn.Module) -> Plan | None:
+    """What was done to a changed module, by us or under a class that somebody made of ours."""
+    return getattr(type(module), "_kf_plan", None)
+
+
+def change(module: nn.Module, plan: Plan) -> None:
+    """Give a module the class that carries out `plan`."""
+    module.__class__ = changed_class(type(module), plan)
+
+
+def restore(module: nn.Module) -> None:
+    """Give a changed module its own class back."""
+    module.__class__ = original_class(type(module))
+
+
+@functools.cache
+def changed_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
+    """The subclass of `original` that carries out `plan`: one for each pair, so compiled code is shared."""
+    names = ("__module__", "__qualname__", "__doc__")
+    members: dict[str, Any] = {name: getattr(original, name) for name in names}
+    members |= {"_kf_original": original, "_kf_plan": plan, "__reduce_ex__": _reduce}
+    return type(original)(original.__name__, (original,), members | dict(plan.methods(original)))
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Pickle and copy the original class and the plan in place of a class that nobody can import."""
+    _, (_, *args), *state = super(type(self), self).__reduce_ex__(max(2, int(protocol)))  # type: ignore[misc]
+    return _new, (original_class(type(self)), plan_of(self), *args), *state
+
+
+def _new(original: type[nn.Module], plan: Plan, *args: Any) -> nn.Module:
+    kind = changed_class(original, plan)
+    return kind.__new__(kind, *args)
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether calling the module does nothing but its class's `forward`: no hooks, no `forward` of its own.
+
+    Hooks may move, gather or record what a module reads and returns, so such a module is called as it always was.
+    """
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()
+    )
