@@ -187,7 +187,7 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
         check_backend_name(backend)
         if not interop.is_tensor(input):
             if interop.records(input):
-                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend)  # type: ignore[no-any-return]
+                return _recorded(verb, (input,), norm, (None, None, 0.0, "once"), backend, None)  # type: ignore[no-any-return]
             if not hasattr(input, "__dlpack__"):
                 raise TypeError(f"{verb}(): argument 'input' (position 1) must be Tensor, not {type(input).__name__}")
 
@@ -341,8 +341,8 @@ def _staged(
     if not interop.is_tensor(input):
         if interop.records(input):
             if verb.startswith("add_"):
-                return _recorded(verb, (input, residual), norm, stages, backend)  # type: ignore[no-any-return]
-            return NormOutput(_recorded(verb, (input,), norm, stages, backend), input)
+                return _recorded(verb, (input, residual), norm, stages, backend, group)  # type: ignore[no-any-return]
+            return NormOutput(_recorded(verb, (input,), norm, stages, backend, group), input)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
             return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend, group)
@@ -366,12 +366,13 @@ def _staged(
         raise
 
 
-def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None) -> Any:
+def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None, group: Any) -> Any:
     """A call of the verb, recorded by the first of `rows`."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     pre_activation, activation, dropout_p, rounding = stages
     options: dict[str, Any] = {"bias": bias, "eps": eps, "pre_activation": pre_activation, "activation": activation}
     options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "rounding": rounding, "backend": backend}
+    options["group"] = group
     if verb.startswith("add_"):
         options["dropout_p"] = dropout_p
     return interop.recorded(globals()[verb], *rows, normalized_shape, weight, **options)
