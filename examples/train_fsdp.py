@@ -1,6 +1,6 @@
 """Train the byte-level GPT over several processes: FSDP2 over the batch, tensor and sequence parallel within a layer.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp.py --tp 2            # 2 x 2: two shards of the batch, two of a layer
+    torchrun --nproc-per-node 4 examples/train_fsdp.py --tp 2            # two shards of the batch, two of a layer
     torchrun --nproc-per-node 2 examples/train_fsdp.py --tp 1 --check    # FSDP2 alone; compared with one process
 
 On GPUs the processes speak NCCL, without any gloo. Between layers each tensor-parallel process has some of the
@@ -49,9 +49,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """What the layer before gave and the stream to which it is not yet added; the same of this layer."""
         y, stream = self.attention_norm(x, stream)
-        query, key, value = (t.unflatten(-1, (-1, WIDTH // HEADS)) for t in self.qkv(y).chunk(3, -1))
-        heads = (t.transpose(1, 2) for t in (query, key, value))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        heads = (t.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for t in self.qkv(y).chunk(3, -1))
+        query, key, value = heads
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         y, stream = self.mlp_norm(self.out(attended), stream)
         return self.down(self.gate(self.up(y))), stream
 

@@ -15,7 +15,8 @@ from support import PACKAGE, python
 # The units of the package and what each may import, by first name below `kernel_fusion`.
 _FOUNDATION = {"errors", "config"}
 _CORE = _FOUNDATION | {"core"}
-_OPERATORS = _CORE | {"backends", "native", "operators"}
+_DISTRIBUTED = _CORE | {"backends", "distributed"}
+_OPERATORS = _DISTRIBUTED | {"native", "operators"}
 _VERBS = _OPERATORS | {"functional"}
 _API = _VERBS | {"nn", "ops", "kernels", "patching"}
 MAY_IMPORT = {
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "core": _CORE,
     "backends": _CORE | {"backends"},
     "native": _CORE | {"native"},
+    "distributed": _DISTRIBUTED,
     "operators": _OPERATORS,
     "functional": _VERBS,
     "nn": _VERBS | {"nn"},

@@ -8,7 +8,7 @@ the axis is such a sum, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Call:
     """
 
     sizes: tuple[int, ...]
-    operands: dict[int, Axes]
+    operands: Mapping[int, Axes]
     results: tuple[Axes | None, ...]
     free: frozenset[int]
     joined: frozenset[int] = frozenset()

@@ -110,7 +110,8 @@ def _staged_row_norm(
     result = out_dtype or input.dtype
     rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
     norm = _Norm(num_dims, eps, weight_offset, rms, wide if goes_on else result, rounds_to)
-    y: Tensor = _JoinedNorm.apply(h, weight, bias, norm, groups)
+    apply: Callable[..., Tensor] = _JoinedNorm.apply
+    y = apply(h, weight, bias, norm, groups)
     y = y * factor if factor is not None and not gate_first else y
     return formula(activation)(y).to(result), summed
 
@@ -127,7 +128,7 @@ class _JoinedNorm(torch.autograd.Function):
         return _affine(_normalized(h, mean, rstd), weight, bias, norm).to(norm.out_dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """One all-reduce, where dh is wanted: for each row of one number or two."""
         h, weight, bias, mean, rstd, count = ctx.saved_tensors

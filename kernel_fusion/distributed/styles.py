@@ -42,7 +42,7 @@ class ResidualSequenceParallel(SequenceParallel):
     def _prepare_input_fn(
         sequence_sharding: tuple[Placement, ...], mod: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
     ) -> tuple[Any, ...]:
-        prepare = SequenceParallel._prepare_input_fn
+        prepare: Any = SequenceParallel._prepare_input_fn
         return tuple(prepare(sequence_sharding, mod, (input,), device_mesh) for input in inputs)
 
     @staticmethod
@@ -77,8 +77,9 @@ class FeatureParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        prepare: Any = self._prepare_inputs
         output = partial(ResidualSequenceParallel._prepare_output_fn, self.use_local_output)
-        return distribute_module(module, device_mesh, self._partition, self._prepare_inputs, output)
+        return distribute_module(module, device_mesh, self._partition, prepare, output)
 
     def _partition(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for key, parameter in module.named_parameters(recurse=False):

@@ -128,7 +128,7 @@ def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
     if is_dtensor(input):
         from kernel_fusion.distributed.halves import halves
 
-        return halves(input, dim)
+        return halves(input, dim)  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         _refuse_part(input, dim)
     return input.chunk(2, dim)
