@@ -128,32 +128,31 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, layer
     return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
 
 
-def train(model: GPT, batches: Sequence[Batch], mesh: DeviceMesh, dtype: torch.dtype) -> list[float]:
-    """The loss of every step, over the batch; tells on rank 0 what each process has and sends."""
+def train(model: GPT, batches: Sequence[Batch], mesh: DeviceMesh) -> list[float]:
+    """The loss of every step, over the whole batch, of a model that is sharded over the mesh."""
     layers = mesh["tp"] if mesh["tp"].size() > 1 else None
-    if layers is not None:
-        shard_layers(model, layers)
-    shard_parameters(model, mesh["dp"], dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for number, batch in enumerate(batches):
-        counted = CommDebugMode() if number == 0 else None
-        with counted or nullcontext():
-            loss = step(model, optimizer, part(batch, mesh["dp"]), layers)
+    for batch in batches:
+        loss = step(model, optimizer, part(batch, mesh["dp"]), layers)
         dist.all_reduce(loss, group=mesh["dp"].get_group())
         losses.append(loss.item() / mesh["dp"].size())
-        if counted and dist.get_rank() == 0:
-            tell(model, counted)
     return losses
 
 
-def tell(model: GPT, counted: CommDebugMode) -> None:
-    """Print this process's share of the parameters and what it sent in one step."""
+def tell(model: GPT, batch: Batch, mesh: DeviceMesh) -> None:
+    """Print on rank 0 a process's share of the parameters and what it sends in a step, of which no loss is kept."""
+    with CommDebugMode() as counted, nullcontext() if mesh["tp"].size() == 1 else loss_parallel():
+        given, target = part(batch, mesh["dp"])
+        F.cross_entropy(model(given).float().flatten(0, 1), target.flatten()).backward()
+    model.zero_grad()
+    if dist.get_rank() != 0:
+        return
     everything = sum(parameter.numel() for parameter in model.parameters())
     mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
     print(f"parameters: {mine} of {everything} on this process, and as many gradients and twice as many moments")
     for operation, count in sorted(counted.get_comm_counts().items(), key=str):
-        print(f"collectives of a step: {count:4} {operation}")
+        print(f"collectives of a forward and a backward: {count:4} {operation}")
 
 
 def alone(batches: Sequence[Batch], seed: int, device: torch.device) -> list[float]:
@@ -195,7 +194,12 @@ def main() -> None:
 
     batches = sample_batches(load_text(), arguments.steps, arguments.seed, device)
     torch.manual_seed(arguments.seed)
-    losses = train(GPT().to(device), batches, mesh, DTYPES[arguments.dtype])
+    model = GPT().to(device)
+    if arguments.tp > 1:
+        shard_layers(model, mesh["tp"])
+    shard_parameters(model, mesh["dp"], DTYPES[arguments.dtype])
+    tell(model, batches[0], mesh)
+    losses = train(model, batches, mesh)
     if dist.get_rank() == 0:
         print(f"{BLOCKS} blocks, {BATCH} x {CONTEXT} bytes a step, {shape[0]} x {shape[1]} processes on {device}")
         judge(losses, alone(batches, arguments.seed, device) if arguments.check else None)

@@ -88,6 +88,8 @@ def mesh(device: str, *shape: int) -> DeviceMesh:
 
 def _work(rank: int, world: int, device: str, store: Path, connection: Connection) -> None:
     warnings.simplefilter("error")
+    # PyTorch's remark where FSDP2 wraps what a parallel style of its own makes.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)

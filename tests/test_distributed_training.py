@@ -58,13 +58,15 @@ def _check_sharded(device: str, tp: int, checkpointing: bool) -> None:
     example = _example()
     batches = _batches(example, device, _STEPS)
     expected = example.alone(batches, 0, torch.device(device))
-    model = _model(example, device)
+    model, of = _model(example, device), mesh(device, dist.get_world_size() // tp, tp)
+    if tp > 1:
+        example.shard_layers(model, of["tp"])
     if checkpointing:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, example.Block))
+    example.shard_parameters(model, of["dp"], torch.float32)
     again = 12 if checkpointing else 0  # kernels of the blocks that run once more in backward
-    of = mesh(device, dist.get_world_size() // tp, tp)
     with target(device).ran((_NORMS + _GATES + again) * _STEPS, (_NORMS + _GATES) * _STEPS):
-        losses = example.train(model, batches, of, torch.float32)
+        losses = example.train(model, batches, of)
     _assert_close(losses, expected)
 
 
@@ -106,8 +108,10 @@ def test_ddp(ranks: Ranks) -> None:
 def _check_mixed_precision(device: str) -> None:
     example = _example()
     batches = _batches(example, device, 30)
+    model, of = _model(example, device), mesh(device, dist.get_world_size(), 1)
+    example.shard_parameters(model, of["dp"], torch.bfloat16)
     with target(device).ran((_NORMS + _GATES) * 30, (_NORMS + _GATES) * 30):
-        losses = example.train(_model(example, device), batches, mesh(device, dist.get_world_size(), 1), torch.bfloat16)
+        losses = example.train(model, batches, of)
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -217,4 +221,4 @@ def test_example(tp: str) -> None:
     result = subprocess.run([*torchrun, "--rdzv-endpoint", "localhost:0", *script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "largest difference from one process" in result.stdout
-    assert "collectives of a step" in result.stdout
+    assert "collectives of a forward and a backward" in result.stdout

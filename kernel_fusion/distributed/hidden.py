@@ -6,11 +6,13 @@ then S = sum of n mean and Q = sum of (M2 + n mean^2) over the ranks give M2 = Q
 merging (count, mean, M2), without the loss of digits that it would have in float32; and sums of a few float32 numbers
 are as a rule exact, in whatever order a collective adds them.
 
-The local arithmetic is PyTorch operations in the compute type: no kernel of ours takes statistics from outside yet.
+The local arithmetic is PyTorch operations in the compute type, but for the sum of squares: no kernel of ours takes
+statistics from outside yet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,21 +157,21 @@ class _JoinedNorm(torch.autograd.Function):
 
 def _statistics(h: Tensor, norm: _Norm, groups: Groups) -> tuple[Tensor | None, Tensor, Tensor]:
     """mean (LayerNorm's) and rstd of the rows, in the compute type, and how many columns they have."""
-    wide, columns = h.to(compute_dtype(h.dtype)), h[..., :0].new_tensor(_columns(h, norm), dtype=torch.float64)
+    columns = math.prod(h.shape[h.dim() - norm.num_dims :])
+    count = torch.full((), columns, dtype=torch.float64, device=h.device)
+    dtype = compute_dtype(h.dtype)
     if norm.rms:
-        squares, total = _all_reduced([wide.square().sum(norm.dims, keepdim=True)], groups, columns)
-        return None, torch.rsqrt(squares / total + norm.eps).to(wide.dtype), total
-    center = wide.sum(norm.dims, keepdim=True) / max(_columns(h, norm), 1)
+        squares = torch.ops.kernel_fusion.reduce(h, norm.dims, True, "sum_squared", dtype)
+        squares, total = _all_reduced([squares], groups, count)
+        return None, torch.rsqrt(squares / total + norm.eps).to(dtype), total
+    wide = h.to(dtype)
+    center = wide.sum(norm.dims, keepdim=True) / max(columns, 1)
     m2 = (wide - center).square().sum(norm.dims, keepdim=True).double()
     center = center.double()
-    sums, squares, total = _all_reduced([center * columns, m2 + columns * center.square()], groups, columns)
+    sums, squares, total = _all_reduced([center * count, m2 + count * center.square()], groups, count)
     mean = sums / total
     variance = (squares / total - mean.square()).clamp_min(0.0)
-    return mean.to(wide.dtype), torch.rsqrt(variance + norm.eps).to(wide.dtype), total
-
-
-def _columns(h: Tensor, norm: _Norm) -> int:
-    return h.shape[h.dim() - norm.num_dims :].numel()
+    return mean.to(dtype), torch.rsqrt(variance + norm.eps).to(dtype), total
 
 
 def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> list[Tensor]:
