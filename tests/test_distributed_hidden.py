@@ -176,10 +176,13 @@ def _check_weights(device: str) -> None:
     assert dweight.placements == (Partial(),)
     expected = torch.autograd.grad(kf.rms_norm(x, 32, weight), weight, dy)[0]
     torch.testing.assert_close(whole(dweight), expected)
+    y = kf.rms_norm(spread(x, Replicate()), 32, spread(weight, Shard(0)))
+    assert y.placements == (Replicate(),)  # type: ignore[attr-defined]
+    assert torch.equal(whole(y), kf.rms_norm(x, 32, weight))
 
 
 def test_a_weight_that_all_ranks_have(ranks: Ranks) -> None:
-    """Its gradient is a partial sum: nothing is gathered, and without a gradient of x backward sends nothing."""
+    """Its gradient is a partial sum, and nothing is gathered; a sharded one of whole rows is, as PyTorch does."""
     ranks(_check_weights)
 
 
@@ -227,6 +230,8 @@ def _check_refusals(device: str) -> None:
         kf.layer_norm(x, 32, backend=device)
     with pytest.raises(TypeError, match="`rms_norm`: `group` goes with tensors that are a rank's columns"):
         kf.rms_norm(x, 32, group=dist.group.WORLD)
+    assert kf.explain(kf.layer_norm, x, 32).backend == "eager"
+    assert kf.explain(kf.layer_norm, x.to_local(), 16, group=dist.group.WORLD).backend == "eager"
     (dx,) = torch.autograd.grad(kf.rms_norm(x, 32).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

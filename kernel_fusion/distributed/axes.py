@@ -86,8 +86,8 @@ def _check_norm(
     checks.other_row(f"gated_{verb}", "gate", input, gate)
     shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
     if not checks.parameters_fit(shape, weight, bias):
-        x, w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (input, weight, bias))
-        assert x is not None
+        w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (weight, bias))
+        x = torch.empty(input.shape, device="meta")
         eager.pytorch_row_norm(x, shape, w, b, None, 0.0, None, rms)  # raises, in PyTorch's words
 
 

@@ -45,12 +45,14 @@ class Shards:
     @classmethod
     def chosen(cls, call: Call, operands: dict[int, DTensor], mesh: DeviceMesh) -> Shards:
         """Those that move least."""
-        allowed = call.free | call.joined
         by_size = sorted(operands, key=lambda i: -elements(operands[i]))
 
         def part(mesh_dim: int) -> Part | None:
             for i in by_size:
-                found = _part_of(operands[i].placements[mesh_dim], call.operands[i])
+                axes = call.operands[i]
+                found = _part_of(operands[i].placements[mesh_dim], axes)
+                # Rows are spread because they are, not because a weight is: that is gathered.
+                allowed = call.free | call.joined if len(axes) == len(call.sizes) else call.free
                 if found is not None and found.axis in allowed:
                     return found
             return None

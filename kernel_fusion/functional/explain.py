@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
@@ -67,6 +68,9 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     mask: Any = arguments.get("mask")
     # A boolean mask is read as it is; other booleans are PyTorch's affair.
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
+    if wanted in (None, "eager") and _has_spread_rows(arguments):
+        no_kernel = "no kernel norms rows that are spread over ranks"
+        return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
@@ -88,6 +92,16 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 class _VerbCalled(BaseException):
     """Carries a call out of the function that was about to make it."""
+
+
+def _has_spread_rows(arguments: dict[str, Any]) -> bool:
+    """Whether a norm's rows are parts: of a group's, or of a DTensor that is sharded in a normalised dimension."""
+    input: Any = arguments.get("input")
+    if arguments.get("group") is not None or not is_dtensor(input) or "normalized_shape" not in arguments:
+        return arguments.get("group") is not None
+    sizes = arguments["normalized_shape"]
+    first: int = input.dim() - (1 if isinstance(sizes, int) else len(sizes))
+    return any(placement.is_shard() and placement.dim >= first for placement in input.placements)
 
 
 def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
