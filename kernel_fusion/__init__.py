@@ -38,6 +38,7 @@ from kernel_fusion.nn import (
     FusedGatedAct,
     FusedGatedRMSNorm,
     FusedLayerNorm,
+    FusedLinearAct,
     FusedRMSNorm,
     FusedSoftmax,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "FusedGatedAct",
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
+    "FusedLinearAct",
     "FusedRMSNorm",
     "FusedSoftmax",
     "NormOutput",

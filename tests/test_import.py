@@ -17,7 +17,7 @@ _FOUNDATION = {"errors", "config"}
 _CORE = _FOUNDATION | {"core"}
 _OPERATORS = _CORE | {"backends", "native", "operators"}
 _VERBS = _OPERATORS | {"functional"}
-_API = _VERBS | {"nn", "ops", "kernels", "patching"}
+_API = _VERBS | {"nn", "ops", "kernels", "patching", "onnx"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "ops": _VERBS,
     "kernels": _VERBS | {"kernels"},
     "patching": _VERBS | {"patching"},
+    "onnx": _OPERATORS | {"onnx"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
     "bench": _API | {"testing", "bench", "__init__"},
