@@ -17,7 +17,7 @@ _FOUNDATION = {"errors", "config"}
 _CORE = _FOUNDATION | {"core"}
 _OPERATORS = _CORE | {"backends", "native", "operators"}
 _VERBS = _OPERATORS | {"functional"}
-_API = _VERBS | {"nn", "ops", "kernels", "patching", "onnx"}
+_API = _VERBS | {"nn", "ops", "kernels", "patching", "onnx", "hf"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "kernels": _VERBS | {"kernels"},
     "patching": _VERBS | {"patching"},
     "onnx": _OPERATORS | {"onnx"},
+    "hf": _VERBS | {"hf"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
     "bench": _API | {"testing", "bench", "__init__"},
