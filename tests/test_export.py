@@ -17,9 +17,6 @@ import kernel_fusion as kf
 from kernel_fusion.native import build
 from kernel_fusion.operators import headers, loader
 
-# What PyTorch's tracer warns of in its own code.
-pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")
-
 
 class _Block(nn.Module):
     """Norms that hand a NormOutput from one module to another, and return one."""

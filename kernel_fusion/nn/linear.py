@@ -79,7 +79,7 @@ class FusedLinearAct(nn.Module):
         """Multiply, then apply bias, activation and, in training mode, dropout."""
         y = F.linear(input, self.weight)
         bias = self.bias
-        if bias is not None and torch.is_autocast_enabled(y.device.type):
+        if bias is not None and isinstance(y, Tensor) and torch.is_autocast_enabled(y.device.type):
             bias = bias.to(y.dtype)  # as the bias of a linear layer; else the result would have the bias's dtype
         return bias_act(y, bias, self.activation, dropout_p=self.dropout, training=self.training)
 
