@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from kernel_fusion import errors, functional, kernels, nn, ops
+from kernel_fusion import errors, functional, hf, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import (
@@ -38,6 +38,7 @@ from kernel_fusion.nn import (
     FusedGatedAct,
     FusedGatedRMSNorm,
     FusedLayerNorm,
+    FusedLinearAct,
     FusedRMSNorm,
     FusedSoftmax,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "FusedGatedAct",
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
+    "FusedLinearAct",
     "FusedRMSNorm",
     "FusedSoftmax",
     "NormOutput",
@@ -77,6 +79,7 @@ __all__ = [
     "gated_act",
     "gated_layer_norm",
     "gated_rms_norm",
+    "hf",
     "kernels",
     "layer_norm",
     "mean_abs",
@@ -93,8 +96,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "bench":
-        return importlib.import_module("kernel_fusion.bench")
+    if name in ("bench", "onnx"):
+        return importlib.import_module(f"kernel_fusion.{name}")
     if name == "EXTENSION_LOADED":
         from kernel_fusion.operators import loader
 

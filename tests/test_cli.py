@@ -64,7 +64,7 @@ def test_module_and_console_script_are_the_same() -> None:
     command = [sys.executable, "-m", "kernel_fusion", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Usage: kernel-fusion" in result.stdout
-    for name in ("info", "verify", "bench", "compare", "plot", "report", "profile", "tune", "warmup", "cache"):
+    for name in ("info", "verify", "bench", "compare", "plot", "report", "profile", "tune", "warmup", "cache", "hf-kernel"):
         assert re.search(rf"\b{name}\b", result.stdout), name
 
 
@@ -411,3 +411,12 @@ def test_a_reader_may_stop_reading(empty_cache: Path) -> None:
     result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_hf_kernel_writes_a_folder_once(tmp_path: Path) -> None:
+    """The command writes the folder for the Hub, and into one that has builds it writes nothing."""
+    command = [sys.executable, "-m", "kernel_fusion", "hf-kernel", "--output", str(tmp_path / "kernel")]
+    assert "is ready for an upload" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "write to a new folder" in again.stderr

@@ -144,3 +144,31 @@ def test_extras_compile_in_one_graph() -> None:
         x = torch.randn(3, 8)
         compiled = torch.compile(nn.Sequential(module), backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), module(x))
+
+
+def test_linear_act_loads_a_linear_layer() -> None:
+    """The state dict and the initial values are those of torch.nn.Linear, which the module is not."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 16)
+    torch.manual_seed(0)
+    module = kf.FusedLinearAct(8, 16, activation="relu")
+    assert not isinstance(module, nn.Linear)
+    for (name, ours), (other, theirs) in zip(module.state_dict().items(), linear.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(ours, theirs)
+    randomize(linear)
+    module.load_state_dict(linear.state_dict(), strict=True)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(module(x), torch.relu(linear(x)))
+
+
+def test_linear_act_under_autocast() -> None:
+    """Under autocast the result has the dtype of a linear layer's."""
+    x = torch.randn(4, 8)
+    linear, module = nn.Linear(8, 16), kf.FusedLinearAct(8, 16, activation=None)
+    module.load_state_dict(linear.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = module(x), linear(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    # Ours rounds the product before the bias is added: half a unit in the last place of bfloat16, and that of the sum.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-8 * 2 * (x @ linear.weight.T).abs().max().item())

@@ -117,6 +117,16 @@ MODULES = {
         "8, activation='gelu', bias=False",
         lambda m, x: F.gelu(x),
     ),
+    "linear_act": Module(
+        lambda device: kf.FusedLinearAct(8, 16, activation="gelu", dropout=0.1, device=device).eval(),
+        "in_features=8, out_features=16, bias=True, activation='gelu', dropout=0.1",
+        lambda m, x: F.gelu(F.linear(x, m.weight, m.bias)),
+    ),
+    "linear_without_bias": Module(
+        lambda device: kf.FusedLinearAct(8, 16, False, activation="relu", device=device),
+        "in_features=8, out_features=16, bias=False, activation='relu'",
+        lambda m, x: F.relu(F.linear(x, m.weight)),
+    ),
     "gated_act": Module(
         lambda device: kf.FusedGatedAct("silu"),
         "activation='silu', dim=-1",

@@ -23,7 +23,6 @@ from kernel_fusion.operators import decompositions
 
 # What PyTorch's exporter and its tracer warn of in their own code.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:onnxscript"),
 ]
 

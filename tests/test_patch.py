@@ -371,7 +371,10 @@ def test_copies_are_patched_too(how: str) -> None:
 
 def test_a_pickle_opens_in_another_process(tmp_path: Any) -> None:
     """The file holds the original class and the plan, so a fresh interpreter makes the patched class again."""
-    model, x = nn.Sequential(nn.LayerNorm(16), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)), torch.randn(2, 3, 16)
+    model, x = (
+        nn.Sequential(nn.LayerNorm(16), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)),
+        torch.randn(2, 3, 16),
+    )
     kf.patch(model)
     torch.save((model, x, model(x)), tmp_path / "model.pt")
     code = f"""
@@ -494,7 +497,9 @@ def test_torch_func_sees_through() -> None:
     torch.testing.assert_close(tangent, (run(x + step * x) - run(x - step * x)) / (2 * step), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["pow", "square", "sum", "rsqrt", "reciprocal", "exp", "layer_norm", "rms_norm", "softmax"])
+@pytest.mark.parametrize(
+    "name", ["pow", "square", "sum", "rsqrt", "reciprocal", "exp", "layer_norm", "rms_norm", "softmax"]
+)
 def test_the_imitated_autocast_widens_what_cuda_widens(name: str) -> None:
     """Each function that an examination widens is one that CUDA's autocast runs in fp32."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -26,6 +26,8 @@ def why_not_cuda(device: torch.device | None) -> str | None:
     """Why the CUDA kernels cannot run on `device` (None: at all, on this machine), or None if they can."""
     if device is not None and device.type != "cuda":
         return f"the input is on {device}"
+    if importlib.util.find_spec("kernel_fusion.backends.cuda") is None:
+        return "this build has the Triton kernels alone"
     if torch.version.hip is not None:
         return "this PyTorch is for ROCm"
     if not torch.cuda.is_available():

@@ -12,6 +12,7 @@ import kernel_fusion as kf
 from kernel_fusion.cli.bench import bench
 from kernel_fusion.cli.common import in_sentences
 from kernel_fusion.cli.compare import compare, plot, report
+from kernel_fusion.cli.hf import hf_kernel
 from kernel_fusion.cli.info import info
 from kernel_fusion.cli.prepare import cache, warmup
 from kernel_fusion.cli.profile import profile
@@ -21,7 +22,7 @@ from kernel_fusion.cli.verify import verify
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
-for command in (info, verify, bench, compare, plot, report, profile, tune, warmup, cache):
+for command in (info, verify, bench, compare, plot, report, profile, tune, warmup, cache, hf_kernel):
     app.command(context_settings=_HELP)(in_sentences(command))
 
 

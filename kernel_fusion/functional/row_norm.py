@@ -17,6 +17,7 @@ from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import interop
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
+from kernel_fusion.operators.jagged import has_rows_of
 
 # The operators, and the C++ functions behind them: calling those is faster, and only Dynamo needs the operators.
 _LAYER_NORM, _RMS_NORM = (schemas.overload(name) for name in ("layer_norm", "rms_norm"))
@@ -195,7 +196,8 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
                 return _unusual(verb, x, (shape, w, b, eps, weight_offset, out_dtype), backend)
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
-        if (is_foreign(input) and not is_dtensor(input)) or not _ends_with(input, shape):
+        ours = is_dtensor(input) or has_rows_of(input, len(shape))
+        if (is_foreign(input) and not ours) or not _ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     serve = operator(verb, verb, backend, input)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
+from kernel_fusion.nn.linear import FusedLinearAct
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
 from kernel_fusion.nn.softmax import FusedSoftmax
@@ -14,6 +15,7 @@ __all__ = [
     "FusedGatedAct",
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
+    "FusedLinearAct",
     "FusedRMSNorm",
     "FusedSoftmax",
 ]

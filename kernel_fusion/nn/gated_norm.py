@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.core import checks
 from kernel_fusion.functional import gated_rms_norm, rms_norm
-from kernel_fusion.nn.norm import Stages, refuse_lost
+from kernel_fusion.nn.stages import Stages, refuse_lost
 
 _GATING = ("gate_activation", "gate_first", "group_size")
 

@@ -129,7 +129,7 @@ def _halves(input: Tensor, dim: int) -> tuple[Tensor, ...]:
         from kernel_fusion.distributed.halves import halves
 
         return halves(input, dim)  # type: ignore[arg-type]
-    if not torch.compiler.is_compiling():
+    if isinstance(input, Tensor) and not torch.compiler.is_compiling():
         _refuse_part(input, dim)
     return input.chunk(2, dim)
 

@@ -19,7 +19,7 @@ from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, refus
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import arguments
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.operators import loader, schemas
+from kernel_fusion.operators import jagged, loader, schemas
 from kernel_fusion.operators.fallback import LAUNCHED_FROM_PYTHON, define_triton
 
 _OVERLOADS = {name: schemas.overload(name) for name in schemas.VERBS}
@@ -48,6 +48,12 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
             raise TypeError(f"`{verb}`: beside a tensor, arguments must be tensors, got {type(tensor).__name__}")
     if any(map(is_dtensor, tensors)):
         return _on_parts(verb, name, backend, tensors)
+    choose = partial(_chosen, verb, name, backend)
+    return partial(jagged.serve, name, choose, tensors) if any(map(jagged.has_rows, tensors)) else choose(*tensors)
+
+
+def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Callable[..., Any]:
+    """What serves a call that reads these tensors by this backend, None being the automatic choice."""
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":

@@ -188,7 +188,10 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
     inherited = type(examination.module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
     cases: dict[Key, Case] = {}
     weights = _DTYPES if examination.names else (None,)
-    for input_dtype, weight_dtype in [*itertools.product(_DTYPES, weights), (torch.float64, weights[0] and torch.float64)]:
+    for input_dtype, weight_dtype in [
+        *itertools.product(_DTYPES, weights),
+        (torch.float64, weights[0] and torch.float64),
+    ]:
         for autocast in (False, True):
             key = Key(input_dtype, weight_dtype, autocast)
             plain = cases.get(key._replace(autocast=False))

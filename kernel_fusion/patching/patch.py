@@ -181,7 +181,9 @@ class _Walk:
         if plan_of(module) is not None:
             return
         found = rewrite.search(type(module))
-        acts = [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
+        acts = (
+            [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
+        )
         norms = {text for f in found.values() for text in f.norms if _is_patched_norm(_value(module, f, text))}
         if not residuals:
             norms = set()

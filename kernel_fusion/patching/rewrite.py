@@ -197,7 +197,9 @@ class _Rewriter:
                     if addition is not None and self.norms(ast.unparse(call.func)):
                         self._split(block, addition, statement, holder, call)
 
-    def _split(self, block: list[ast.stmt], addition: ast.Assign, statement: ast.stmt, holder: Any, call: ast.Call) -> None:
+    def _split(
+        self, block: list[ast.stmt], addition: ast.Assign, statement: ast.stmt, holder: Any, call: ast.Call
+    ) -> None:
         """Norm and sum from one call, where the sum was; the norm is used where it was."""
         self.count += 1
         name = f"{_SUM}{self.count}"
@@ -256,7 +258,9 @@ def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, s
 
 def _stores(statement: ast.stmt, name: str) -> bool:
     """Whether a statement binds a name, somewhere in it."""
-    return any(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in ast.walk(statement))
+    return any(
+        isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in ast.walk(statement)
+    )
 
 
 def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None:

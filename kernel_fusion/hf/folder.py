@@ -1,0 +1,90 @@
+"""The folder that an upload to the Hugging Face Hub needs: our Python sources, as kernels without compiled code.
+
+The Hub's rules for such kernels: Python alone, the package's own name in every import, and operators in a namespace
+that no other build has. So a folder holds the layers, the definition and the Triton kernels, under a name made of their
+contents. C++ and CUDA sources, which we compile on first use, may not be in it: the Hub's own tool builds what is in
+those languages. A CPU is left with the definition, for which nobody needs an upload.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kernel_fusion.core import cache
+
+_PACKAGE = Path(__file__).parents[1]
+# What the layers need of the package; the rest is compiled, or for other uses.
+_SOURCES = ("errors.py", "config.py", "core", "backends", "operators", "functional", "hf/layers.py")
+_WITHOUT = ("backends/cuda", "operators/headers.py")
+_INIT = '"""Fused norms and activations for PyTorch, as Triton kernels."""\n\nfrom kernel_fusion.hf import layers\n'
+_NO_EXTENSION = '''"""Stands for the C++ extension, which this build has not."""
+
+from kernel_fusion.errors import BuildError
+
+
+def open_extension():
+    """Raise, so that Triton serves."""
+    raise BuildError("this build has the Triton kernels alone")
+'''
+_CARD = """---
+license: mit
+tags:
+- kernels
+---
+
+# kernel_fusion
+
+Fused norms and activations for PyTorch, as Triton kernels: {layers}.
+"""
+
+
+def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "xpu")) -> Path:
+    """Write the folder; a `kernels.LocalLayerRepository` reads it, and so does the Hub once it is uploaded.
+
+    Args:
+        path: made if it is not there.
+        backends: as `kernels` names them; each gets a build.
+
+    Raises:
+        FileExistsError: the folder has builds already.
+    """
+    root = Path(path)
+    builds = root / "build"
+    if builds.exists():
+        raise FileExistsError(f"{builds} exists; write to a new folder, so that it holds one build of each backend")
+    files = dict(_files())
+    digest = cache.digest(*(part for name, text in sorted(files.items()) for part in (name, text)))[:12]
+    for backend in backends:
+        name = f"_kernel_fusion_{backend}_{digest}"
+        for relative, text in files.items():
+            target = builds / f"torch-{backend}" / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(re.sub(r"\bkernel_fusion\b", name, text))
+        metadata = {
+            "id": name,
+            "name": "kernel-fusion",
+            "version": 1,
+            "license": "MIT",
+            "python-depends": [],
+            "backend": {"type": backend},
+        }
+        (builds / f"torch-{backend}" / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    names = re.findall(r"^class ([A-Z]\w*)\(", files["hf/layers.py"], re.MULTILINE)
+    (root / "README.md").write_text(_CARD.format(layers=", ".join(names)))
+    return root
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    """The sources of a build by their paths in it."""
+    for source in (_PACKAGE / each for each in _SOURCES):
+        for file in [source] if source.is_file() else sorted(source.rglob("*.py")):
+            relative = file.relative_to(_PACKAGE).as_posix()
+            if not relative.startswith(_WITHOUT):
+                yield relative, file.read_text()
+    yield "__init__.py", _INIT
+    yield "hf/__init__.py", '"""The layers."""\n'
+    yield "native/__init__.py", '"""Nothing compiled."""\n'
+    yield "native/library.py", _NO_EXTENSION

@@ -1,0 +1,143 @@
+"""Layers for Hugging Face `kernels`: each a `forward` that a model's own layer gets, with the layer as `self`.
+
+They are stateless, as `kernels` demands: no constructor, no attribute of their own. A name there stands for layers that
+round differently, so each class of a model is tried once, on a few numbers, before one of its layers is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.functional import act_dropout, gated_rms_norm, rms_norm
+
+_EPS = 1e-6
+_roundings: dict[type[nn.Module], str] = {}
+
+
+class _Layer(nn.Module):
+    can_torch_compile = True
+    has_backward = True
+
+
+class RMSNorm(_Layer):
+    """The norm of Llama and most others, and that of OLMo, which rounds once."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise, with the rounding of the layer's class."""
+        weight, eps = self.weight, self.variance_epsilon
+        rounding = rounding_of(type(self), _norm)
+        mixed = rounding == "hf" and weight.dtype != hidden_states.dtype  # then the product is promoted
+        out_dtype = torch.promote_types(weight.dtype, hidden_states.dtype) if mixed else None
+        return rms_norm(hidden_states, weight.shape, weight, eps, out_dtype=out_dtype, rounding=rounding)
+
+
+class RMSNormZeroCentered(_Layer):
+    """The norm whose weight is an offset from one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        rounding = rounding_of(type(self), _zero_centred)
+        return rms_norm(x, self.weight.shape, self.weight, self.eps, weight_offset=1.0, rounding=rounding)
+
+
+class RMSNormGated(_Layer):
+    """The norm of gated delta nets, whose result is multiplied by an activation of the gate."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        """Normalise and gate, with the rounding of the layer's class."""
+        weight, eps, activation = self.weight, self.variance_epsilon, self.activation
+        rounding = rounding_of(type(self), _gated)
+        return gated_rms_norm(
+            hidden_states, gate, weight.shape, weight, eps, gate_activation=activation, rounding=rounding
+        )
+
+
+class GeLU(_Layer):
+    """The activation "gelu"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it."""
+        return act_dropout(input, "gelu", training=False)
+
+
+class GeluTanh(_Layer):
+    """The activation "gelu_tanh"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it."""
+        return act_dropout(input, "gelu_tanh", training=False)
+
+
+class NewGELU(GeluTanh):
+    """The same formula, in the words of GPT-2."""
+
+
+class FastGELU(GeluTanh):
+    """The same formula, factored otherwise."""
+
+
+class QuickGELU(_Layer):
+    """The activation "quick_gelu"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it."""
+        return act_dropout(input, "quick_gelu", training=False)
+
+
+class SiLU(_Layer):
+    """The activation "silu"."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it."""
+        return act_dropout(input, "silu", training=False)
+
+
+def _norm(rounding: str, x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight.shape, weight, _EPS, rounding=rounding, backend="eager")
+
+
+def _zero_centred(rounding: str, x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight.shape, weight, _EPS, weight_offset=1.0, rounding=rounding, backend="eager")
+
+
+def _gated(rounding: str, x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+    gate = x.flip(0) if gate is None else gate
+    return gated_rms_norm(x, gate, weight.shape, weight, _EPS, rounding=rounding, backend="eager")
+
+
+def rounding_of(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
+    """The `rounding` with which `definition` computes what the layers of a class compute, "hf" or "once".
+
+    Raises:
+        RuntimeError: neither does, so the class is none that the layer may serve.
+    """
+    if kind not in _roundings:
+        _roundings[kind] = _tried(kind, definition)
+    return _roundings[kind]
+
+
+setattr(rounding_of, "_dynamo_marked_constant", True)  # noqa: B010  # no tracer is to follow what is tried
+
+
+@torch.no_grad()
+def _tried(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(torch.bfloat16)
+        for shape in ((8, 256), (256,))
+    )
+    layer.weight = nn.Parameter(weight)
+    layer.variance_epsilon = layer.eps = _EPS
+    layer.activation = "silu"
+    rows = (x, x.flip(0)) if definition is _gated else (x,)
+    theirs = kind.forward(layer, *rows)
+    for rounding in ("hf", "once"):
+        # The other rounding changes a fifth of all elements; another order of the sum may change one in a thousand.
+        if theirs.dtype == x.dtype and (definition(rounding, x, weight) != theirs).double().mean() < 0.01:
+            return rounding
+    raise RuntimeError(f"kernel_fusion.hf: {kind.__name__} computes another norm than the layer that is to serve it")

@@ -1,0 +1,130 @@
+"""The keyword-only extras of the norm modules.
+
+TorchScript evaluates the annotations of a module's class, so here they are no text.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.backends.availability import is_dtensor
+from kernel_fusion.core import checks
+from kernel_fusion.nn.fast_path import keep_out_of_fast_paths
+
+Shape = int | Sequence[int] | torch.Size
+
+
+class Stages(nn.Module):
+    """The keyword-only extras of the norms: their checks, how they start, how they print.
+
+    The defaults are those of the class, so a module that became one of ours by `__class__`, or was saved before an
+    extra existed, has them too.
+    """
+
+    if TYPE_CHECKING:  # TorchScript has no such types
+        weight: nn.Parameter
+        normalized_shape: tuple[int, ...]
+    weight_offset: float = 0.0
+    pre_activation: str | None = None
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    rounding: str = "once"
+
+    def _set_stages(
+        self,
+        elementwise_affine: bool,
+        weight_offset: float,
+        pre_activation: str | None,
+        activation: str | None,
+        out_dtype: torch.dtype | None,
+        rounding: str,
+    ) -> None:
+        """Check and keep the extras; called before the parent's constructor, which initialises the weight by them."""
+        kind = type(self).__name__
+        if weight_offset and not elementwise_affine:
+            raise ValueError(f"{kind}(): `weight_offset` needs a `weight`, got {weight_offset} without affine")
+        checks.activation(kind, "pre_activation", pre_activation)
+        checks.activation(kind, "activation", activation)
+        checks.out_dtype(kind, out_dtype)
+        checks.rounding(kind, rounding)
+        self.weight_offset = weight_offset
+        self.pre_activation = pre_activation
+        self.activation = activation
+        self.out_dtype = out_dtype
+        self.rounding = rounding
+
+    def _stages(self) -> dict[str, Any]:
+        """The extras by name; a false one is not set."""
+        return {
+            "pre_activation": self.pre_activation,
+            "activation": self.activation,
+            "weight_offset": self.weight_offset,
+            "out_dtype": self.out_dtype,
+            "rounding": self.rounding if self.rounding != "once" else None,
+        }
+
+    def _keep_out_of_fast_paths(self) -> None:
+        """Have nobody read the parameters instead of calling the module, where that would miss an extra."""
+        if any(self._stages().values()):
+            keep_out_of_fast_paths(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._keep_out_of_fast_paths()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the plain normalisation: weight 1 - weight_offset, bias 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight is not None and self.weight_offset:
+            with torch.no_grad():
+                self.weight.sub_(self.weight_offset)
+
+    def extra_repr(self) -> str:
+        """PyTorch's text, and the extras that are set."""
+        extras = ", ".join(f"{name}={value!r}" for name, value in self._stages().items() if value)
+        return ", ".join(filter(None, (super().extra_repr(), extras)))
+
+
+class AddStages(Stages):
+    """The same of the norms that add to a residual, which have dropout too."""
+
+    dropout: float = 0.0
+
+    def _set_dropout(self, dropout: float) -> None:
+        checks.dropout_p(type(self).__name__, "dropout", dropout)
+        self.dropout = dropout
+
+    def _stages(self) -> dict[str, Any]:
+        return {"dropout": self.dropout} | super()._stages()
+
+    def _keep_out_of_fast_paths(self) -> None:
+        keep_out_of_fast_paths(self)
+
+    def _stream(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        """The residual; where a stream begins, one row of negative zeros for all rows, which changes no bit of u."""
+        if residual is not None:
+            return residual
+        refuse_lost(self, "residual", input)
+        checks.tensor("add_layer_norm" if isinstance(self, nn.LayerNorm) else "add_rms_norm", "input", input)
+        if isinstance(input, Tensor) and input.is_nested:  # which does not expand
+            return torch.full_like(input, -0.0)
+        row = input.shape[input.dim() - len(self.normalized_shape) :]  # where it is another shape, the verb says so
+        return input.new_full(row, -0.0).expand_as(input)
+
+
+def refuse_lost(module: nn.Module, argument: str, input: Tensor) -> None:
+    """Raise of a DTensor without the second argument: `SequenceParallel` hands on the first, and this one is lost."""
+    if is_dtensor(input):
+        raise TypeError(
+            f"{type(module).__name__}: `{argument}` must be given beside a DTensor, got None; `SequenceParallel` hands "
+            "on the first input alone: use `kernel_fusion.distributed.ResidualSequenceParallel`"
+        )
+
+
+def shape_of(module: str, normalized_shape: Shape | None, hidden_size: Shape | None) -> Shape:
+    """`normalized_shape` by either of its names."""
+    if (normalized_shape is None) == (hidden_size is None):
+        raise TypeError(f"{module}() takes exactly one of `normalized_shape` and its other name `hidden_size`")
+    return hidden_size if normalized_shape is None else normalized_shape  # type: ignore[return-value]

@@ -1,0 +1,92 @@
+"""Jagged nested tensors: their rows lie one after another in `values()`, and there our kernels read them.
+
+The results are jagged with the same offsets. A call that mixes rows of several examples is PyTorch's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_rows(value: Any) -> bool:
+    """Whether `value` is a jagged tensor whose `values()` are the rows of its examples and nothing else."""
+    jagged = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
+    return jagged and value.lengths() is None and value._ragged_idx == 1
+
+
+def has_rows_of(value: Any, num_dims: int) -> bool:
+    """The same, and its last `num_dims` dimensions are within a row."""
+    return has_rows(value) and num_dims <= value.dim() - 2
+
+
+def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[Any, ...], *args: Any) -> Any:
+    """The operator `name` on the values of the jagged among its arguments, if it treats every row alike.
+
+    Args:
+        choose: what serves a call that reads certain tensors.
+        tensors: those that the call reads.
+        args: of the operator; tensors first.
+    """
+    jagged = [arg for arg in args if has_rows(arg)]
+    given = _ROWWISE[name](*args) if _alike(jagged, tensors) else None
+    if given is None:
+        return choose(*tensors)(*args)
+    values = [_values(arg) for arg in given]
+    results = choose(*map(_values, tensors))(*values)
+    rows = jagged[0].values().shape[0]
+
+    def jagged_again(result: Tensor) -> Tensor:
+        if result.dim() == 0 or result.shape[0] != rows:  # an absent residual
+            return result
+        return torch.nested.nested_tensor_from_jagged(result, jagged[0].offsets())
+
+    return jagged_again(results) if isinstance(results, Tensor) else tuple(map(jagged_again, results))
+
+
+def _values(value: Any) -> Any:
+    return value.values() if has_rows(value) else value
+
+
+def _alike(jagged: list[Tensor], tensors: tuple[Any, ...]) -> bool:
+    """Whether all nested tensors among `tensors` have rows, and the same offsets."""
+    nested = [t for t in tensors if isinstance(t, Tensor) and t.is_nested]
+    return len(nested) == len(jagged) and all(t.shape[:2] == jagged[0].shape[:2] for t in nested)
+
+
+def _norm(input: Tensor, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
+    return (input, num_dims, *rest) if has_rows_of(input, num_dims) else None
+
+
+def _staged_norm(input: Tensor, residual: Tensor | None, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
+    rows = (t for t in (input, residual, *rest[11:12]) if t is not None)  # the last one is the gate
+    return (input, residual, num_dims, *rest) if all(has_rows_of(t, num_dims) for t in rows) else None
+
+
+def _pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Any, ...] | None:
+    plain = [t for t in (a, b) if t is not None and not has_rows(t)]
+    dims = max(t.dim() for t in (a, b) if t is not None)
+    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # which cannot reach the examples
+
+
+def _reduce(input: Tensor, dim: list[int], *rest: Any) -> tuple[Any, ...] | None:
+    dims = [d - input.dim() if d >= 0 else d for d in dim]
+    return (input, dims, *rest) if dims and all(d > 1 - input.dim() for d in dims) else None
+
+
+def _softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Any, ...] | None:
+    return (input, mask, scale, causal) if mask is None and input.dim() > 2 + causal else None
+
+
+# The arguments of the call on values, or None where that is not the same.
+_ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "staged_row_norm": _staged_norm,
+    "pointwise": _pointwise,
+    "reduce": _reduce,
+    "softmax": _softmax,
+}
