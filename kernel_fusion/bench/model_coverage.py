@@ -1,0 +1,272 @@
+"""Whole models, patched and not: whether they compute the same, and whether all that users do with them works.
+
+A patched model is judged as a kernel is: beside a float64 run, the error of its logits, of its loss and of every
+gradient is at most twice that of the unpatched model and one rounding. Errors are those of whole tensors (their
+2-norms); the rounding is that of elements of the tensor, or of an average gradient where those are larger.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+import kernel_fusion as kf
+from kernel_fusion.bench.tiny_models import Architecture
+
+DRAWS = 16  # a scalar's error in one draw says little
+CHECKS = ("fp32", "bf16", "generate", "checkpointing", "save and load")
+
+
+class NotApplicable(Exception):
+    """The unpatched model fails a check itself."""
+
+
+class InFloat64(TorchFunctionMode):
+    """Has code that asks for fp32 compute in fp64, so that a float64 run is one from end to end."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call with float64 for float32."""
+        if getattr(func, "__name__", "") == "float" and isinstance(args[0], Tensor):
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+Results = dict[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """What came of one model: how it was patched, and for each check None if it passed, else the reason."""
+
+    library: str
+    task: str
+    name: str
+    replaced: dict[str, int] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    checks: dict[str, str | None] = field(default_factory=dict)
+    not_made: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every check passed."""
+        return not any(self.checks.values())
+
+
+def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results:
+    """Logits, loss and the gradients of all parameters that the loss depends on."""
+    given = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+    model.zero_grad(set_to_none=True)
+    output = model(**given)
+    logits = _logits(output)
+    random = torch.Generator().manual_seed(5)
+    weights = torch.randn(logits.shape, generator=random).to(logits.dtype)
+    loss = (logits.float() if dtype != torch.float64 else logits).mul(weights).sum() / logits.shape[0]
+    loss.backward()
+    gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"logits": logits.detach(), "loss": loss.detach(), **gradients}
+
+
+def _logits(output: Any) -> Tensor:
+    """The result of a model that its task is about."""
+    for name in ("logits", "cls_logits", "last_hidden_state", "sample"):
+        if isinstance(found := getattr(output, name, None), Tensor):
+            return found
+    raise ValueError(f"{type(output).__name__} has no logits")
+
+
+def over_budget(draws: list[tuple[Results, Results, Results]]) -> list[str]:
+    """The results of several draws of (exact, unpatched, patched) that are over budget, judged together."""
+    bad = []
+    elements = sum(t.numel() for t in draws[0][0].values()) * len(draws)
+    average = (sum(float(t.double().square().sum()) for exact, _, _ in draws for t in exact.values()) / elements) ** 0.5
+    for name in draws[0][0]:
+        theirs, ours, size, unit = 0.0, 0.0, 0.0, 0.0
+        for exact, unpatched, patched in draws:
+            if patched[name].dtype != unpatched[name].dtype or not patched[name].isfinite().all():
+                return [f"{name} has another dtype or is not finite"]
+            true = exact[name].double()
+            theirs += float((unpatched[name].double() - true).square().sum())
+            ours += float((patched[name].double() - true).square().sum())
+            size += max(float(true.square().sum()), average**2 * true.numel())
+            unit = torch.finfo(patched[name].dtype).eps / 2
+        if not ours**0.5 <= 2 * (theirs**0.5 + unit * size**0.5):
+            bad.append(f"{name} {ours**0.5 / (theirs**0.5 + unit * size**0.5):.1f}")
+    return bad
+
+
+def compare(architecture: Architecture, model: nn.Module, dtype: torch.dtype) -> str | None:
+    """Why a patched copy of a model does not agree with it in a dtype; None where it does."""
+    model = copy.deepcopy(model).to(dtype)
+    patched, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    for module in exact.modules():  # the grouped product of experts takes no fp64
+        if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+            config._experts_implementation = "eager"
+    kf.patch(patched)
+    draws: list[tuple[Results, Results, Results]] = []
+    bad: list[str] = []
+    for seed in range(DRAWS):
+        inputs = architecture.inputs(model, seed)
+        with InFloat64():
+            true = run(exact, inputs, torch.float64)
+        draws.append((true, run(model, inputs, dtype), run(patched, inputs, dtype)))
+        if draws[-1][1].keys() != draws[-1][2].keys():
+            return "other parameters have gradients"
+        bad = over_budget(draws)
+        if not bad:
+            return None
+    return f"{len(bad)} of {len(draws[0][0])} results over budget: {', '.join(bad[:3])}"
+
+
+def generates(architecture: Architecture, model: Any) -> str | None:
+    """Whether greedy decoding with a cache gives the same tokens."""
+    inputs = architecture.inputs(model, 0)
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    patched = copy.deepcopy(model)
+    kf.patch(patched)
+    with _original():
+        expected = model.generate(**inputs, **options)
+    return None if torch.equal(patched.generate(**inputs, **options), expected) else "other tokens"
+
+
+def checkpoints(architecture: Architecture, model: Any) -> str | None:
+    """Whether gradient checkpointing changes no bit of a patched model, where it changes none of the unpatched one."""
+    inputs = architecture.inputs(model, 0)
+
+    def differing(model: Any) -> list[str]:
+        plain = run(model, inputs, torch.float32)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = run(model, inputs, torch.float32)
+        return [name for name in plain if not torch.equal(plain[name], again[name])]
+
+    with _original():
+        if differing(copy.deepcopy(model).train()):
+            raise NotApplicable
+    patched = copy.deepcopy(model).train()
+    kf.patch(patched)
+    bad = differing(patched)
+    return f"{len(bad)} results differ: {', '.join(bad[:3])}" if bad else None
+
+
+def saves(architecture: Architecture, model: Any) -> str | None:
+    """Whether a patched model saves, and loads as an unpatched one, and copies and pickles as a patched one."""
+    inputs = architecture.inputs(model, 0)
+    patched = copy.deepcopy(model)
+    kf.patch(patched)
+    with torch.no_grad():
+        expected, ours = _logits(model(**inputs)), _logits(patched(**inputs))
+        with _original():
+            if not torch.equal(_loaded(model, inputs), expected):
+                raise NotApplicable
+        if not torch.equal(_loaded(patched, inputs), expected):
+            return "what was saved computes something else"
+        if not torch.equal(_logits(pickle.loads(pickle.dumps(patched))(**inputs)), ours):
+            return "a pickled copy computes something else"
+        kf.unpatch(patched)
+        return None if torch.equal(_logits(patched(**inputs)), expected) else "unpatching changes the result"
+
+
+def _loaded(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """What a model computes that was saved and loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return _logits(type(model).from_pretrained(folder).eval()(**inputs))
+
+
+def compiles(architecture: Architecture, model: Any) -> str | None:
+    """Whether a patched model compiles in one graph, if the unpatched one does, and computes the same."""
+    inputs = architecture.inputs(model, 0)
+    patched = copy.deepcopy(model)
+    kf.patch(patched)
+    with torch.no_grad():
+        expected = _logits(patched(**inputs))
+        torch._dynamo.reset()
+        with _original():
+            torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+        torch._dynamo.reset()
+        compiled = _logits(torch.compile(patched, backend="eager", fullgraph=True)(**inputs))
+    unit = torch.finfo(compiled.dtype).eps * float(expected.abs().max())
+    return None if float((compiled - expected).abs().max()) <= 64 * unit else "compiled, it computes another result"
+
+
+@contextmanager
+def _original() -> Iterator[None]:
+    """What fails in here is the unpatched model's."""
+    try:
+        yield
+    except Exception as error:
+        raise NotApplicable from error
+
+
+def examine(architecture: Architecture, compile: bool = False) -> Outcome:
+    """Make a model, patch it, and check it."""
+    outcome = Outcome(architecture.library, architecture.task, architecture.name)
+    with _quiet():
+        try:
+            torch.manual_seed(0)
+            model = architecture.make()
+            run(copy.deepcopy(model), architecture.inputs(model, 0), torch.float32)  # some keep what they computed
+        except Exception as error:  # a model that cannot be made or trained without us
+            outcome.not_made = _line(error)
+            return outcome
+        patched = copy.deepcopy(model)
+        report = kf.patch(patched)
+        for line in report.replaced:
+            kind = "gate" if "gated_act" in line.text else "norm" if "_norm" in line.text else "other"
+            kinds = [kind] * (kind != "other") + ["addition"] * ("addition before" in line.text) or [kind]
+            for each in kinds:
+                outcome.replaced[each] = outcome.replaced.get(each, 0) + 1
+        outcome.left = sorted({f"{line.kind}: {line.text}" for line in report.left})
+        for name, check in _checks(architecture, model, compile).items():
+            try:
+                outcome.checks[name] = check()
+            except NotApplicable:
+                continue
+            except Exception as error:  # a check that fails in any way is a result, and named
+                outcome.checks[name] = _line(error)
+    return outcome
+
+
+def _checks(architecture: Architecture, model: Any, compile: bool) -> dict[str, Callable[[], str | None]]:
+    """The checks that apply to a model."""
+
+    def of_a_copy(check: Callable[[Architecture, Any], str | None]) -> Callable[[], str | None]:
+        return lambda: check(architecture, copy.deepcopy(model))
+
+    checks = {
+        "fp32": lambda: compare(architecture, model, torch.float32),
+        "bf16": lambda: compare(architecture, model, torch.bfloat16),
+        "save and load": of_a_copy(saves),
+    }
+    if architecture.task in ("causal", "text to text") and getattr(model, "can_generate", lambda: False)():
+        checks["generate"] = of_a_copy(generates)
+    if getattr(model, "supports_gradient_checkpointing", False):
+        checks["checkpointing"] = of_a_copy(checkpoints)
+    if compile:
+        checks["compile"] = of_a_copy(compiles)
+    return checks
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:150]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
