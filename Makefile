@@ -7,13 +7,15 @@
 #                all the tests that can run on this machine; PYTEST_ARGS chooses, for example PYTEST_ARGS='-m cuda'
 #   make coverage
 #                the tests of `make test` with the lines they run: fails below 95 % of those that need no GPU
-#   make lint    ruff, mypy and clang-format
+#   make lint    ruff, mypy, clang-format, and the words of pages and comments
 #   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
+#   make release-check
+#                build the archives of a release, look into them, and verify the wheel in fresh environments
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
 #                folder stay; `kernel-fusion cache --clear` removes those)
 #
-# PYTHON names the interpreter. To use a PyTorch that it already has (a CUDA build, say), whatever its version:
-# make demo VENV_ARGS=--system-site-packages
+# PYTHON names the interpreter, RELEASE_ARGS what release-check tries (--python 3.10,3.13 --torch 2.11.0). To use a
+# PyTorch that it already has (a CUDA build, say), whatever its version: make demo VENV_ARGS=--system-site-packages
 
 PYTHON ?= python3
 VENV_ARGS ?=
@@ -29,7 +31,7 @@ CONSTRAINTS := $(if $(findstring system-site-packages,$(VENV_ARGS)),,-c constrai
 # Threads that spin while they wait take the cores from the other worker.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 
-.PHONY: demo test test-all coverage lint docs clean
+.PHONY: demo test test-all coverage lint docs release-check clean
 
 demo: $(STAMP)
 	$(BIN)/kernel-fusion verify
@@ -52,9 +54,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	git ls-files '*.cpp' '*.h' '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/python docs/words.py
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
+
+release-check: $(STAMP)
+	$(BIN)/python tests/release_check.py $(RELEASE_ARGS)
 
 clean:
 	rm -rf .venv $(RESULTS) docs/_build build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache

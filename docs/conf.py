@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import latex2mathml.converter
 import typer
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 from typer.cli import get_docs_for_click
 
 import kernel_fusion
@@ -35,6 +38,7 @@ napoleon_use_param = False  # several arguments may share a line, in signatures 
 napoleon_use_rtype = False
 default_role = "literal"
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = f"kernel_fusion {version}"
 html_copy_source = False
@@ -76,8 +80,22 @@ def _add_options(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace(_OPTIONS, "\n".join(texts))
 
 
+def _write_inline_math(writer: HTML5Translator, node: nodes.math) -> None:
+    """A formula as MathML, which browsers draw without a script, a font or a network."""
+    writer.body.append(latex2mathml.converter.convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _write_math(writer: HTML5Translator, node: nodes.math_block) -> None:
+    """The same on a line of its own; a long one can be scrolled."""
+    formula = latex2mathml.converter.convert(node.astext(), display="block")
+    writer.body.append(f'<div style="overflow-x: auto; margin: 1em 0">{formula}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the above."""
+    app.add_html_math_renderer("mathml", (_write_inline_math, None), (_write_math, None))
     app.connect("source-read", _add_contents)
     app.connect("source-read", _add_options)
     app.connect("source-read", _leave_out_notes)

@@ -48,18 +48,20 @@ def _bars(title: str, subtitle: str, source: str, rows: Sequence[tuple[str, Sequ
         for place, (name, color) in enumerate(zip(legend.split(", "), _COLORS, strict=False))
     ]
     template = jinja2.Template((ROOT / "docs" / "templates" / "bars.svg").read_text(), autoescape=True)
-    return template.render(
-        title=title,
-        subtitle=subtitle,
-        source=source,
-        groups=groups,
-        legend=entries,
-        ticks=[{"value": value, "x": round(_LEFT + scale * value, 1)} for value in range(highest + 1)],
-        left=_LEFT,
-        top=_TOP,
-        bottom=bottom,
-        width=_LEFT + _PLOT + 35,
-        height=bottom + 76,
+    return str(
+        template.render(
+            title=title,
+            subtitle=subtitle,
+            source=source,
+            groups=groups,
+            legend=entries,
+            ticks=[{"value": value, "x": round(_LEFT + scale * value, 1)} for value in range(highest + 1)],
+            left=_LEFT,
+            top=_TOP,
+            bottom=bottom,
+            width=_LEFT + _PLOT + 35,
+            height=bottom + 76,
+        )
     )
 
 

@@ -21,10 +21,27 @@ PAGE = 1200
 MANUAL = 22_000  # all pages of docs together, except REFERENCE
 PAGES = {"README.md": 900, "ARCHITECTURE.md": 2000, "CONTRIBUTING.md": 2000, "CHANGELOG.md": 2000}
 REFERENCE = {"verbs.md", "modules.md", "ops.md", "command_line.md", "faults.md", "measured.md", "results.md"}
-COMMENTS = 150  # words of comments and docstrings per 100 lines of code
+COMMENTS = 150  # words of comments and docstrings per 100 lines that are not empty
+# Public docstrings of these rooms are the reference, and have the length that it needs.
+PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 
 # Rooms that are still above the bar, with what they may have at most. A number here only goes down.
-ABOVE: dict[str, int] = {}
+ABOVE = {
+    "kernel_fusion/backends": 240,
+    "kernel_fusion/backends/cuda": 230,
+    "kernel_fusion/backends/eager": 280,
+    "kernel_fusion/backends/triton": 210,
+    "kernel_fusion/backends/triton/kernels": 200,
+    "kernel_fusion/bench": 200,
+    "kernel_fusion/core": 290,
+    "kernel_fusion/native": 270,
+    "kernel_fusion/native/extension": 170,
+    "kernel_fusion/native/extension/cpu": 230,
+    "kernel_fusion/native/kernels": 210,
+    "kernel_fusion/native/shared": 250,
+    "kernel_fusion/operators": 270,
+    "kernel_fusion/testing": 180,
+}
 
 DIALECT = {
     r"(?:^|(?<=[.!?] ))(?:Of|What|By) (?![^.!?]*\?)": "begins with a headless Of, What or By",
@@ -67,11 +84,13 @@ def pages() -> Iterator[tuple[str, int, str]]:
         yield f"docs/{path.name}", 10**6 if path.name in REFERENCE else PAGE, prose(path.read_text())
 
 
-def comments_of_python(text: str) -> str:
-    """Comments and docstrings."""
+def comments_of_python(text: str, public: bool) -> str:
+    """Comments and docstrings; where names are public, without the docstrings of those."""
     found = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
-    found += [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            reference = public and not isinstance(node, ast.Module) and not node.name.startswith("_")
+            found += [] if reference else [ast.get_docstring(node) or ""]
     return " ".join(found)
 
 
@@ -89,12 +108,12 @@ def rooms() -> dict[str, list[Path]]:
     return found
 
 
-def density(files: list[Path]) -> int:
-    """Words of comments per 100 lines of code that are not empty."""
+def density(files: list[Path], public: bool) -> int:
+    """Words of comments per 100 lines that are not empty."""
     said, lines = 0, 0
     for path in files:
         text = path.read_text()
-        said += words(comments_of_python(text) if path.suffix == ".py" else comments_of_cpp(text))
+        said += words(comments_of_python(text, public) if path.suffix == ".py" else comments_of_cpp(text))
         lines += sum(bool(line.strip()) for line in text.splitlines())
     return round(100 * said / max(lines, 1))
 
@@ -118,7 +137,7 @@ def main(everything: bool) -> int:
         ]
     over += [f"docs: {manual} words, at most {MANUAL}"] if manual > MANUAL else []
     for room, files in rooms().items():
-        count = density(files)
+        count = density(files, room in PUBLIC)
         if everything:
             print(f"{room:44} {count:4} words of comments per 100 lines")
         bar = ABOVE.get(room, COMMENTS)
