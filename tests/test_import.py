@@ -18,7 +18,7 @@ _CORE = _FOUNDATION | {"core"}
 _DISTRIBUTED = _CORE | {"backends", "distributed"}
 _OPERATORS = _DISTRIBUTED | {"native", "operators"}
 _VERBS = _OPERATORS | {"functional"}
-_API = _VERBS | {"nn", "ops", "kernels", "patching"}
+_API = _VERBS | {"nn", "ops", "kernels", "compiler", "patching"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "ops": _VERBS,
     "kernels": _VERBS | {"kernels"},
     "patching": _VERBS | {"patching"},
+    "compiler": _OPERATORS | {"compiler"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
     "bench": _API | {"testing", "bench", "__init__"},
