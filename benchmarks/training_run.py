@@ -145,8 +145,10 @@ def train(plan: Plan, variant: str, seed: int, text: Tensor, device: torch.devic
     with device:
         model = plan.model()
     called = VARIANTS[variant](model)
-    decayed = [{"params": [p for p in model.parameters() if (p.dim() > 1) is wide], "weight_decay": 0.1 * wide}
-               for wide in (True, False)]
+    decayed = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) is wide], "weight_decay": 0.1 * wide}
+        for wide in (True, False)
+    ]
     optimizer = torch.optim.AdamW(decayed, lr=plan.lr, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, plan.rate)
     generator = torch.Generator().manual_seed(seed)
@@ -250,7 +252,9 @@ def plot(runs: Sequence[Run], folder: Path) -> None:
         if run.variant != "unpatched" and run.seed in plain:
             apart = [a - b for a, b in zip(run.smooth(), plain[run.seed].smooth(), strict=True)]
             below.plot(steps, apart, label=f"{run.name}, minus unpatched", linewidth=1.2, **style)
-    above.set(ylabel="loss (nats per byte)", yscale="log", title=f"Llama of {runs[0].parameters / 1e6:.0f} M parameters")
+    above.set(
+        ylabel="loss (nats per byte)", yscale="log", title=f"Llama of {runs[0].parameters / 1e6:.0f} M parameters"
+    )
     below.set(xlabel="step", ylabel="difference")
     for axes in (above, below):
         axes.legend(fontsize=8)

@@ -110,9 +110,7 @@ def same_shape(a: Tensor, b: Tensor) -> bool:
     """Whether two shapes are equal whatever sizes the dynamic dimensions will have; asking adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return a.dim() == b.dim() and all(
-        statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True)
-    )
+    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def only_user(node: Node, user: Node | None = None) -> Node | None:
@@ -145,7 +143,13 @@ _IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
 ) - {operator.index, operator.inv, operator.invert}
 # Names of what changes how the operations after it are computed.
-_STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_saved_tensors_hooks_disable", "_set_deterministic")
+_STATE = (
+    "_set_grad_enabled",
+    "_enter_autocast",
+    "_exit_autocast",
+    "_saved_tensors_hooks_disable",
+    "_set_deterministic",
+)
 
 
 def is_barrier(node: Node) -> bool:

@@ -170,7 +170,13 @@ def _mean_square(rsqrt: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
     mean = next((t for t in terms if name_of(t) == "mean"), None)
     eps = next((t for t in terms if isinstance(t, float)), None)
     call = arguments(mean, "mean")
-    if mean is None or eps is None or call is None or call["dim"] not in (-1, (-1,), [-1]) or call["keepdim"] is not True:
+    if (
+        mean is None
+        or eps is None
+        or call is None
+        or call["dim"] not in (-1, (-1,), [-1])
+        or call["keepdim"] is not True
+    ):
         return None
     squared = call["input"]
     x = _squared(squared)

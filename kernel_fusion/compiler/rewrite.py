@@ -136,7 +136,9 @@ def _replace_norm(graph: Graph, norm: Norm) -> None:
     with graph.inserting_before(norm.out):
         if norm.rounding == "once":
             parameters = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype)
-            y = _call(graph, schemas.overload("rms_norm" if norm.rms else "layer_norm"), (norm.h, *parameters), norm.out)
+            y = _call(
+                graph, schemas.overload("rms_norm" if norm.rms else "layer_norm"), (norm.h, *parameters), norm.out
+            )
         else:
             staged, y = _staged(graph, norm, norm.h, None, 0.0)
             staged.meta["example_value"] = (value(norm.out), value(norm.h).new_empty(0))
