@@ -1,4 +1,4 @@
-"""What a training step spends its time on, and what of it is left to fuse: kernels by kind, and the longest of the rest.
+"""What a training step spends its time on: kernels by kind, and the longest of those that are left to fuse.
 
     python benchmarks/step_profile.py --output-dir OUT --model llama-3-8b
     python benchmarks/step_profile.py --output-dir OUT --model bert-large --contenders pytorch,kf-graph,liger

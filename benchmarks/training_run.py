@@ -280,7 +280,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Train, write, print and judge."""
     arguments = parse()
-    # cuBLAS and attention's backward have faster ways whose sums depend on timing; one run must be able to repeat another.
+    # cuBLAS and attention's backward also have ways whose sums depend on timing, and no run would repeat another.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False

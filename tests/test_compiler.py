@@ -44,6 +44,7 @@ class Compiled:
         self.call = torch.compile(function, backend=fusing, fullgraph=True, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's value."""
         return self.call(*args, **kwargs)
 
 

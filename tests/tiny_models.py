@@ -1,4 +1,4 @@
-"""Tiny models of transformers, made from configurations: what the pass over graphs, and other tests of models, run on."""
+"""Tiny models of transformers, made from configurations without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of the suite `steps`: Hugging Face's classes, made from configurations without a download, and one in torch.
+"""The models of the suite `steps`: classes of transformers, made from configurations without a download, and a DiT.
 
 Layers and vocabulary of the large language models are cut in the same proportion, so that the head takes the share of a
 step that it has in the whole model. Attention is PyTorch's fused one without a mask tensor for every contender: the

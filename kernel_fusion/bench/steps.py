@@ -39,9 +39,9 @@ LIGER = "liger"
 _WRONG = 0.02
 _WARM_UP = 2
 METHOD = {
-    "time": f"wall time of a whole step, waited for: forward, backward, fused AdamW; after {_WARM_UP} steps; contenders "
-    "take turns, in an order drawn for each round, on the same parameters, batch and optimizer state; median and "
-    "quartiles",
+    "time": f"wall time of a whole step, waited for: forward, backward, fused AdamW; after {_WARM_UP} steps; "
+    "contenders take turns, in an order drawn for each round, on the same parameters, batch and optimizer state; "
+    "median and quartiles",
     "training_memory": "on a GPU the peak of torch.cuda.max_memory_allocated in a step, with weights, gradients and "
     "optimizer state; saved: bytes of the tensors that autograd keeps between forward and backward, parameters apart",
     "loss": f"of the first step, before any update; who is off PyTorch's by more than {_WRONG:.0%} is not timed",

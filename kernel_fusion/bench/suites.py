@@ -1,7 +1,8 @@
 """The suites, as data: named shapes, and the dtypes they are measured in. A new suite is one more entry of `SUITES`.
 
 `kind` says what is measured: the time of kernels, the host's time per call, memory, or whole training steps
-(`runner.MEASURES`). A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, models.
+(`runner.MEASURES`). A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or
+models.
 """
 
 from __future__ import annotations

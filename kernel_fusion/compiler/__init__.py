@@ -1,4 +1,4 @@
-"""Fusion across modules: a pass over the graph that `torch.compile` makes of a model, whichever modules it went through.
+"""Fusion across modules: a pass over the graph that `torch.compile` makes of a model.
 
 `fuse` changes a graph in place. `backend` is a backend of `torch.compile` that does so before another one, and
 `inductor_pass` the same for Inductor's setting `pre_grad_custom_pass`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -183,22 +184,18 @@ def _mean_square(rsqrt: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
     inner = (squared, mean, root["input"])
     # Each is read by the next alone.
     chain = (*inner, rsqrt)
-    if x is None or any(only_user(node, user) is None for node, user in zip(chain, chain[1:], strict=False)):
+    if x is None or any(only_user(node, user) is None for node, user in pairwise(chain)):
         return None
     return x, eps, inner
 
 
 def _squared(node: Any) -> Node | None:
     """x, where a node is its square."""
-    if call := arguments(node, "square"):
-        found = call["input"]
-    elif (call := arguments(node, "pow")) and call["exponent"] in (2, 2.0):
-        found = call["input"]
-    elif (call := arguments(node, "mul")) and call["input"] is call["other"]:
-        found = call["input"]
-    else:
+    power, product = arguments(node, "pow"), arguments(node, "mul")
+    if (power and power["exponent"] != 2) or (product and product["input"] is not product["other"]):
         return None
-    return found if isinstance(found, Node) else None
+    call = arguments(node, "square") or power or product
+    return call["input"] if call and isinstance(call["input"], Node) else None
 
 
 def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
