@@ -144,11 +144,12 @@ class Llama(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, dtype=dtype))
+        self.eps = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
         """As in transformers."""
         h = x.to(torch.float32)
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
 
@@ -245,9 +246,10 @@ def test_gradients_of_all_users_of_the_sum() -> None:
     torch.testing.assert_close(ours, torch.autograd.grad(block(*args), leaves, cotangent))
 
 
-def test_one_graph_serves_all_row_counts() -> None:
-    """With dynamic shapes nothing is compiled again, and nothing loses its fusion."""
-    block = _block(nn.LayerNorm(8))
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), Llama(8, torch.float32)], ids=["called", "written out"])
+def test_one_graph_serves_all_row_counts(norm: nn.Module) -> None:
+    """With dynamic shapes, where eps is an input too, nothing is compiled again, and nothing loses its fusion."""
+    block = _block(norm)
     compiled = Compiled(block, dynamic=True)
     for rows in (3, 5, 64):
         args = torch.randn(2, rows, 8), torch.randn(2, rows, 8)

@@ -37,7 +37,7 @@ class Norm:
     out: Node
     inner: tuple[Node, ...]
     rms: bool
-    eps: float
+    eps: float | Node
     out_dtype: torch.dtype
     num_dims: int = 1
     weight: Node | None = None
@@ -50,6 +50,11 @@ class Norm:
     def first(self) -> Node:
         """The first node of it."""
         return min((self.out, *self.inner))
+
+    @property
+    def operands(self) -> list[Node]:
+        """What an operator reads besides what is normalised."""
+        return [node for node in (self.weight, self.bias, self.eps) if isinstance(node, Node)]
 
     @property
     def is_ours(self) -> bool:
@@ -102,10 +107,17 @@ def _called(node: Node, name: str) -> Norm | None:
     return Norm(call["input"], node, (), rms, eps, result.dtype, len(shape), weight, bias)
 
 
-def _eps(h: Node, eps: Any) -> float | None:
+def _eps(h: Node, eps: Any) -> float | Node | None:
     tensor = value(h)
     if eps is None and tensor is not None and tensor.is_floating_point():
         return schemas.default_eps(tensor)
+    return _number(eps)
+
+
+def _number(eps: Any) -> float | Node | None:
+    """A number, or a node that is one: with dynamic shapes, Dynamo takes the numbers of modules as inputs."""
+    if isinstance(eps, Node) and isinstance(eps.meta.get("example_value"), float | torch.SymFloat):
+        return eps
     return float(eps) if isinstance(eps, int | float) else None
 
 
@@ -161,7 +173,7 @@ def _written_out(rsqrt: Node) -> Norm | None:
     return _with_weight(plain, tensor.dtype)
 
 
-def _mean_square(rsqrt: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
+def _mean_square(rsqrt: Node) -> tuple[Node, float | Node, tuple[Node, ...]] | None:
     """x, eps and the nodes between, of rsqrt(mean(x^2, -1, keepdim=True) + eps)."""
     root = arguments(rsqrt, "rsqrt")
     plus = arguments(root["input"], "add") if root else None
@@ -169,7 +181,7 @@ def _mean_square(rsqrt: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
         return None
     terms = (plus["input"], plus["other"])
     mean = next((t for t in terms if name_of(t) == "mean"), None)
-    eps = next((t for t in terms if isinstance(t, float)), None)
+    eps = next((number for t in terms if (number := _number(t)) is not None), None)
     call = arguments(mean, "mean")
     if (
         mean is None

@@ -1,8 +1,8 @@
 """Replacing what was found by one operator each: norms with the addition before them, gates, biases with activations.
 
-A new node stands where its oldest operand is still what it was and its newest one exists already. So nothing moves
-across a node that writes to a tensor or changes a mode such as autocast. The sum before a norm usually has other
-readers; they read it from the new node.
+A new node stands after its operands and before whatever reads its results, and nothing moves across a node that writes
+to a tensor or changes a mode such as autocast. The sum before a norm usually has other readers; they read it from the
+new node.
 """
 
 from __future__ import annotations
@@ -49,12 +49,21 @@ class Fused:
 def fuse_graph(graph: Graph) -> Fused:
     """Replace what can be replaced in one graph, in place."""
     nothing, fused = Fused(), Fused()
+    _hoist_numbers(graph)
     # A norm takes a dropout, and a gate an activation, before anything else could.
     for step in (_fuse_norm, _fuse_gate, _fuse_activation):
         for node in list(graph.nodes):
             if node.users:  # one that was erased has none
                 fused += step(graph, node) or nothing
     return fused
+
+
+def _hoist_numbers(graph: Graph) -> None:
+    """Move the numbers that a graph takes as inputs to its beginning; Dynamo reads each where it is used first."""
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_method", target="item"):
+        if node.args[0] in inputs and clear_between(inputs[-1], node):
+            inputs[-1].append(node)
 
 
 def _fuse_norm(graph: Graph, node: Node) -> Fused | None:
@@ -72,9 +81,10 @@ def _fuse_norm(graph: Graph, node: Node) -> Fused | None:
 
 @dataclass(frozen=True)
 class _Addition:
-    """residual + dropout(input), of equal shapes."""
+    """residual + dropout(input), of equal shapes; `place` is what the operator has to stand after."""
 
     node: Node
+    place: Node
     input: Node
     residual: Node
     dropout_p: float = 0.0
@@ -86,13 +96,14 @@ def _addition(norm: Norm) -> _Addition | None:
     total, call = value(norm.h), arguments(norm.h, "add")
     if call is None or total is None or not clear_between(norm.h, norm.out):
         return None
-    if any(parameter is not None and not parameter < norm.h for parameter in (norm.weight, norm.bias)):
+    place = max((norm.h, *norm.operands))
+    if not all(place < user for user in norm.h.users):
         return None
     terms = [value(call["input"]), value(call["other"])]
     if any(t is None or not _like(t, total) for t in terms):
         return None
     pairs = (call["input"], call["other"]), (call["other"], call["input"])
-    found = [_with_dropout(norm.h, x, r) for x, r in pairs if value(r).dtype == total.dtype]
+    found = [_with_dropout(norm.h, place, x, r) for x, r in pairs if value(r).dtype == total.dtype]
     return max(found, key=lambda addition: addition.dropout_p, default=None)
 
 
@@ -102,14 +113,14 @@ def _like(t: Tensor, other: Tensor) -> bool:
     return kinds and t.device == other.device and t.layout == torch.strided and same_shape(t, other)
 
 
-def _with_dropout(node: Node, x: Node, residual: Node) -> _Addition:
+def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition:
     """The addition; with the dropout of x, if the addition alone reads that."""
     found = _dropout(x)
     if found is None or only_user(x, node) is None or not clear_between(x, node):
-        return _Addition(node, x, residual)
+        return _Addition(node, place, x, residual)
     source, p = found
     same = value(source).dtype == value(x).dtype
-    return _Addition(node, source, residual, p, (x,)) if same else _Addition(node, x, residual)
+    return _Addition(node, place, source, residual, p, (x,)) if same else _Addition(node, place, x, residual)
 
 
 def _dropout(node: Node) -> tuple[Node, float] | None:
@@ -123,7 +134,7 @@ def _dropout(node: Node) -> tuple[Node, float] | None:
 
 
 def _replace_add_norm(graph: Graph, norm: Norm, addition: _Addition) -> None:
-    with graph.inserting_before(addition.node.next):
+    with graph.inserting_before(addition.place.next):
         staged, y = _staged(graph, norm, addition.input, addition.residual, addition.dropout_p)
         h = _call(graph, getitem, (staged, 1), addition.node)
     staged.meta["example_value"] = (value(norm.out), value(addition.node))
