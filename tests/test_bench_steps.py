@@ -112,7 +112,7 @@ def test_shapes_are_refused() -> None:
     """A model has its shapes; the command line says so."""
     result = CliRunner().invoke(app, ["bench", "steps", "--shape", "8x8"])
     assert result.exit_code == 2
-    assert "have shapes of their own" in result.output.replace("\n", " ")
+    assert "'--shape'" in result.output
 
 
 def test_profile_counts_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +126,7 @@ def test_profile_counts_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "ours" in kinds["kf-graph"] - kinds["pytorch"]
 
 
+@pytest.mark.slow
 def test_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both variants learn, their curves lie closer together than those of two seeds, and the plot is there."""
     _training_run(monkeypatch, tmp_path)
@@ -147,6 +148,7 @@ def test_training_run_repeats_itself(
     assert capsys.readouterr().out.count("losses and weights equal") == 2
 
 
+@pytest.mark.slow
 def test_training_run_notices_a_wrong_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant whose curve is elsewhere makes it fail."""
     monkeypatch.setattr(kf.compiler, "backend", lambda inner: _without_weights)
