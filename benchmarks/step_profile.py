@@ -111,9 +111,9 @@ def main() -> None:
     peers, _ = find(list(dict.fromkeys(n for w in wanted for n in PEERS if w.startswith(n))), device)
     providers = [ours(device.type).name, *(peer.name for peer in peers)]
     found: list[Kernel] = []
-    for trainee in trainees(training, providers):
-        if trainee.name in wanted:
-            found += kernels(training, trainee)
+    for name, make in trainees(training, providers).items():
+        if name in wanted:
+            found += kernels(training, make())
     contenders = list(dict.fromkeys(kernel.contender for kernel in found))
     tables = [by_kind(found, str(step)), *(longest(found, contender) for contender in contenders)]
     method = {"trace": f"torch.profiler over {STEPS} steps after {WARM_UP}; kinds by the names of kernels"}

@@ -121,6 +121,14 @@ _LLAMA = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
 }
+# So small that a step waits for launches.
+_LAUNCH_BOUND = _LLAMA | {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 _QWEN = {
     "vocab_size": _vocabulary(151936, _LAYERS, 36),
     "hidden_size": 4096,
@@ -209,20 +217,23 @@ def _latents(architecture: Architecture, small: bool) -> dict[str, Tensor]:
     return {"x": x, "condition": torch.randn(batch, width), "noise": noise}
 
 
-def _causal(name: str, title: str, hidden: int, family: str, sizes: dict[str, Any], liger: str) -> Architecture:
-    """A language model of Hugging Face's, trained on two texts of 4096 tokens."""
+def _causal(
+    name: str, title: str, family: str, sizes: dict[str, Any], liger: str, text: tuple[int, int] = (2, 4096)
+) -> Architecture:
+    """A language model of transformers, trained on two texts of 4096 tokens unless `text` says otherwise."""
     model, config = f"{family}ForCausalLM", "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     make = partial(hugging_face, model, config, sizes, _SMALL)
     inputs = partial(_tokens, sizes["vocab_size"])
-    return Architecture(name, title, 2, 4096, hidden, make, inputs, liger=liger)
+    return Architecture(name, title, *text, sizes["hidden_size"], make, inputs, liger=liger)
 
 
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        _causal("llama-3-8b", "Llama 3 8B, 6 layers", 4096, "Llama", _LLAMA, "llama"),
-        _causal("qwen3-8b", "Qwen3 8B, 6 layers", 4096, "Qwen3", _QWEN, "qwen3"),
-        _causal("gemma-3-4b", "Gemma 3 4B, 6 layers", 2560, "Gemma3", _GEMMA, "gemma3_text"),
+        _causal("llama-3-8b", "Llama 3 8B, 6 layers", "Llama", _LLAMA, "llama"),
+        _causal("llama-1024", "Llama of 1024, 512 tokens", "Llama", _LAUNCH_BOUND, "llama", (1, 512)),
+        _causal("qwen3-8b", "Qwen3 8B, 6 layers", "Qwen3", _QWEN, "qwen3"),
+        _causal("gemma-3-4b", "Gemma 3 4B, 6 layers", "Gemma3", _GEMMA, "gemma3_text"),
         Architecture(
             *("bert-large", "BERT-Large", 16, 512, 1024),
             partial(hugging_face, "BertForMaskedLM", "BertConfig", _BERT, _SMALL_ENCODER | {"vocab_size": 128}),

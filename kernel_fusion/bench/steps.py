@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from typing import Any, cast
 
 import torch
@@ -127,12 +128,13 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
     torch.compiler.reset()  # the limit on recompilations counts over all copies of a class
     training = Training(step, setup.device)
     losses: dict[Trainee, float] = {}
-    for trainee in trainees(training, [provider.name for provider in setup.providers]):
+    for name, make in trainees(training, [provider.name for provider in setup.providers]).items():
         try:
+            trainee = make()
             losses[trainee] = training.first_loss(trainee)
         except Exception as error:  # whatever it is, it speaks against this contender alone
-            results.fail(setup, trainee.name, workload, timing.reason(error))
-        yield f"{trainee.name}, loss"
+            results.fail(setup, name, workload, timing.reason(error))
+        yield f"{name}, loss"
     right = _right(results, workload, setup, losses)
     memory = {}
     for trainee in right:
@@ -167,40 +169,49 @@ def _right(
     return right
 
 
-def trainees(training: Training, names: Sequence[str]) -> Iterator[Trainee]:
-    """The contenders behind the providers `names`, as far as they exist, PyTorch first."""
-    yield Trainee(REFERENCE, torch.__version__, training.model)
+def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[], Trainee]]:
+    """What makes the contenders behind the providers `names`, by name, PyTorch first."""
+    ours, theirs = kf.__version__, torch.__version__
+
+    def compiled(name: str, version: str, **options: Any) -> Trainee:
+        return Trainee(name, version, cast("nn.Module", torch.compile(training.shared_copy(), **options)))
+
+    def patched(patch: Callable[[nn.Module], object]) -> Trainee:
+        model = training.shared_copy()
+        patch(model)
+        return Trainee(f"{OURS}patch", ours, model)
+
+    made: dict[str, Callable[[], Trainee]] = {REFERENCE: lambda: Trainee(REFERENCE, theirs, training.model)}
     if any(name.startswith(OURS) for name in names):
         if (patch := getattr(kf, "patch", None)) is not None:
-            patched = training.shared_copy()
-            patch(patched)
-            yield Trainee(f"{OURS}patch", kf.__version__, patched)
-        graph = torch.compile(training.shared_copy(), backend=kf.compiler.backend("eager"))
-        yield Trainee(f"{OURS}graph", kf.__version__, cast("nn.Module", graph))
+            made[f"{OURS}patch"] = partial(patched, patch)
+        made[f"{OURS}graph"] = partial(compiled, f"{OURS}graph", ours, backend=kf.compiler.backend("eager"))
     if COMPILED in names:
-        compiled = torch.compile(training.shared_copy())
-        yield Trainee(COMPILED, torch.__version__, cast("nn.Module", compiled))
-        both = torch.compile(training.shared_copy(), backend=kf.compiler.backend())
-        yield Trainee(f"{OURS}compile", kf.__version__, cast("nn.Module", both))
-    if LIGER in names:
-        yield from _liger(training)
+        made[COMPILED] = partial(compiled, COMPILED, theirs)
+        made[f"{OURS}compile"] = partial(compiled, f"{OURS}compile", ours, backend=kf.compiler.backend())
+    return made | (_ligers(training) if LIGER in names else {})
 
 
-def _liger(training: Training) -> Iterator[Trainee]:
+def _ligers(training: Training) -> dict[str, Callable[[], Trainee]]:
+    if training.step.architecture.liger is not None:
+        same_scope = {"rope": False, "fused_linear_cross_entropy": False}
+        return {
+            LIGER: partial(_patched_by_liger, training, LIGER, same_scope),
+            f"{LIGER}-full": partial(_patched_by_liger, training, f"{LIGER}-full", {}),
+        }
+    model = training.shared_copy()
+    version = metadata.version("liger-kernel")
+    return {LIGER: lambda: Trainee(LIGER, version, model)} if _with_liger_layer_norms(model) else {}
+
+
+def _patched_by_liger(training: Training, name: str, options: Mapping[str, bool]) -> Trainee:
     family = training.step.architecture.liger
-    version = importlib.import_module("importlib.metadata").version("liger-kernel")
-    if family is None:
-        model = training.shared_copy()
-        if _with_liger_layer_norms(model):
-            yield Trainee(LIGER, version, model)
-        return
     apply = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family}")
-    folder = family.removesuffix("_text")
+    folder = str(family).removesuffix("_text")
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    for name, options in ((LIGER, {"rope": False, "fused_linear_cross_entropy": False}), ("liger-full", {})):
-        model = training.shared_copy()
-        during = partial(_names, modeling, _changed(modeling, partial(apply, model=model, **options)))
-        yield Trainee(name, version, model, during)
+    model = training.shared_copy()
+    names = _changed(modeling, partial(apply, model=model, **options))
+    return Trainee(name, metadata.version("liger-kernel"), model, partial(_names, modeling, names))
 
 
 def _with_liger_layer_norms(model: nn.Module) -> int:
