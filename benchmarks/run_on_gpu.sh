@@ -55,7 +55,7 @@ for part in $parts; do
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
     steps)
       for model in $(python3 -c 'from kernel_fusion.bench.step_models import ARCHITECTURES; print(*ARCHITECTURES)'); do
-        "$0" "$out" "steps-$model" || failed=1
+        benchmarks/run_on_gpu.sh "$out" "steps-$model" || failed=1
       done
       ;;
     steps-*) # one model: its steps, and what kernels they run
@@ -65,7 +65,7 @@ for part in $parts; do
       run "profile-$model" python3 benchmarks/step_profile.py --model "$model" --output-dir "$out/steps"
       grep '^|' "$out/steps/$model/steps.md"
       ;;
-    training) "$0" "$out" training-0 training-1 training-repeat || failed=1 ;;
+    training) benchmarks/run_on_gpu.sh "$out" training-0 training-1 training-repeat || failed=1 ;;
     training-repeat) run "$part" python3 benchmarks/training_run.py --repeat 30 --output-dir "$out/training" ;;
     training-*) # a seed, with and without us
       run "$part" python3 benchmarks/training_run.py --seeds "${part#training-}" --output-dir "$out/training"

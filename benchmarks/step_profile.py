@@ -33,7 +33,7 @@ REST = "left to fuse"
 KINDS = {
     "ours": r"^kf_|sum_partials|kernel_fusion::",
     "attention": r"flash|fmha|attention|sdpa",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|aten::(mm|addmm|bmm|linear|convolution|mkldnn)|conv",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|aten::(mm|addmm|bmm|linear|mkldnn)|convolution",
     "optimizer": r"multi_tensor|adam",
     "copies": r"^Mem(cpy|set)|CatArray|aten::(copy_|cat)",
 }
