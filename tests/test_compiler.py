@@ -118,8 +118,9 @@ def test_pass_of_inductor_fuses() -> None:
     """As Inductor's own pre-gradient pass it makes kernels of ours run, and its key is the same in every process."""
     block = _block(nn.LayerNorm(64))
     args = (randn(4, 64), randn(4, 64))
-    with torch._inductor.config.patch(pre_grad_custom_pass=kf.compiler.inductor_pass()), CPU.ran(None, None):
-        y, h = torch.compile(block, fullgraph=True)(*args)
+    options = {"pre_grad_custom_pass": kf.compiler.inductor_pass()}
+    with CPU.ran(forward=None, backward=None):
+        y, h = torch.compile(block, fullgraph=True, options=options)(*args)
         torch.autograd.backward((y, h), (torch.randn_like(y), torch.randn_like(h)))
     torch.testing.assert_close((y, h), block(*args))
     assert kf.compiler.inductor_pass().uuid() == kf.compiler.inductor_pass().uuid() is not None
