@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kernel_fusion.bench.peers import PEERS, find
@@ -70,7 +71,7 @@ def kernels(training: Training, trainee: Trainee) -> list[Kernel]:
     for event in profiler.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # On a GPU operators have the time of their kernels as well, which then counts twice.
-        if us and (not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA):
+        if us and (not on_gpu or event.device_type == DeviceType.CUDA):
             found.append(Kernel(trainee.name, kind_of(event.key), event.key, event.count / STEPS, us / 1e3 / STEPS))
     return sorted(found, key=lambda kernel: -kernel.ms)
 

@@ -242,7 +242,8 @@ ARCHITECTURES = {
         Architecture(
             *("vit-large", "ViT-L/16", 64, 197, 1024),
             partial(
-                *(hugging_face, "ViTForImageClassification", "ViTConfig"),
+                hugging_face,
+                *("ViTForImageClassification", "ViTConfig"),
                 _VIT | {"num_labels": _CLASSES},
                 _SMALL_ENCODER | {"image_size": 32, "patch_size": 8},
             ),

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule
@@ -78,7 +78,7 @@ def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
         torch.Size([2, 4, 16])
     """
 
-    def compile_fused(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    def compile_fused(gm: GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         from torch._dynamo.backends.registry import lookup_backend
 
         fuse(gm)

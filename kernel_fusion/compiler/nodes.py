@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ def name_of(node: Any) -> str | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_method" and node.target in _METHODS:
-        return cast("str", node.target)
+        return node.target
     return _FUNCTIONS.get(node.target) if node.op == "call_function" else None
 
 
@@ -93,6 +93,13 @@ def value(node: Any) -> Tensor | None:
     """The tensor without data that Dynamo keeps for a node, which says shape, dtype and device."""
     found = node.meta.get("example_value") if isinstance(node, Node) else None
     return found if isinstance(found, Tensor) else None
+
+
+def known(node: Node) -> Tensor:
+    """The same for a node that has one."""
+    found = value(node)
+    assert found is not None
+    return found
 
 
 def activation(node: Any) -> tuple[str, Node] | None:
@@ -127,16 +134,12 @@ def cast_to(node: Any) -> tuple[Node, torch.dtype] | None:
             continue
         source, result = call["input"], value(node)
         # `.to` may also name a device, which leaves the dtype alone, and `type_as` may change the device.
-        if value(source) is None or result is None or result.device != _device(source):
+        if value(source) is None or result is None or result.device != known(source).device:
             return None
         if name == "to" and not isinstance(call["dtype"], torch.dtype):
             return None
         return source, result.dtype
     return None
-
-
-def _device(node: Node) -> torch.device:
-    return cast("Tensor", value(node)).device
 
 
 _IN_PLACE = frozenset(

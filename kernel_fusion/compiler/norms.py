@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kernel_fusion.compiler.nodes import arguments, cast_to, name_of, only_user, value
+from kernel_fusion.compiler.nodes import arguments, cast_to, known, name_of, only_user, value
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.operators import schemas
 
@@ -165,7 +165,7 @@ def _written_out(rsqrt: Node) -> Norm | None:
     if call is None or result is None or not {call["input"], call["other"]} <= {rsqrt, wide, h}:
         return None
     dtype = compute_dtype(tensor.dtype)
-    if result.dtype != dtype or result.shape != tensor.shape or (value(wide) is None or value(wide).dtype != dtype):
+    if result.dtype != dtype or result.shape != tensor.shape or known(wide).dtype != dtype:
         return None
     # The conversion of h may have other readers: it stays for them.
     own = (wide,) if source and set(wide.users) <= {*inner, normalized} else ()
@@ -235,7 +235,7 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
         return None
     factor = call["other"] if call["input"] is norm.out else call["input"]
     found = _weight(factor, exact=rounding == "once")
-    if found is None or value(found[0]).shape != tensor.shape[-1:] or result.shape != tensor.shape:
+    if found is None or known(found[0]).shape != tensor.shape[-1:] or result.shape != tensor.shape:
         return None
     weight, offset = found
     if offset and rounding == "hf":

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from kernel_fusion.backends import eager
 from kernel_fusion.compiler import norms
-from kernel_fusion.compiler.nodes import activation, arguments, clear_between, only_user, same_shape, value
+from kernel_fusion.compiler.nodes import activation, arguments, clear_between, known, only_user, same_shape, value
 from kernel_fusion.compiler.norms import FLOATING, Norm
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
@@ -103,7 +103,7 @@ def _addition(norm: Norm) -> _Addition | None:
     if any(t is None or not _like(t, total) for t in terms):
         return None
     pairs = (call["input"], call["other"]), (call["other"], call["input"])
-    found = [_with_dropout(norm.h, place, x, r) for x, r in pairs if value(r).dtype == total.dtype]
+    found = [_with_dropout(norm.h, place, x, r) for x, r in pairs if known(r).dtype == total.dtype]
     return max(found, key=lambda addition: addition.dropout_p, default=None)
 
 
@@ -119,7 +119,7 @@ def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition
     if found is None or only_user(x, node) is None or not clear_between(x, node):
         return _Addition(node, place, x, residual)
     source, p = found
-    same = value(source).dtype == value(x).dtype
+    same = known(source).dtype == known(x).dtype
     return _Addition(node, place, source, residual, p, (x,)) if same else _Addition(node, place, x, residual)
 
 
@@ -152,7 +152,7 @@ def _replace_norm(graph: Graph, norm: Norm) -> None:
             )
         else:
             staged, y = _staged(graph, norm, norm.h, None, 0.0)
-            staged.meta["example_value"] = (value(norm.out), value(norm.h).new_empty(0))
+            staged.meta["example_value"] = (value(norm.out), known(norm.h).new_empty(0))
     norm.out.replace_all_uses_with(y)
     _erase(graph, (*norm.inner, norm.out))
 
@@ -220,11 +220,11 @@ def _biased(graph: Graph, x: Node, act: Node) -> tuple[Node, Node, tuple[Node, .
         return None
     if call := arguments(x, "add"):
         for first, bias in ((call["input"], call["other"]), (call["other"], call["input"])):
-            if _equal(value(first), value(x)) and _is_bias(bias, value(x)):
+            if _equal(value(first), known(x)) and _is_bias(bias, known(x)):
                 return first, bias, (x,)
         return None
     call = arguments(x, "linear")
-    if call is None or not _is_bias(call["bias"], value(x)):
+    if call is None or not _is_bias(call["bias"], known(x)):
         return None
     with graph.inserting_before(x):
         return _call(graph, F.linear, (call["input"], call["weight"]), x), call["bias"], (x,)
@@ -244,8 +244,7 @@ def _replace_chain(graph: Graph, last: Node, chain: tuple[Any, ...], inner: Sequ
 
 
 def _seed(graph: Graph, x: Node) -> Node:
-    seed = graph.call_function(eager.draw_seed, (value(x).device,))
-    return seed
+    return graph.call_function(eager.draw_seed, (known(x).device,))
 
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
