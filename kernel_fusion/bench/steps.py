@@ -176,15 +176,14 @@ def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[],
     def compiled(name: str, version: str, **options: Any) -> Trainee:
         return Trainee(name, version, cast("nn.Module", torch.compile(training.shared_copy(), **options)))
 
-    def patched(patch: Callable[[nn.Module], object]) -> Trainee:
+    def patched() -> Trainee:
         model = training.shared_copy()
-        patch(model)
+        kf.patch(model)
         return Trainee(f"{OURS}patch", ours, model)
 
     made: dict[str, Callable[[], Trainee]] = {REFERENCE: lambda: Trainee(REFERENCE, theirs, training.model)}
     if any(name.startswith(OURS) for name in names):
-        if (patch := getattr(kf, "patch", None)) is not None:
-            made[f"{OURS}patch"] = partial(patched, patch)
+        made[f"{OURS}patch"] = patched
         made[f"{OURS}graph"] = partial(compiled, f"{OURS}graph", ours, backend=kf.compiler.backend("eager"))
     if COMPILED in names:
         made[COMPILED] = partial(compiled, COMPILED, theirs)
