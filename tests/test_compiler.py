@@ -6,6 +6,7 @@ Dynamo's backend "eager" runs the graph as it is, so that what differs is the pa
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,13 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], inner: str = "eager", **options: Any) -> None:
         self.fused = Fused()
         self.graphs = 0
+        self.calls: list[Any] = []
 
         def fusing(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
             self.fused += kf.compiler.fuse(gm)
             self.graphs += 1
             gm.graph.lint()
+            self.calls += [node.target for node in gm.graph.nodes if node.op.startswith("call")]
             return torch._dynamo.lookup_backend(inner)(gm, example_inputs)
 
         self.call = torch.compile(function, backend=fusing, fullgraph=True, **options)
@@ -197,6 +200,14 @@ def test_bits_of_written_out_norms(kind: type[Llama]) -> None:
     assert torch.equal(ours[1], theirs[1])
 
 
+def test_nothing_is_left_of_a_norm() -> None:
+    """The sum of Gemma's weight and one is not computed any more either."""
+    compiled = Compiled(_block(Gemma(64, torch.bfloat16)))
+    compiled(randn(4, 64, dtype=torch.bfloat16), randn(4, 64, dtype=torch.bfloat16))
+    staged = torch.ops.kernel_fusion.staged_row_norm.default
+    assert [target for target in compiled.calls if target is not operator.getitem] == [staged]
+
+
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
 def test_dtypes_of_written_out_norms(stream: torch.dtype, weight: torch.dtype) -> None:
@@ -334,6 +345,7 @@ def test_autocast_between_sum_and_norm_separates_them() -> None:
         lambda h: h.pow(2).mean(0, keepdim=True),
         lambda h: h.pow(2).mean(),
         lambda h: (h * h.detach()).mean(-1, keepdim=True),
+        lambda h: h.pow(2).mean(-1)[..., None].exp(),
     ],
 )
 def test_other_arithmetic_stays(variance: Callable[[Tensor], Tensor]) -> None:
@@ -363,6 +375,27 @@ def test_norm_with_other_readers_stays() -> None:
         return h * torch.rsqrt(variance + 1e-6) + variance
 
     assert fused(_block(norm), randn(4, 8), randn(4, 8)) == Fused()
+
+
+def test_product_that_is_no_norm_stays() -> None:
+    """With one column, the squared root has the shape of the row."""
+
+    def squared_root(h: Tensor) -> Tensor:
+        root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return root * root
+
+    assert fused(_block(squared_root), randn(4, 1), randn(4, 1)) == Fused()
+
+
+def test_transformed_functions_stay() -> None:
+    """Nothing is moved out of `torch.func.vmap`; the norm within it fuses."""
+    norm = nn.LayerNorm(8)
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        h = residual + x
+        return torch.func.vmap(lambda row: norm(row))(h)
+
+    assert fused(block, torch.randn(4, 8), torch.randn(4, 8)) == Fused(norms=1)
 
 
 def test_graph_without_shapes_stays() -> None:

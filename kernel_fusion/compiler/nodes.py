@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Annotated, because PyTorch's narrows the type to one that is no tensor.
+_is_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 # The parameters of each operation, in PyTorch's order and with its defaults; those without one stand for themselves.
 _PARAMETERS: dict[str, dict[str, Any]] = {
@@ -90,9 +94,9 @@ def arguments(node: Any, name: str) -> dict[str, Any] | None:
 
 
 def value(node: Any) -> Tensor | None:
-    """The tensor without data that Dynamo keeps for a node, which says shape, dtype and device."""
+    """The tensor without data that Dynamo keeps for a node, which says shape, dtype and device; None for a subclass."""
     found = node.meta.get("example_value") if isinstance(node, Node) else None
-    return found if isinstance(found, Tensor) else None
+    return found if isinstance(found, Tensor) and not _is_subclass(found) else None
 
 
 def known(node: Node) -> Tensor:
@@ -146,13 +150,8 @@ _IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
 ) - {operator.index, operator.inv, operator.invert}
 # Names of what changes how the operations after it are computed.
-_STATE = (
-    "_set_grad_enabled",
-    "_enter_autocast",
-    "_exit_autocast",
-    "_saved_tensors_hooks_disable",
-    "_set_deterministic",
-)
+_STATE = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_disable", "_set_deterministic")
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 def is_barrier(node: Node) -> bool:
@@ -162,6 +161,8 @@ def is_barrier(node: Node) -> bool:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     if node.op not in ("call_function", "call_method") or name.startswith(_STATE):
+        return True
+    if str(getattr(target, "__module__", "")).startswith(_TRANSFORMS):
         return True
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable

@@ -29,7 +29,7 @@ class Norm:
     Attributes:
         h: what is normalised.
         out: the node whose value is the result.
-        inner: the other nodes that compute it, in the graph's order; nothing outside reads them.
+        inner: the other nodes that compute it. Nothing outside reads them, but for what is computed of the weight.
         rms, num_dims, weight, bias, eps, weight_offset, out_dtype, rounding, activation: as in the operator.
     """
 
@@ -162,7 +162,7 @@ def _written_out(rsqrt: Node) -> Norm | None:
     if tensor is None or tensor.dtype not in FLOATING or normalized is None:
         return None
     call, result = arguments(normalized, "mul"), value(normalized)
-    if call is None or result is None or not {call["input"], call["other"]} <= {rsqrt, wide, h}:
+    if call is None or result is None or {call["input"], call["other"]} not in ({rsqrt, wide}, {rsqrt, h}):
         return None
     dtype = compute_dtype(tensor.dtype)
     if result.dtype != dtype or result.shape != tensor.shape or known(wide).dtype != dtype:
@@ -237,13 +237,13 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
     found = _weight(factor, exact=rounding == "once")
     if found is None or known(found[0]).shape != tensor.shape[-1:] or result.shape != tensor.shape:
         return None
-    weight, offset = found
+    weight, offset, derived = found
     if offset and rounding == "hf":
         return None  # the sum of weight and offset would be rounded there, and is not in ours
     return replace(
         norm,
         out=after,
-        inner=(*norm.inner, norm.out),
+        inner=(*norm.inner, norm.out, *derived),
         weight=weight,
         weight_offset=offset,
         out_dtype=result.dtype,
@@ -252,9 +252,12 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
     )
 
 
-def _weight(factor: Any, exact: bool) -> tuple[Node, float] | None:
-    """A parameter and what is added to it, of w, w.float() and 1 + w.float(); the sum in the compute type."""
-    offset = 0.0
+def _weight(factor: Any, exact: bool) -> tuple[Node, float, tuple[Node, ...]] | None:
+    """A parameter, what is added to it, and the nodes that do so, of w, w.float() and 1 + w.float().
+
+    The sum is in the compute type.
+    """
+    offset, derived = 0.0, []
     if plus := arguments(factor, "add"):
         terms = (plus["input"], plus["other"])
         number = next((t for t in terms if isinstance(t, int | float)), None)
@@ -262,12 +265,14 @@ def _weight(factor: Any, exact: bool) -> tuple[Node, float] | None:
         tensor = value(wide)
         if number is None or tensor is None or tensor.dtype != compute_dtype(tensor.dtype):
             return None
+        derived.append(factor)
         offset, factor = float(number), wide
     source = cast_to(factor) if exact else None
     if source is not None and compute_dtype(_dtype(source[0])) == source[1]:
+        derived.append(factor)
         factor = source[0]
     tensor = value(factor)
-    return (factor, offset) if tensor is not None and tensor.dim() == 1 else None
+    return (factor, offset, tuple(derived)) if tensor is not None and tensor.dim() == 1 else None
 
 
 def _dtype(node: Node) -> torch.dtype:

@@ -172,7 +172,7 @@ def _fuse_gate(graph: Graph, node: Node) -> Fused | None:
         return None
     for act, other in ((call["input"], call["other"]), (call["other"], call["input"])):
         found, tensor = activation(act), value(other)
-        if found is None or tensor is None or only_user(act, node) is None or not clear_between(act, node):
+        if found is None or tensor is None or other is act or not only_user(act, node) or not clear_between(act, node):
             continue
         name, gate = found
         if result.dtype in FLOATING and all(_equal(t, result) for t in (value(gate), tensor)):
