@@ -237,18 +237,19 @@ def plot(runs: Sequence[Run], folder: Path) -> None:
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     plain = {run.seed: run for run in runs if run.variant == "unpatched"}
-    colors = {"unpatched": "tab:gray", "patched": "tab:blue", "graph": "tab:orange"}
+    colors = {"unpatched": "silver", "patched": "tab:blue", "graph": "tab:orange"}
     styles = ("solid", "dashed", "dotted", "dashdot")
     curves = [plain[seed].smooth() for seed in plain]
     steps = [(at + 1) * len(runs[0].losses) / len(runs[0].smooth()) for at in range(len(runs[0].smooth()))]
     if len(curves) > 1:
         low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
-        above.fill_between(steps, low, high, color="lightgray", label="between PyTorch's seeds")
+        above.fill_between(steps, low, high, color="whitesmoke", label="between PyTorch's seeds")
         widest = [top - bottom for top, bottom in zip(high, low, strict=True)]
         below.fill_between(steps, [-w for w in widest], widest, color="lightgray", label="distance of PyTorch's seeds")
     for run in runs:
         style: dict[str, Any] = {"color": colors[run.variant], "linestyle": styles[run.seed % len(styles)]}
-        above.plot(steps, run.smooth(), label=run.name, linewidth=1.2, **style)
+        # Wide below narrow: where curves agree, both stay visible.
+        above.plot(steps, run.smooth(), label=run.name, linewidth=4 if run.variant == "unpatched" else 1.2, **style)
         if run.variant != "unpatched" and run.seed in plain:
             apart = [a - b for a, b in zip(run.smooth(), plain[run.seed].smooth(), strict=True)]
             below.plot(steps, apart, label=f"{run.name}, minus unpatched", linewidth=1.2, **style)
