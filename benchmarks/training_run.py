@@ -253,9 +253,7 @@ def plot(runs: Sequence[Run], folder: Path) -> None:
         if run.variant != "unpatched" and run.seed in plain:
             apart = [a - b for a, b in zip(run.smooth(), plain[run.seed].smooth(), strict=True)]
             below.plot(steps, apart, label=f"{run.name}, minus unpatched", linewidth=1.2, **style)
-    above.set(
-        ylabel="loss (nats per byte)", yscale="log", title=f"Llama of {runs[0].parameters / 1e6:.0f} M parameters"
-    )
+    above.set(ylabel="loss (nats per byte)", title=f"Llama of {runs[0].parameters / 1e6:.0f} M parameters")
     below.set(xlabel="step", ylabel="difference")
     for axes in (above, below):
         axes.legend(fontsize=8)
