@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything a GPU is needed for, in one go: build, test, check under compute-sanitizer, measure.
-#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [faults] [sanitize] [bench] [peers] [profile] [experiments] [example] [report]
-# (default: all); `report` is about what `bench` and `peers` left in OUTPUT_DIR.
+#   benchmarks/run_on_gpu.sh OUTPUT_DIR [tests] [faults] [sanitize] [bench] [peers] [steps] [profile] [experiments] [training] [example] [report]
+# (default: all); `report` is about what `bench` and `peers` left in OUTPUT_DIR. `steps` and `training` take long; their
+# parts have names, too: steps-llama-3-8b and so on, training-0, training-1, training-repeat.
 # Uses the python3 at hand, which must hold PyTorch with CUDA; results and logs land in OUTPUT_DIR.
 set -uo pipefail
 out=$1
 shift
-parts=${*:-tests faults sanitize bench peers profile experiments example report}
+parts=${*:-tests faults sanitize bench peers steps profile experiments training example report}
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
 python3 -m pip install -q --no-build-isolation --no-deps -e . 2>/dev/null || export PYTHONPATH=$PWD
@@ -52,6 +53,24 @@ for part in $parts; do
       done
       ;;
     experiments) run experiments python3 benchmarks/experiments.py --output-dir "$out" ;;
+    steps)
+      for model in $(python3 -c 'from kernel_fusion.bench.step_models import ARCHITECTURES; print(*ARCHITECTURES)'); do
+        benchmarks/run_on_gpu.sh "$out" "steps-$model" || failed=1
+      done
+      ;;
+    steps-*) # one model: its steps, and what kernels they run
+      model=${part#steps-}
+      run "$part" python3 -m kernel_fusion bench steps --verbs "$model" --device cuda --peers torch.compile,liger \
+        --output-dir "$out/steps/$model"
+      run "profile-$model" python3 benchmarks/step_profile.py --model "$model" --output-dir "$out/steps"
+      grep '^|' "$out/steps/$model/steps.md"
+      ;;
+    training) benchmarks/run_on_gpu.sh "$out" training-0 training-1 training-repeat || failed=1 ;;
+    training-repeat) run "$part" python3 benchmarks/training_run.py --repeat 30 --output-dir "$out/training" ;;
+    training-*) # a seed, with and without us
+      run "$part" python3 benchmarks/training_run.py --seeds "${part#training-}" --output-dir "$out/training"
+      tail -n 8 "$out/$part.log"
+      ;;
     report)
       results=()
       for suite in models large odd few-rows sweep host relu-layernorm fused-ops memory peers/{large,models,sweep}; do

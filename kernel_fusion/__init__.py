@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from kernel_fusion import errors, functional, hf, kernels, nn, ops
+from kernel_fusion import compiler, errors, functional, hf, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.functional import (
@@ -73,6 +73,7 @@ __all__ = [
     "add_rms_norm",
     "attention_scores",
     "bias_act",
+    "compiler",
     "errors",
     "explain",
     "functional",

@@ -146,10 +146,15 @@ def skip_unless_cpu_runs(variant: str) -> None:
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | Path) -> None:
-    """Run an example as a script, but in this process, so that counters and patches reach it."""
+    """Run an example as `run_script` does."""
+    run_script(monkeypatch, ROOT / "examples", name, *arguments)
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, *arguments: str | Path) -> None:
+    """Run a script in this process, so that counters and patches reach it."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    monkeypatch.syspath_prepend(folder)
+    runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
 
 
 def python(

@@ -18,7 +18,7 @@ _CORE = _FOUNDATION | {"core"}
 _DISTRIBUTED = _CORE | {"backends", "distributed"}
 _OPERATORS = _DISTRIBUTED | {"native", "operators"}
 _VERBS = _OPERATORS | {"functional"}
-_API = _VERBS | {"nn", "ops", "kernels", "patching", "onnx", "hf"}
+_API = _VERBS | {"nn", "ops", "kernels", "compiler", "patching", "onnx", "hf"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "patching": _VERBS | {"patching"},
     "onnx": _OPERATORS | {"onnx"},
     "hf": _VERBS | {"hf"},
+    "compiler": _OPERATORS | {"compiler"},
     "__init__": _API,
     "testing": _API | {"testing", "__init__"},
     "bench": _API | {"testing", "bench", "__init__"},

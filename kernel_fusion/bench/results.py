@@ -49,6 +49,7 @@ class Measurement:
         device, threads: as in `Place`.
         operation: what was computed, where a verb has variants.
         bytes_moved: what must move, or what this contender moves where that is known.
+        loss: of a model, before it was trained.
         errors: the largest absolute error of each result and gradient, by name.
         excesses: the errors over the budget of ours; above 1 is a peer whose accuracy is below what is asked of ours.
     """
@@ -71,6 +72,7 @@ class Measurement:
     bytes_moved: int | None = None
     saved_bytes: int | None = None
     training_memory_bytes: int | None = None
+    loss: float | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     excesses: Mapping[str, float] = field(default_factory=dict)
 
@@ -221,6 +223,7 @@ class Results:
         saved_bytes: int | None = None,
         training_bytes: int | None = None,
         bytes_moved: int | None = None,
+        loss: float | None = None,
     ) -> None:
         """Add what was measured of a contender."""
         self.measurements.append(
@@ -234,6 +237,7 @@ class Results:
                 bytes_moved=bytes_moved,
                 saved_bytes=saved_bytes,
                 training_memory_bytes=training_bytes,
+                loss=loss,
                 errors={c.name: c.error for c in comparisons},
                 excesses={c.name: c.excess for c in comparisons},
                 **workload.facts,

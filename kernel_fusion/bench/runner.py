@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, summary, timing
+from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, results, steps, summary, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
@@ -81,6 +81,8 @@ def run_suite(
 
 def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
     """How times, memory, floors and errors come about, in words for the files."""
+    if kind == "steps":
+        return dict(steps.METHOD)
     devices = dict.fromkeys(setup.device.type for setup in setups)
 
     def on_each(texts: Mapping[str, str]) -> str:
@@ -99,7 +101,7 @@ def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
         "errors": check.describe(setups[0].effort.max_checked),
         "memory_of_results": page_faults.METHOD,
     }
-    apply = {
+    apply: dict[Kind, tuple[str, ...]] = {
         "kernels": ("time", "floor", "bytes", "directions", "training_memory", "errors"),
         "host": ("time", "errors"),
         "memory": ("saved_memory", "training_memory", "errors"),
@@ -176,4 +178,5 @@ MEASURES: dict[Kind, Callable[[Results, Workload, Setup], Iterator[str]]] = {
     "kernels": measure_kernels,
     "host": host.measure,
     "memory": memory.measure,
+    "steps": steps.measure,
 }

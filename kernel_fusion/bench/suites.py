@@ -1,7 +1,8 @@
 """The suites, as data: named shapes, and the dtypes they are measured in. A new suite is one more entry of `SUITES`.
 
-`kind` says what is measured: the time of kernels, the host's time per call, or memory (`runner.MEASURES`). A suite is
-made of parts, each of which turns shapes into workloads: bare norms, or operations.
+`kind` says what is measured: the time of kernels, the host's time per call, memory, or whole training steps
+(`runner.MEASURES`). A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or
+models.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from kernel_fusion.bench import operations
 from kernel_fusion.bench.operation_workload import Operation, OperationWorkload
 from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import RowNormCase
 
-Kind = Literal["kernels", "host", "memory"]
+Kind = Literal["kernels", "host", "memory", "steps"]
 PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
@@ -360,6 +362,18 @@ _RELU_LAYER_NORM = Suite(
     about="LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
 )
 
+_STEPS = Suite(
+    "steps",
+    "Training steps",
+    "steps",
+    (Steps(),),
+    {"cuda": (_BF16,), "cpu": (_FP32,)},
+    _FP32_ONLY,
+    quick_parts=(Steps(small=True),),
+    peers=("torch.compile", "liger"),
+    about="forward, backward and AdamW of whole models: PyTorch, ours, torch.compile and Liger-Kernel",
+)
+
 SUITES = {
     suite.name: suite
     for suite in (
@@ -380,6 +394,7 @@ SUITES = {
         _fused_ops(),
         _RELU_LAYER_NORM,
         _memory(),
+        _STEPS,
     )
 }
 # Of all suites.

@@ -47,7 +47,7 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Every table of the files: times, bandwidths, spread and page faults by direction; errors; memory."""
+    """Every table of the files: times, bandwidths, spread and page faults by direction; errors; memory; losses."""
     made: list[Table | None] = []
     for group, dtype in results.groups:
         what = f"{group}, {dtype_label(dtype)}"
@@ -62,6 +62,7 @@ def tables(results: Results) -> list[Table]:
             about = what if len(devices) == 1 else f"{what}, {device}"
             made.append(_table(results, f"{about}, largest errors", cells, _error_columns(results, cells)))
             made.append(_table(results, f"{about}, memory", cells, _memory_columns(results, cells)))
+            made.append(_table(results, f"{about}, loss", cells, _loss_columns(results, cells)))
     return [table for table in made if table is not None]
 
 
@@ -175,7 +176,7 @@ def _time_columns(results: Results, cells: Cells) -> Columns:
 
 def _spread_columns(results: Results, cells: Cells) -> Columns:
     """How single calls vary: the inter-quartile range, where it lies, and the number of calls."""
-    if not any(m.timing and m.timing.page_faults is not None for m in measured(cells)):
+    if not any(m.timing and (m.timing.page_faults is not None or m.loss is not None) for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
 
@@ -245,6 +246,11 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
     second = {"largest error ÷ budget": excess} if is_of_operations(cells) else {"dx": error_of("dx")}
     return _facts(results, cells, {"y": error_of("y")} | second)
+
+
+def _loss_columns(results: Results, cells: Cells) -> Columns:
+    """The losses of models, where there are some."""
+    return _facts(results, cells, {"loss": lambda m: None if m.loss is None else f"{m.loss:.4f}"})
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:

@@ -147,6 +147,8 @@ def _check_selection(suite: Suite, selection: _Selection) -> None:
     """An error where a suite has nothing of what is wanted."""
     if not selection.verbs_of(suite):
         raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
+    if selection.shapes and suite.kind == "steps":
+        raise typer.BadParameter(f"{suite.name} measures models, which have shapes of their own", param_hint="--shape")
     if selection.weights and not set(suite.verbs) <= set(NORMS):
         raise typer.BadParameter(f"{suite.name} is no suite of bare norms", param_hint="--weights")
 

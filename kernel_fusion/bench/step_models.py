@@ -1,0 +1,310 @@
+"""The models of the suite `steps`: classes of transformers, made from configurations without a download, and a DiT.
+
+Layers and vocabulary of the large language models are cut in the same proportion, so that the head takes the share of a
+step that it has in the whole model. Attention is PyTorch's fused one without a mask tensor for every contender: the
+masks that transformers makes while it is traced would send compiled models to a slower kernel than eager ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernel_fusion.bench.workloads import Workload
+from kernel_fusion.core.spec import dtype_name
+
+_ATTENTION = "kernel_fusion_bench"
+# A multiple of what tensor cores take.
+_VOCABULARY_STEP = 128
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model to train.
+
+    Attributes:
+        name: what the command line calls it.
+        title: what tables call it.
+        batch, length: sequences of a step, and tokens of each.
+        hidden: the row length of its norms.
+        make: the model; True for one of the same kind that a CPU trains in a fraction of a second.
+        inputs: the keyword arguments of a step, random, given whether it is the small one.
+        loss: the loss, of what the model returns.
+        small_length: tokens of the small one's sequences.
+        liger: the name in `liger_kernel.transformers.apply_liger_kernel_to_*`; None where it has none.
+    """
+
+    name: str
+    title: str
+    batch: int
+    length: int
+    hidden: int
+    make: Callable[[bool], nn.Module]
+    inputs: Callable[[Architecture, bool], dict[str, Tensor]]
+    loss: Callable[[Any], Tensor] = lambda output: output.loss
+    liger: str | None = None
+    small_length: int = 16
+
+    def rows(self, small: bool) -> int:
+        """Tokens of a step."""
+        batch, length = self.sizes(small)
+        return batch * length
+
+    def sizes(self, small: bool) -> tuple[int, int]:
+        """Sequences of a step and tokens of each."""
+        return (2, self.small_length) if small else (self.batch, self.length)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, with its masks left out."""
+    assert mask is None
+    attended = F.scaled_dot_product_attention(
+        *(query, key, value),
+        dropout_p=options.get("dropout", 0.0),
+        is_causal=bool(getattr(module, "is_causal", False)),
+        scale=options.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2), None
+
+
+def hugging_face(
+    model: str, config: str, sizes: Mapping[str, Any], small: Mapping[str, Any] | None = None, is_small: bool = False
+) -> Any:
+    """A model of transformers with random weights, by the names of its class and of its configuration's.
+
+    Args:
+        sizes: of the configuration; those that `small` has are taken from there where `is_small`.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    transformers.AttentionInterface.register(_ATTENTION, _attention)
+    values = {**sizes, **(small or {})} if is_small else sizes
+    made = getattr(transformers, config)(**values, attn_implementation=_ATTENTION)
+    made.use_cache = False
+    return getattr(transformers, model)(made)
+
+
+def _vocabulary(whole: int, layers: int, all_layers: int) -> int:
+    return round(whole * layers / all_layers / _VOCABULARY_STEP) * _VOCABULARY_STEP
+
+
+def _tokens(vocabulary: int, architecture: Architecture, small: bool) -> dict[str, Tensor]:
+    text = torch.randint(_SMALL["vocab_size"] if small else vocabulary, architecture.sizes(small))
+    return {"input_ids": text, "labels": text}
+
+
+_SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_LAYERS = 6
+_LLAMA = {
+    "vocab_size": _vocabulary(128256, _LAYERS, 32),
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+# So small that a step waits for launches.
+_LAUNCH_BOUND = _LLAMA | {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+_QWEN = {
+    "vocab_size": _vocabulary(151936, _LAYERS, 36),
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_GEMMA = {
+    "vocab_size": _vocabulary(262144, _LAYERS, 34),
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    # As long as the text: every layer then attends to all of it.
+    "sliding_window": 4096,
+}
+_BERT = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+_VIT = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+# Of an encoder; ViT's images have 16 patches.
+_SMALL_ENCODER = {name: _SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")} | {
+    "num_attention_heads": 4
+}
+_BERT_VOCABULARY, _CLASSES = 30522, 1000
+
+
+def _images(architecture: Architecture, small: bool) -> dict[str, Tensor]:
+    batch, side = (2, 32) if small else (architecture.batch, 224)
+    return {"pixel_values": torch.randn(batch, 3, side, side), "labels": torch.randint(_CLASSES, (batch,))}
+
+
+class _DiTBlock(nn.Module):
+    """A block of a diffusion transformer with adaLN-Zero (Peebles, Xie: arXiv:2212.09748)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """(batch, length, width) and (batch, width) to (batch, length, width)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).unsqueeze(1).chunk(6, -1)
+        x = x + gate1 * self.attend(self.norm1(x) * (1 + scale1) + shift1)
+        mixed: Tensor = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
+        return mixed
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention among all patches."""
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        projected: Tensor = self.projection(attended)
+        return projected
+
+
+class _DiT(nn.Module):
+    """The blocks alone, which predict noise; the loss is their mean squared error."""
+
+    def __init__(self, width: int, heads: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_DiTBlock(width, heads) for _ in range(blocks))
+
+    def forward(self, x: Tensor, condition: Tensor, noise: Tensor) -> Tensor:
+        """The loss."""
+        for block in self.blocks:
+            x = block(x, condition)
+        return F.mse_loss(x.float(), noise.float())
+
+
+def _latents(architecture: Architecture, small: bool) -> dict[str, Tensor]:
+    batch, length = architecture.sizes(small)
+    width = _SMALL["hidden_size"] if small else architecture.hidden
+    x, noise = torch.randn(2, batch, length, width)
+    return {"x": x, "condition": torch.randn(batch, width), "noise": noise}
+
+
+def _causal(
+    name: str, title: str, family: str, sizes: dict[str, Any], liger: str, text: tuple[int, int] = (2, 4096)
+) -> Architecture:
+    """A language model of transformers, trained on two texts of 4096 tokens unless `text` says otherwise."""
+    model, config = f"{family}ForCausalLM", "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    make = partial(hugging_face, model, config, sizes, _SMALL)
+    inputs = partial(_tokens, sizes["vocab_size"])
+    return Architecture(name, title, *text, sizes["hidden_size"], make, inputs, liger=liger)
+
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        _causal("llama-3-8b", "Llama 3 8B, 6 layers", "Llama", _LLAMA, "llama"),
+        _causal("llama-1024", "Llama of 1024, 512 tokens", "Llama", _LAUNCH_BOUND, "llama", (1, 512)),
+        _causal("qwen3-8b", "Qwen3 8B, 6 layers", "Qwen3", _QWEN, "qwen3"),
+        _causal("gemma-3-4b", "Gemma 3 4B, 6 layers", "Gemma3", _GEMMA, "gemma3_text"),
+        Architecture(
+            *("bert-large", "BERT-Large", 16, 512, 1024),
+            partial(hugging_face, "BertForMaskedLM", "BertConfig", _BERT, _SMALL_ENCODER | {"vocab_size": 128}),
+            partial(_tokens, _BERT_VOCABULARY),
+        ),
+        Architecture(
+            *("vit-large", "ViT-L/16", 64, 197, 1024),
+            partial(
+                hugging_face,
+                *("ViTForImageClassification", "ViTConfig"),
+                _VIT | {"num_labels": _CLASSES},
+                _SMALL_ENCODER | {"image_size": 32, "patch_size": 8},
+            ),
+            _images,
+            small_length=17,
+        ),
+        Architecture(
+            *("dit-xl", "DiT-XL/2, blocks", 32, 256, 1152),
+            lambda small: _DiT(_SMALL["hidden_size"], 4, 2) if small else _DiT(1152, 16, 28),
+            _latents,
+            loss=lambda output: output,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model in one dtype; of a workload it has what is asked of those that are not compared element by element."""
+
+    architecture: Architecture
+    dtype: torch.dtype
+    small: bool
+
+    verb = "training step"
+
+    @property
+    def name(self) -> str:
+        """See `Workload`."""
+        return self.architecture.title + (" (small)" if self.small else "")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `Workload`."""
+        dtype = dtype_name(self.dtype)
+        hidden = 64 if self.small else self.architecture.hidden
+        return {
+            **{"configuration": self.name, "verb": self.verb, "operation": None, "layout": "contiguous"},
+            **{"rows": self.architecture.rows(self.small), "cols": hidden},
+            **{"dtype": dtype, "weight_dtype": dtype, "bias_dtype": dtype},
+        }
+
+    def __str__(self) -> str:
+        return f"{self.name}, {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A `Part` of a suite: every architecture is what others call a verb."""
+
+    small: bool = False
+    verbs = tuple(ARCHITECTURES)
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Steps:
+        """See `Part`.
+
+        Raises:
+            ValueError: always, since a model has its shapes.
+        """
+        raise ValueError("training steps have the shapes of their models")
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """See `Part`."""
+        return [cast("Workload", Step(ARCHITECTURES[verb], dtype, self.small))]

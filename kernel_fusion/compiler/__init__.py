@@ -1,0 +1,101 @@
+"""Fusion across modules: a pass over the graph that `torch.compile` makes of a model.
+
+`fuse` changes a graph in place. `backend` is a backend of `torch.compile` that does so before another one, and
+`inductor_pass` the same for Inductor's setting `pre_grad_custom_pass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from kernel_fusion.compiler.rewrite import Fused, fuse_graph
+
+__all__ = ["Fused", "backend", "fuse", "inductor_pass"]
+
+
+def fuse(gm: GraphModule) -> Fused:
+    r"""Replace additions, norms, gates and activations by fused operators, in a graph and those within it, in place.
+
+    .. math:: \mathrm{norm}(r + \mathrm{dropout}(x)),\quad \mathrm{act}(g) \cdot v,\quad \mathrm{act}(x + b)
+
+    each become one operator of this library, whichever modules the operations stand in: residual additions with
+    `F.layer_norm`, `F.rms_norm`, RMSNorms that are written out as in Hugging Face transformers, and the norms of this
+    library; gated activations; biases, also of linear layers, with an activation. Norms keep the rounding that the
+    graph has. Chains that round between their operations are rounded once instead. Where dropout becomes part of an
+    operator, its mask is drawn by this library's generator, which follows `torch.manual_seed` as well.
+
+    Args:
+        gm: what Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and dtypes of all
+            values. Nodes without them are left alone.
+
+    Returns:
+        :class:`Fused`: how much was replaced.
+
+    What is left alone: operations that write to their operands, sums of tensors of different shapes, and whatever a
+    write to a tensor, or a change of the autocast or gradient mode, separates.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> class Block(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.norm, self.linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        ...     def forward(self, x, residual):
+        ...         h = residual + x
+        ...         return h, self.linear(self.norm(h))
+        >>> def compiled(gm, example_inputs):
+        ...     print(kf.compiler.fuse(gm))
+        ...     return gm
+        >>> h, y = torch.compile(Block(), backend=compiled)(*torch.randn(2, 4, 8))
+        Fused(add_norms=1, norms=0, gates=0, activations=0)
+    """
+    fused = Fused()
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            fused += fuse_graph(module.graph)
+            module.recompile()
+    return fused
+
+
+def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """A backend of `torch.compile` that fuses and then hands over to another backend.
+
+    Args:
+        inner: the other one, by its name ("inductor", "aot_eager", "cudagraphs"...) or as a function.
+
+    Returns:
+        Callable: what `torch.compile(model, backend=...)` takes.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> compiled = torch.compile(layer, backend=kf.compiler.backend("aot_eager"))
+        >>> x = torch.randn(2, 4, 16)
+        >>> compiled(x).shape
+        torch.Size([2, 4, 16])
+    """
+
+    def compile_fused(gm: GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        fuse(gm)
+        return lookup_backend(inner)(gm, example_inputs, **options)
+
+    return compile_fused
+
+
+def inductor_pass() -> Any:
+    """The same for Inductor's setting: `torch._inductor.config.pre_grad_custom_pass = kf.compiler.inductor_pass()`.
+
+    Unlike :func:`backend` it works where the backend is chosen by somebody else, as in a trainer that calls
+    `torch.compile` itself. Inductor caches what it compiles, with the version of this pass in the key.
+
+    Returns:
+        CustomGraphPass: a callable that takes a graph.
+    """
+    from kernel_fusion.compiler.inductor import FusionPass
+
+    return FusionPass()

@@ -1,0 +1,23 @@
+"""The pass as Inductor's settings want it. Apart, because importing Inductor takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from kernel_fusion.compiler.rewrite import fuse_graph
+
+
+class FusionPass(CustomGraphPass):
+    """`fuse` on each graph that Inductor is given; it hands over those within others by itself."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph in place."""
+        fuse_graph(graph)
+
+    def uuid(self) -> Any:
+        """The digest of the pass's sources, by which Inductor tells cached graphs of other versions apart."""
+        return get_hash_for_files(tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py"))))

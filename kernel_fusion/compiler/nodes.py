@@ -1,0 +1,189 @@
+"""Reading the nodes of Dynamo's graph: what a node calls, with which arguments, and what its value looks like.
+
+PyTorch has several spellings of one operation (`a + b`, `torch.add`, `Tensor.add`). The table here gives each a name,
+and the matchers know these names alone. A call with arguments that the table does not list is not recognised.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Annotated, because PyTorch's narrows the type to one that is no tensor.
+_is_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
+
+# The parameters of each operation, in PyTorch's order and with its defaults; those without one stand for themselves.
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "add": {"input": None, "other": None},
+    "mul": {"input": None, "other": None},
+    "pow": {"input": None, "exponent": None},
+    "square": {"input": None},
+    "mean": {"input": None, "dim": None, "keepdim": False},
+    "rsqrt": {"input": None},
+    "float": {"input": None},
+    "to": {"input": None, "dtype": None},
+    "type_as": {"input": None, "other": None},
+    "getitem": {"input": None, "index": None},
+    "linear": {"input": None, "weight": None, "bias": None},
+    "dropout": {"input": None, "p": 0.5, "training": True, "inplace": False},
+    "layer_norm": {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
+    "rms_norm": {"input": None, "normalized_shape": None, "weight": None, "eps": None},
+    "activation": {"input": None},
+    "relu": {"input": None, "inplace": False},
+    "silu": {"input": None, "inplace": False},
+    "mish": {"input": None, "inplace": False},
+    "gelu": {"input": None, "approximate": "none"},
+}
+
+_FUNCTIONS: dict[Any, str] = {
+    operator.add: "add",
+    torch.add: "add",
+    operator.mul: "mul",
+    torch.mul: "mul",
+    operator.pow: "pow",
+    torch.pow: "pow",
+    torch.square: "square",
+    torch.mean: "mean",
+    torch.rsqrt: "rsqrt",
+    operator.getitem: "getitem",
+    F.linear: "linear",
+    F.dropout: "dropout",
+    F.layer_norm: "layer_norm",
+    torch.rms_norm: "rms_norm",
+    F.rms_norm: "rms_norm",
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.silu: "silu",
+    F.mish: "mish",
+    F.gelu: "gelu",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    F.sigmoid: "sigmoid",
+    F.tanh: "tanh",
+}
+_METHODS = ("add", "mul", "pow", "square", "mean", "rsqrt", "float", "to", "type_as", "relu", "tanh", "sigmoid")
+# Operations of which a fused verb has a formula, by the name of ours.
+_PLAIN_ACTIVATIONS = ("relu", "silu", "mish", "tanh", "sigmoid")
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def name_of(node: Any) -> str | None:
+    """What a node calls, by the name in this module's table; None for everything else."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "call_method" and node.target in _METHODS:
+        return node.target
+    return _FUNCTIONS.get(node.target) if node.op == "call_function" else None
+
+
+def arguments(node: Any, name: str) -> dict[str, Any] | None:
+    """The arguments of a call of `name`, defaults filled in; None for another call, or one with other arguments."""
+    if name_of(node) != name:
+        return None
+    parameters = _PARAMETERS.get(name, _PARAMETERS["activation"])
+    if len(node.args) > len(parameters) or not set(node.kwargs) <= set(parameters):
+        return None
+    return parameters | dict(zip(parameters, node.args, strict=False)) | dict(node.kwargs)
+
+
+def value(node: Any) -> Tensor | None:
+    """The tensor without data that Dynamo keeps for a node, which says shape, dtype and device; None for a subclass."""
+    found = node.meta.get("example_value") if isinstance(node, Node) else None
+    return found if isinstance(found, Tensor) and not _is_subclass(found) else None
+
+
+def known(node: Node) -> Tensor:
+    """The same for a node that has one."""
+    found = value(node)
+    assert found is not None
+    return found
+
+
+def activation(node: Any) -> tuple[str, Node] | None:
+    """The activation that a node applies, by the name of ours, and its argument; None where it is none of ours."""
+    if (call := arguments(node, "gelu")) and call["approximate"] in _GELUS:
+        return _GELUS[call["approximate"]], call["input"]
+    for name in _PLAIN_ACTIVATIONS:
+        call = arguments(node, name)
+        if call and not call.get("inplace", False) and isinstance(call["input"], Node):
+            return name, call["input"]
+    return None
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Whether two shapes are equal whatever sizes the dynamic dimensions will have; asking adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def only_user(node: Node, user: Node | None = None) -> Node | None:
+    """The only node that reads `node`; None if there are others, or if it is another than `user`."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and user in (None, users[0]) else None
+
+
+def cast_to(node: Any) -> tuple[Node, torch.dtype] | None:
+    """What a node converts to another dtype, or leaves in its own, and the dtype; None for other nodes."""
+    for name in ("float", "to", "type_as"):
+        call = arguments(node, name)
+        if call is None:
+            continue
+        source, result = call["input"], value(node)
+        # `.to` may also name a device, which leaves the dtype alone, and `type_as` may change the device.
+        if value(source) is None or result is None or result.device != known(source).device:
+            return None
+        if name == "to" and not isinstance(call["dtype"], torch.dtype):
+            return None
+        return source, result.dtype
+    return None
+
+
+_IN_PLACE = frozenset(
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+) - {operator.index, operator.inv, operator.invert}
+# Names of what changes how the operations after it are computed.
+_STATE = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_disable", "_set_deterministic")
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch")
+
+
+def is_barrier(node: Node) -> bool:
+    """Whether work must not move across a node: it writes to a tensor, or changes a mode, or may do so."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if node.op not in ("call_function", "call_method") or name.startswith(_STATE):
+        return True
+    if str(getattr(target, "__module__", "")).startswith(_TRANSFORMS):
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator) or target in (operator.setitem, operator.delitem):
+        return True
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or target in _IN_PLACE or bool(node.kwargs.get("out") or _says_in_place(node))
+
+
+def _says_in_place(node: Node) -> bool:
+    call = arguments(node, name_of(node) or "")
+    return bool(node.kwargs.get("inplace") or (call and call.get("inplace")))
+
+
+def clear_between(first: Node, last: Node, holds: Callable[[Node], bool] = is_barrier) -> bool:
+    """Whether no barrier stands after `first` and before `last`."""
+    if first is last:
+        return True
+    node = first.next
+    while node is not last:
+        if node.op == "root" or holds(node):
+            return False
+        node = node.next
+    return True

@@ -1,0 +1,280 @@
+"""Finding norms: PyTorch's calls, those of this library, and RMSNorms that are written out operation by operation.
+
+A norm that is written out is recognised from its `rsqrt`. What comes before it must be the mean square of a tensor in
+the compute type, and what comes after it decides about rounding: a weight that multiplies after the conversion to the
+input's dtype is `rounding="hf"` (Llama, Mistral, Qwen, T5), one that multiplies before it is "once" (Gemma, OLMo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from kernel_fusion.compiler.nodes import arguments, cast_to, known, name_of, only_user, value
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.operators import schemas
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm in the graph.
+
+    Attributes:
+        h: what is normalised.
+        out: the node whose value is the result.
+        inner: the other nodes that compute it. Nothing outside reads them, but for what is computed of the weight.
+        rms, num_dims, weight, bias, eps, weight_offset, out_dtype, rounding, activation: as in the operator.
+    """
+
+    h: Node
+    out: Node
+    inner: tuple[Node, ...]
+    rms: bool
+    eps: float | Node
+    out_dtype: torch.dtype
+    num_dims: int = 1
+    weight: Node | None = None
+    bias: Node | None = None
+    weight_offset: float = 0.0
+    rounding: str = "once"
+    activation: str = "identity"
+
+    @property
+    def first(self) -> Node:
+        """The first node of it."""
+        return min((self.out, *self.inner))
+
+    @property
+    def operands(self) -> list[Node]:
+        """What an operator reads besides what is normalised."""
+        return [node for node in (self.weight, self.bias, self.eps) if isinstance(node, Node)]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether an operator of ours computes it already."""
+        return any(getattr(node.target, "namespace", "") == "kernel_fusion" for node in (self.out, *self.inner))
+
+
+def find(node: Node) -> Norm | None:
+    """The norm that a node is the call or the `rsqrt` of, if our operators compute the same."""
+    match name_of(node):
+        case "layer_norm" | "rms_norm" as name:
+            found = _called(node, name)
+        case "rsqrt":
+            found = _written_out(node)
+        case "getitem":
+            found = _staged(node)
+        case _:
+            found = _ours(node)
+    return found if found is not None and _fits(found) else None
+
+
+def _fits(norm: Norm) -> bool:
+    """Whether tensors are such as kernels take: floating-point, on one device, with parameters of the row's shape."""
+    h = value(norm.h)
+    if h is None or h.dtype not in FLOATING or h.layout != torch.strided or h.dim() < norm.num_dims:
+        return False
+    if compute_dtype(norm.out_dtype) != compute_dtype(h.dtype):
+        return False
+    shape = h.shape[h.dim() - norm.num_dims :]
+    for parameter in (norm.weight, norm.bias):
+        p = value(parameter)
+        if parameter is not None and (p is None or p.shape != shape or p.device != h.device):
+            return False
+        if p is not None and compute_dtype(p.dtype) != compute_dtype(h.dtype):
+            return False
+    return True
+
+
+def _called(node: Node, name: str) -> Norm | None:
+    """`F.layer_norm` or `F.rms_norm`."""
+    call, result = arguments(node, name), value(node)
+    if call is None or result is None or value(call["input"]) is None:
+        return None
+    eps = _eps(call["input"], call["eps"])
+    shape = call["normalized_shape"]
+    if eps is None or not isinstance(shape, Sequence):
+        return None
+    rms = name == "rms_norm"
+    weight, bias = call["weight"], call.get("bias")
+    return Norm(call["input"], node, (), rms, eps, result.dtype, len(shape), weight, bias)
+
+
+def _eps(h: Node, eps: Any) -> float | Node | None:
+    tensor = value(h)
+    if eps is None and tensor is not None and tensor.is_floating_point():
+        return schemas.default_eps(tensor)
+    return _number(eps)
+
+
+def _number(eps: Any) -> float | Node | None:
+    """A number, or a node that is one: with dynamic shapes, Dynamo takes the numbers of modules as inputs."""
+    if isinstance(eps, Node) and isinstance(eps.meta.get("example_value"), float | torch.SymFloat):
+        return eps
+    return float(eps) if isinstance(eps, int | float) else None
+
+
+def _ours(node: Node) -> Norm | None:
+    """The operator behind `kf.layer_norm` or `kf.rms_norm`."""
+    for name in ("layer_norm", "rms_norm"):
+        if node.op == "call_function" and node.target is schemas.overload(name):
+            x, num_dims, weight, bias, eps, offset, _ = schemas.bind(node.target, node.args, dict(node.kwargs))
+            result, eps = value(node), _eps(x, eps)
+            if result is None or eps is None:
+                return None
+            rms = name == "rms_norm"
+            return Norm(x, node, (), rms, eps, result.dtype, num_dims, weight, bias, offset)
+    return None
+
+
+def _staged(node: Node) -> Norm | None:
+    """The first result of the operator behind a norm with `rounding` or `activation`, if it has no other stage."""
+    staged, index = node.args
+    if index != 0 or not isinstance(staged, Node) or staged.target is not schemas.overload("staged_row_norm"):
+        return None
+    names = [argument.name for argument in staged.target._schema.arguments]
+    given = dict(zip(names, schemas.bind(staged.target, staged.args, dict(staged.kwargs)), strict=True))
+    result = value(node)
+    other = given["residual"] or given["gate"] or given["seed"] or given["pre_activation"] != "identity"
+    if other or result is None or len(staged.users) != 1:
+        return None
+    kept = ("rms", "eps", "num_dims", "weight", "bias", "weight_offset", "rounding", "activation")
+    return Norm(given["input"], node, (staged,), out_dtype=result.dtype, **{name: given[name] for name in kept})
+
+
+def _written_out(rsqrt: Node) -> Norm | None:
+    """x * rsqrt(mean(x^2) + eps), and the weight after it."""
+    found = _mean_square(rsqrt)
+    if found is None:
+        return None
+    wide, eps, inner = found
+    source = cast_to(wide)
+    h = source[0] if source else wide
+    tensor = value(h)
+    normalized = only_user(rsqrt)
+    if tensor is None or tensor.dtype not in FLOATING or normalized is None:
+        return None
+    call, result = arguments(normalized, "mul"), value(normalized)
+    if call is None or result is None or {call["input"], call["other"]} not in ({rsqrt, wide}, {rsqrt, h}):
+        return None
+    dtype = compute_dtype(tensor.dtype)
+    if result.dtype != dtype or result.shape != tensor.shape or known(wide).dtype != dtype:
+        return None
+    # The conversion of h may have other readers: it stays for them.
+    own = (wide,) if source and set(wide.users) <= {*inner, normalized} else ()
+    plain = Norm(h, normalized, (*own, *inner, rsqrt), True, eps, dtype)
+    return _with_weight(plain, tensor.dtype)
+
+
+def _mean_square(rsqrt: Node) -> tuple[Node, float | Node, tuple[Node, ...]] | None:
+    """x, eps and the nodes between, of rsqrt(mean(x^2, -1, keepdim=True) + eps)."""
+    root = arguments(rsqrt, "rsqrt")
+    plus = arguments(root["input"], "add") if root else None
+    if root is None or plus is None:
+        return None
+    terms = (plus["input"], plus["other"])
+    mean = next((t for t in terms if name_of(t) == "mean"), None)
+    eps = next((number for t in terms if (number := _number(t)) is not None), None)
+    call = arguments(mean, "mean")
+    if (
+        mean is None
+        or eps is None
+        or call is None
+        or call["dim"] not in (-1, (-1,), [-1])
+        or call["keepdim"] is not True
+    ):
+        return None
+    squared = call["input"]
+    x = _squared(squared)
+    inner = (squared, mean, root["input"])
+    # Each is read by the next alone.
+    chain = (*inner, rsqrt)
+    if x is None or any(only_user(node, user) is None for node, user in pairwise(chain)):
+        return None
+    return x, eps, inner
+
+
+def _squared(node: Any) -> Node | None:
+    """x, where a node is its square."""
+    power, product = arguments(node, "pow"), arguments(node, "mul")
+    if (power and power["exponent"] != 2) or (product and product["input"] is not product["other"]):
+        return None
+    call = arguments(node, "square") or power or product
+    return call["input"] if call and isinstance(call["input"], Node) else None
+
+
+def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
+    """The norm with what follows it: a conversion to `dtype`, that of its input, and a product with a weight."""
+    after = only_user(norm.out)
+    source = cast_to(after) if after else None
+    if after is not None and source is not None and source[1] == dtype:
+        converted = replace(norm, out=after, inner=(*norm.inner, norm.out), out_dtype=dtype)
+        return _times_weight(converted, "hf") or converted
+    weighted = _times_weight(norm, "once")
+    if weighted is None:
+        return norm
+    after = only_user(weighted.out)
+    source = cast_to(after) if after else None
+    if after is None or source is None or source[1] != dtype:
+        return weighted
+    return replace(weighted, out=after, inner=(*weighted.inner, weighted.out), out_dtype=dtype)
+
+
+def _times_weight(norm: Norm, rounding: str) -> Norm | None:
+    """The norm times a weight, if that is what its only reader computes."""
+    after = only_user(norm.out)
+    call, result, tensor = arguments(after, "mul"), value(after), value(norm.out)
+    if after is None or call is None or result is None or tensor is None:
+        return None
+    factor = call["other"] if call["input"] is norm.out else call["input"]
+    found = _weight(factor, exact=rounding == "once")
+    if found is None or known(found[0]).shape != tensor.shape[-1:] or result.shape != tensor.shape:
+        return None
+    weight, offset, derived = found
+    if offset and rounding == "hf":
+        return None  # the sum of weight and offset would be rounded there, and is not in ours
+    return replace(
+        norm,
+        out=after,
+        inner=(*norm.inner, norm.out, *derived),
+        weight=weight,
+        weight_offset=offset,
+        out_dtype=result.dtype,
+        # In the compute type there is nothing to round.
+        rounding=rounding if norm.out_dtype != compute_dtype(norm.out_dtype) else "once",
+    )
+
+
+def _weight(factor: Any, exact: bool) -> tuple[Node, float, tuple[Node, ...]] | None:
+    """A parameter, what is added to it, and the nodes that do so, of w, w.float() and 1 + w.float().
+
+    The sum is in the compute type.
+    """
+    offset, derived = 0.0, []
+    if plus := arguments(factor, "add"):
+        terms = (plus["input"], plus["other"])
+        number = next((t for t in terms if isinstance(t, int | float)), None)
+        wide = next((t for t in terms if isinstance(t, Node)), None)
+        tensor = value(wide)
+        if number is None or tensor is None or tensor.dtype != compute_dtype(tensor.dtype):
+            return None
+        derived.append(factor)
+        offset, factor = float(number), wide
+    source = cast_to(factor) if exact else None
+    if source is not None and compute_dtype(_dtype(source[0])) == source[1]:
+        derived.append(factor)
+        factor = source[0]
+    tensor = value(factor)
+    return (factor, offset, tuple(derived)) if tensor is not None and tensor.dim() == 1 else None
+
+
+def _dtype(node: Node) -> torch.dtype:
+    tensor = value(node)
+    return torch.bool if tensor is None else tensor.dtype

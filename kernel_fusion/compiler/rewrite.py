@@ -1,0 +1,261 @@
+"""Replacing what was found by one operator each: norms with the addition before them, gates, biases with activations.
+
+A new node stands after its operands and before whatever reads its results, and nothing moves across a node that writes
+to a tensor or changes a mode such as autocast. The sum before a norm usually has other readers; they read it from the
+new node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from kernel_fusion.backends import eager
+from kernel_fusion.compiler import norms
+from kernel_fusion.compiler.nodes import activation, arguments, clear_between, known, only_user, same_shape, value
+from kernel_fusion.compiler.norms import FLOATING, Norm
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.operators import schemas
+
+
+@dataclass
+class Fused:
+    """How much of a graph was replaced.
+
+    Attributes:
+        add_norms: norms together with the residual addition (and dropout) before them.
+        norms: other norms.
+        gates: products of an activation and another tensor.
+        activations: activations together with the bias before them or the dropout after them.
+    """
+
+    add_norms: int = 0
+    norms: int = 0
+    gates: int = 0
+    activations: int = 0
+
+    def __add__(self, other: Fused) -> Fused:
+        return Fused(**{name: count + getattr(other, name) for name, count in vars(self).items()})
+
+
+def fuse_graph(graph: Graph) -> Fused:
+    """Replace what can be replaced in one graph, in place."""
+    nothing, fused = Fused(), Fused()
+    _hoist_numbers(graph)
+    # A norm takes a dropout, and a gate an activation, before anything else could.
+    for step in (_fuse_norm, _fuse_gate, _fuse_activation):
+        for node in list(graph.nodes):
+            if node.users:  # one that was erased has none
+                fused += step(graph, node) or nothing
+    return fused
+
+
+def _hoist_numbers(graph: Graph) -> None:
+    """Move the numbers that a graph takes as inputs to its beginning; Dynamo reads each where it is used first."""
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_method", target="item"):
+        if node.args[0] in inputs and clear_between(inputs[-1], node):
+            inputs[-1].append(node)
+
+
+def _fuse_norm(graph: Graph, node: Node) -> Fused | None:
+    norm = norms.find(node)
+    if norm is None:
+        return None
+    if addition := _addition(norm):
+        _replace_add_norm(graph, norm, addition)
+        return Fused(add_norms=1)
+    if norm.is_ours or not clear_between(norm.first, norm.out):
+        return None
+    _replace_norm(graph, norm)
+    return Fused(norms=1)
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """residual + dropout(input), of equal shapes; `place` is what the operator has to stand after."""
+
+    node: Node
+    place: Node
+    input: Node
+    residual: Node
+    dropout_p: float = 0.0
+    dropout: tuple[Node, ...] = ()
+
+
+def _addition(norm: Norm) -> _Addition | None:
+    """The addition that gives what is normalised, if one operator can do both."""
+    total, call = value(norm.h), arguments(norm.h, "add")
+    if call is None or total is None or not clear_between(norm.h, norm.out):
+        return None
+    place = max((norm.h, *norm.operands))
+    if not all(place < user for user in norm.h.users):
+        return None
+    terms = [value(call["input"]), value(call["other"])]
+    if any(t is None or not _like(t, total) for t in terms):
+        return None
+    pairs = (call["input"], call["other"]), (call["other"], call["input"])
+    found = [_with_dropout(norm.h, place, x, r) for x, r in pairs if known(r).dtype == total.dtype]
+    return max(found, key=lambda addition: addition.dropout_p, default=None)
+
+
+def _like(t: Tensor, other: Tensor) -> bool:
+    """Whether one operator takes both: equal shapes and devices, dtypes with one compute type."""
+    kinds = t.dtype in FLOATING and compute_dtype(t.dtype) == compute_dtype(other.dtype)
+    return kinds and t.device == other.device and t.layout == torch.strided and same_shape(t, other)
+
+
+def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition:
+    """The addition; with the dropout of x, if the addition alone reads that."""
+    found = _dropout(x)
+    if found is None or only_user(x, node) is None or not clear_between(x, node):
+        return _Addition(node, place, x, residual)
+    source, p = found
+    same = known(source).dtype == known(x).dtype
+    return _Addition(node, place, source, residual, p, (x,)) if same else _Addition(node, place, x, residual)
+
+
+def _dropout(node: Node) -> tuple[Node, float] | None:
+    """What is dropped out and with which probability: 0 outside training."""
+    call = arguments(node, "dropout")
+    if call is None or call["inplace"] or not isinstance(call["p"], int | float) or value(call["input"]) is None:
+        return None
+    if not isinstance(call["training"], bool):
+        return None
+    return call["input"], float(call["p"]) if call["training"] else 0.0
+
+
+def _replace_add_norm(graph: Graph, norm: Norm, addition: _Addition) -> None:
+    with graph.inserting_before(addition.place.next):
+        staged, y = _staged(graph, norm, addition.input, addition.residual, addition.dropout_p)
+        h = _call(graph, getitem, (staged, 1), addition.node)
+    staged.meta["example_value"] = (value(norm.out), value(addition.node))
+    norm.out.replace_all_uses_with(y)
+    addition.node.replace_all_uses_with(h)
+    _erase(graph, (*addition.dropout, addition.node, *norm.inner, norm.out))
+
+
+def _replace_norm(graph: Graph, norm: Norm) -> None:
+    with graph.inserting_before(norm.out):
+        if norm.rounding == "once":
+            parameters = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype)
+            y = _call(
+                graph, schemas.overload("rms_norm" if norm.rms else "layer_norm"), (norm.h, *parameters), norm.out
+            )
+        else:
+            staged, y = _staged(graph, norm, norm.h, None, 0.0)
+            staged.meta["example_value"] = (value(norm.out), known(norm.h).new_empty(0))
+    norm.out.replace_all_uses_with(y)
+    _erase(graph, (*norm.inner, norm.out))
+
+
+def _staged(graph: Graph, norm: Norm, x: Node, residual: Node | None, dropout_p: float) -> tuple[Node, Node]:
+    """The operator of norms with stages, at the graph's place for insertions, and its first result."""
+    seed = _seed(graph, x) if dropout_p > 0.0 else None
+    affine = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype, norm.rms)
+    stages = (IDENTITY, norm.activation, dropout_p, seed, norm.rounding)
+    staged = _call(graph, schemas.overload("staged_row_norm"), (x, residual, *affine, *stages), norm.out)
+    return staged, _call(graph, getitem, (staged, 0), norm.out)
+
+
+def _fuse_gate(graph: Graph, node: Node) -> Fused | None:
+    call, result = arguments(node, "mul"), value(node)
+    if call is None or result is None:
+        return None
+    for act, other in ((call["input"], call["other"]), (call["other"], call["input"])):
+        found, tensor = activation(act), value(other)
+        if found is None or tensor is None or other is act or not only_user(act, node) or not clear_between(act, node):
+            continue
+        name, gate = found
+        if result.dtype in FLOATING and all(_equal(t, result) for t in (value(gate), tensor)):
+            _replace_chain(graph, node, (gate, other, "gate", name, 1.0, 0.0, None), (act,))
+            return Fused(gates=1)
+    return None
+
+
+def _equal(t: Tensor | None, other: Tensor) -> bool:
+    """Whether a tensor is as another in shape, dtype and device."""
+    return t is not None and t.dtype == other.dtype and _like(t, other)
+
+
+def _fuse_activation(graph: Graph, node: Node) -> Fused | None:
+    found, result = activation(node), value(node)
+    if found is None or result is None or result.dtype not in FLOATING:
+        return None
+    name, x = found
+    last, dropout_p = _dropped(node)
+    if not _equal(value(x), result):
+        return None
+    biased = _biased(graph, x, node)
+    if biased is None and dropout_p == 0.0:
+        return None
+    first, bias, inner = biased or (x, None, ())
+    with graph.inserting_before(last):
+        seed = _seed(graph, first) if dropout_p > 0.0 else None
+    chain = (first, bias, "first" if bias is None else "add", name, 1.0, dropout_p, seed)
+    _replace_chain(graph, last, chain, (*inner, *((node,) if last is not node else ())))
+    return Fused(activations=1)
+
+
+def _dropped(node: Node) -> tuple[Node, float]:
+    """The dropout that alone reads a node, and its probability; or the node itself and 0."""
+    after = only_user(node)
+    found = _dropout(after) if after is not None else None
+    if after is None or found is None or found[1] == 0.0 or not clear_between(node, after):
+        return node, 0.0
+    return after, found[1]
+
+
+def _biased(graph: Graph, x: Node, act: Node) -> tuple[Node, Node, tuple[Node, ...]] | None:
+    """What a bias is added to, the bias, and the nodes that did so; a linear layer with a bias is made one without."""
+    if only_user(x, act) is None or not clear_between(x, act):
+        return None
+    if call := arguments(x, "add"):
+        for first, bias in ((call["input"], call["other"]), (call["other"], call["input"])):
+            if _equal(value(first), known(x)) and _is_bias(bias, known(x)):
+                return first, bias, (x,)
+        return None
+    call = arguments(x, "linear")
+    if call is None or not _is_bias(call["bias"], known(x)):
+        return None
+    with graph.inserting_before(x):
+        return _call(graph, F.linear, (call["input"], call["weight"]), x), call["bias"], (x,)
+
+
+def _is_bias(node: Any, total: Tensor) -> bool:
+    """Whether a node is one number per column, in the dtype of what it is added to."""
+    bias = value(node)
+    return bias is not None and bias.dtype == total.dtype and bias.shape == total.shape[-1:]
+
+
+def _replace_chain(graph: Graph, last: Node, chain: tuple[Any, ...], inner: Sequence[Node]) -> None:
+    with graph.inserting_before(last):
+        y = _call(graph, schemas.overload("pointwise"), chain, last)
+    last.replace_all_uses_with(y)
+    _erase(graph, (*inner, last))
+
+
+def _seed(graph: Graph, x: Node) -> Node:
+    return graph.call_function(eager.draw_seed, (known(x).device,))
+
+
+def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    """A new call whose result looks like that of another node."""
+    made = graph.call_function(target, args)
+    made.meta = dict(like.meta)
+    return made
+
+
+def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Erase nodes that nothing reads any more, readers before what they read."""
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users:
+            graph.erase_node(node)
