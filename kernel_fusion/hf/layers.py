@@ -7,6 +7,7 @@ round differently, so each class of a model is tried once, on a few numbers, bef
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class _Layer(nn.Module):
 class RMSNorm(_Layer):
     """The norm of Llama and most others, and that of OLMo, which rounds once."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Normalise, with the rounding of the layer's class."""
         weight, eps = self.weight, self.variance_epsilon
         rounding = rounding_of(type(self), _norm)
@@ -37,7 +38,7 @@ class RMSNorm(_Layer):
 class RMSNormZeroCentered(_Layer):
     """The norm whose weight is an offset from one."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         """Normalise."""
         rounding = rounding_of(type(self), _zero_centred)
         return rms_norm(x, self.weight.shape, self.weight, self.eps, weight_offset=1.0, rounding=rounding)
@@ -46,7 +47,7 @@ class RMSNormZeroCentered(_Layer):
 class RMSNormGated(_Layer):
     """The norm of gated delta nets, whose result is multiplied by an activation of the gate."""
 
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
         """Normalise and gate, with the rounding of the layer's class."""
         weight, eps, activation = self.weight, self.variance_epsilon, self.activation
         rounding = rounding_of(type(self), _gated)
@@ -58,7 +59,7 @@ class RMSNormGated(_Layer):
 class GeLU(_Layer):
     """The activation "gelu"."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         """Apply it."""
         return act_dropout(input, "gelu", training=False)
 
@@ -66,7 +67,7 @@ class GeLU(_Layer):
 class GeluTanh(_Layer):
     """The activation "gelu_tanh"."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         """Apply it."""
         return act_dropout(input, "gelu_tanh", training=False)
 
@@ -82,7 +83,7 @@ class FastGELU(GeluTanh):
 class QuickGELU(_Layer):
     """The activation "quick_gelu"."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         """Apply it."""
         return act_dropout(input, "quick_gelu", training=False)
 
@@ -90,7 +91,7 @@ class QuickGELU(_Layer):
 class SiLU(_Layer):
     """The activation "silu"."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         """Apply it."""
         return act_dropout(input, "silu", training=False)
 
@@ -124,7 +125,7 @@ setattr(rounding_of, "_dynamo_marked_constant", True)  # noqa: B010  # no tracer
 
 @torch.no_grad()
 def _tried(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
-    layer = kind.__new__(kind)
+    layer: Any = kind.__new__(kind)
     nn.Module.__init__(layer)
     generator = torch.Generator("cpu").manual_seed(0)
     x, weight = (

@@ -78,7 +78,7 @@ class FusedLinearAct(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply, then apply bias, activation and, in training mode, dropout."""
         y = F.linear(input, self.weight)
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None and isinstance(y, Tensor) and torch.is_autocast_enabled(y.device.type):
             bias = bias.to(y.dtype)  # as the bias of a linear layer; else the result would have the bias's dtype
         return bias_act(y, bias, self.activation, dropout_p=self.dropout, training=self.training)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_scripting
+from torch.jit import is_scripting  # type: ignore[attr-defined]  # documented, but not in its `__all__`
 
 from kernel_fusion.functional import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernel_fusion.nn import script

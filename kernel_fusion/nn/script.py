@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # weight_offset, out_dtype, pre_activation, activation, rounding.
-Extras = tuple[float, int | None, str | None, str | None, str]
+Extras = tuple[float, torch.dtype | None, str | None, str | None, str]
 
 
 def norm(
@@ -25,10 +25,11 @@ def norm(
         return _staged(input, None, normalized_shape, (weight, bias), eps, rms, extras, 0.0)[0]
     num_dims = _num_dims(input, normalized_shape)
     if rms:
-        return torch.ops.kernel_fusion.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
-    return torch.ops.kernel_fusion.layer_norm(
-        input, num_dims, weight, bias, 1e-5 if eps is None else eps, weight_offset, out_dtype
-    )
+        y: Tensor = torch.ops.kernel_fusion.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    else:
+        eps = 1e-5 if eps is None else eps
+        y = torch.ops.kernel_fusion.layer_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
+    return y
 
 
 def add_norm(
@@ -65,7 +66,7 @@ def _staged(
         seed = torch.randint(-limit - 1, limit, [1], dtype=torch.int64, device=input.device)
     if eps is None:  # the machine epsilon of the dtype to compute in
         eps = 2.220446049250313e-16 if input.dtype == torch.float64 else 1.1920928955078125e-07
-    return torch.ops.kernel_fusion.staged_row_norm(
+    y, h = torch.ops.kernel_fusion.staged_row_norm(
         input,
         residual,
         _num_dims(input, normalized_shape),
@@ -81,6 +82,7 @@ def _staged(
         seed,
         rounding if _rounds(rounding, input if residual is None else residual) else "once",
     )
+    return y, h
 
 
 def _rounds(rounding: str, h: Tensor) -> bool:
@@ -90,7 +92,7 @@ def _rounds(rounding: str, h: Tensor) -> bool:
 
 def _num_dims(input: Tensor, normalized_shape: list[int]) -> int:
     num_dims = len(normalized_shape)
-    if input.shape[-num_dims:] != normalized_shape:
+    if list(input.shape[-num_dims:]) != normalized_shape:
         raise RuntimeError(
             f"Given normalized_shape={normalized_shape}, expected an input that ends with it, got size {input.shape}"
         )

@@ -25,7 +25,7 @@ class Stages(nn.Module):
 
     if TYPE_CHECKING:  # TorchScript has no such types
         weight: nn.Parameter
-        normalized_shape: tuple[int, ...]
+        normalized_shape: Any  # a tuple of integers, which TorchScript takes for a list
     weight_offset: float = 0.0
     pre_activation: str | None = None
     activation: str | None = None
