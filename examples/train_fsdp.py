@@ -30,7 +30,7 @@ from train_gpt import BATCH, BLOCKS, BYTES, CONTEXT, HEADS, WIDTH, load_text, sa
 from training import DTYPES, MAX_DIFFERENCE, MIN_FALL, Batch
 
 import kernel_fusion as kf
-from kernel_fusion.distributed import PackedColwiseParallel, ResidualSequenceParallel
+from kernel_fusion.distributed import PackedColwiseParallel, ResidualSequenceParallel, fsdp_placement
 
 
 class Block(nn.Module):
@@ -106,9 +106,8 @@ def shard_layers(model: GPT, mesh: DeviceMesh) -> None:
 def shard_parameters(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """FSDP2: a block's parameters are gathered when it runs; compute in `dtype`, gradients summed in float32."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=fsdp_placement)
 
 
 def part(batch: Batch, mesh: DeviceMesh) -> Batch:

@@ -28,7 +28,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import kernel_fusion as kf
-from kernel_fusion.distributed import FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel
+from kernel_fusion.distributed import (
+    FeatureParallel,
+    PackedColwiseParallel,
+    ResidualSequenceParallel,
+    fsdp_placement,
+)
 
 __all__ = ["four_ranks", "ranks"]
 
@@ -64,9 +69,9 @@ def _input(device: str, features: int = _WIDTH) -> Tensor:
     return torch.randn(2, _LENGTH * dist.get_world_size(), features, device=device)
 
 
-@pytest.mark.parametrize("style", [FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel])
-def test_docstring_examples(style: type) -> None:
-    """The example of every style holds."""
+@pytest.mark.parametrize("style", [FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel, fsdp_placement])
+def test_docstring_examples(style: Any) -> None:
+    """The example of every style, and of the function beside them, holds."""
     (example,) = doctest.DocTestFinder(recurse=False).find(style, style.__name__, globs={})
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0
@@ -186,8 +191,8 @@ class _Gated(nn.Module):
         return y
 
 
-def _packed(device: str) -> nn.Sequential:
-    up, down = nn.Linear(_WIDTH, 2 * _HIDDEN), nn.Linear(_HIDDEN, _WIDTH)
+def _packed(device: str, bias: bool = True) -> nn.Sequential:
+    up, down = nn.Linear(_WIDTH, 2 * _HIDDEN, bias=bias), nn.Linear(_HIDDEN, _WIDTH)
     return nn.Sequential(up, kf.FusedGatedAct("silu"), down).to(device)
 
 
@@ -346,17 +351,11 @@ def _check_checkpoint(device: str, folder: Path) -> None:
     parallelize_module(model, mesh(device), {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=False)
     restored = _packed(device)
-    for parallel in (False, True):
-        if parallel:
-            parallelize_module(restored, mesh(device), {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
-            with torch.no_grad():
-                for parameter in restored.parameters():
-                    parameter.zero_()
-        state = {"model": restored.state_dict()}
-        dcp.load(state, checkpoint_id=folder, no_dist=False)
-        restored.load_state_dict(state["model"])
-        for name, value in restored.state_dict().items():
-            assert torch.equal(whole(value) if isinstance(value, DTensor) else value, weights[name]), name
+    state = {"model": restored.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=False)
+    for name, value in restored.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    _check_round_trip(model, weights, folder / "again")
 
 
 def test_packed_weights_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
@@ -364,13 +363,31 @@ def test_packed_weights_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_check_checkpoint, tmp_path)
 
 
-def _check_fsdp_of_parts(device: str) -> None:
+def _check_round_trip(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Through a distributed checkpoint, the parameters set to 0 in between; and in the order of the plain model."""
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=False)
+    model.load_state_dict(state["model"])
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value) if isinstance(value, DTensor) else value, weights[name]), name
+
+
+def _check_fsdp_of_parts(device: str, folder: Path) -> None:
     of = mesh(device, 2, 2)
     x = _input(device)
-    model = _packed(device)
+    model = _packed(device, bias=False)
+    weights = copy.deepcopy(model.state_dict())
     plain = run(copy.deepcopy(model), x)
     parallelize_module(model, of["tp"], {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
-    fully_shard(model, mesh=of["dp"], reshard_after_forward=False)
+    by_rows = fully_shard(copy.deepcopy(model), mesh=of["dp"])
+    with pytest.raises(RuntimeError, match=r"would be in another order; .*fsdp_placement"):
+        by_rows.state_dict()
+    fully_shard(model, mesh=of["dp"], reshard_after_forward=False, shard_placement_fn=fsdp_placement)
+    _check_round_trip(model, weights, folder)
     inputs = x.detach().requires_grad_()
     y = model(inputs)
     y.backward(torch.linspace(-1, 1, y.numel(), device=device).view_as(y))
@@ -379,6 +396,6 @@ def _check_fsdp_of_parts(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_packed_weights_under_fsdp(four_ranks: Ranks) -> None:
-    """FSDP2 over data-parallel ranks shards a packed weight once more."""
-    four_ranks(_check_fsdp_of_parts)
+def test_packed_weights_under_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
+    """FSDP2 over data-parallel ranks shards a packed weight once more, and checkpoints have it in its order."""
+    four_ranks(_check_fsdp_of_parts, tmp_path)

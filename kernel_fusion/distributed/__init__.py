@@ -6,6 +6,11 @@ to import `torch.distributed.tensor`, which takes half a second, so `import kern
 
 from __future__ import annotations
 
-from kernel_fusion.distributed.styles import FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel
+from kernel_fusion.distributed.styles import (
+    FeatureParallel,
+    PackedColwiseParallel,
+    ResidualSequenceParallel,
+    fsdp_placement,
+)
 
-__all__ = ["FeatureParallel", "PackedColwiseParallel", "ResidualSequenceParallel"]
+__all__ = ["FeatureParallel", "PackedColwiseParallel", "ResidualSequenceParallel", "fsdp_placement"]

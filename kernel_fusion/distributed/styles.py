@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -82,9 +82,7 @@ class FeatureParallel(ParallelStyle):
         return distribute_module(module, device_mesh, self._partition, prepare, output)
 
     def _partition(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            sharded = distribute_tensor(parameter, device_mesh, [Shard(-1)], src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        _shard_parameters(module, device_mesh, Shard(-1), self.src_data_rank)
 
     @staticmethod
     def _prepare_inputs(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -113,7 +111,8 @@ class PackedColwiseParallel(ColwiseParallel):
         input_layouts, use_local_output: as in `ColwiseParallel`.
 
     The state dict has the weight in the order of `nn.Linear`, sharded by rows. Optimizer states are in the order of
-    the ranks' parts, and PyTorch's distributed checkpoints refuse those.
+    the ranks' parts, and PyTorch's distributed checkpoints refuse those. Under FSDP2, :func:`fsdp_placement` is needed
+    for state dicts, and a bias has none.
 
     Raises:
         NotImplementedError: the module is no `nn.Linear`.
@@ -138,14 +137,11 @@ class PackedColwiseParallel(ColwiseParallel):
                 f"{device_mesh.size()} ranks, got {module.out_features}"
             )
         module.register_state_dict_post_hook(_in_one_piece)
-        module.register_load_state_dict_pre_hook(partial(_in_parts, self.parts))
+        module.register_load_state_dict_pre_hook(_in_parts)
         return super()._apply(module, device_mesh)
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        placements = [_StridedShard(0, split_factor=self.parts)]
-        for key, parameter in module.named_parameters():
-            sharded = distribute_tensor(parameter, device_mesh, placements, src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        _shard_parameters(module, device_mesh, _StridedShard(0, split_factor=self.parts), self.src_data_rank)
 
     @staticmethod
     def _prepare_output_fn(
@@ -161,14 +157,56 @@ def _local(outputs: Any) -> Any:
     return type(outputs)(*map(_local, outputs))
 
 
+def _shard_parameters(module: nn.Module, device_mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+    """Shard the parameters of the module itself, as rank `source` of the mesh has them."""
+    for key, parameter in module.named_parameters(recurse=False):
+        sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=source)
+        module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
 def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Each rank's rows as neighbours, which is what distributed checkpoints can say of a DTensor."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
-            state[prefix + key] = value.redistribute(placements=[Shard(0)])
+            inner = value.device_mesh.ndim - 1  # outer dimensions of the mesh are FSDP2's
+            state[prefix + key] = _laid_out(value, [*value.placements[:inner], Shard(0)])
 
 
-def _in_parts(parts: int, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """As the module has them; a tensor that is no DTensor is spread by whoever loads it."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
-            state[prefix + key] = value.redistribute(placements=[_StridedShard(0, split_factor=parts)])
+            state[prefix + key] = _laid_out(value, getattr(module, key).placements)
+
+
+def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
+    """Where FSDP2 shards a parameter: packed weights by columns, which leaves the order of their rows alone.
+
+    Give it to PyTorch's `fully_shard` as `shard_placement_fn` where layers are sharded by `PackedColwiseParallel`.
+    FSDP2 itself shards rows, and then says of interleaved ones what is not so: training is right, but checkpoints
+    would not be, and `state_dict` raises.
+
+    Args:
+        parameter: of a module that is about to be sharded.
+
+    Returns:
+        `Shard(1)` for a packed weight; None, FSDP2's own choice, for the rest.
+
+    Example:
+        >>> import torch
+        >>> from kernel_fusion.distributed import fsdp_placement
+        >>> fsdp_placement(torch.nn.Parameter(torch.ones(4, 4)))
+    """
+    packed = isinstance(parameter, DTensor) and any(isinstance(p, _StridedShard) for p in parameter.placements)
+    return Shard(1) if packed and parameter.dim() > 1 else None
+
+
+def _laid_out(value: DTensor, placements: Any) -> DTensor:
+    """By way of the whole, since PyTorch exchanges no interleaved parts."""
+    if sum(isinstance(p, (Shard, _StridedShard)) and p.dim == 0 for p in value.placements) > 1:
+        raise RuntimeError(
+            "PackedColwiseParallel: the state dict of a packed weight whose rows FSDP2 shards would be in another "
+            "order; `fully_shard(..., shard_placement_fn=kernel_fusion.distributed.fsdp_placement)` shards columns"
+        )
+    everywhere = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return everywhere.redistribute(placements=placements)
