@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
 from kernel_fusion.core.spec import ROUNDINGS
+from kernel_fusion.core.stages import ROWS, VERBS, Given
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -120,7 +121,7 @@ def row_norm(
 def staged_row_norm(
     input: Tensor,
     residual: Tensor | None,
-    gate: Tensor | None,
+    stages: Given,
     weight: Tensor | None,
     bias: Tensor | None,
     weight_offset: float,
@@ -128,11 +129,12 @@ def staged_row_norm(
     rms: bool,
 ) -> None:
     """Raise unless the tensors of a norm and its stages go together; their shapes apart, but for the other row's."""
-    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
-    verb = prefix + ("rms_norm" if rms else "layer_norm")
+    rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
+    prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
+    verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
     row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    other_row(verb, "residual", input, residual)
-    other_row(verb, "gate", input, gate)
+    for name, row in rows.items():
+        other_row(verb, name, input, row)
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:

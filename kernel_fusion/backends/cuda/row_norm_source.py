@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import Access, RowNormSpec
+from kernel_fusion.core.fields import constant, constants
+from kernel_fusion.core.spec import Access, RowNormSpec, Stages
+from kernel_fusion.core.stages import ROWS
+
+_OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in ROWS)
 
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
-        **constants(
-            spec, "rms", "cols", "offset", "pre_activation", "activation", "gate_activation", "dropout", "hf", "grouped"
-        ),
+        **constants(spec, "rms", "cols", "offset", "grouped", *_OPTIONS),
         **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,
@@ -41,13 +44,11 @@ def _name(spec: RowNormSpec) -> str:
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "Row": spec.row, "Residual": spec.residual}
     types["Weight"] = spec.weight
-    types |= (
-        {"FirstGate": spec.gate, "LastGate": None} if spec.gate_first else {"FirstGate": None, "LastGate": spec.gate}
-    )
+    types |= {constant(row)[1:]: getattr(spec, row) for row in ROWS}
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
     # Backward reads the bias for the argument of the activation, or for what the last gate multiplies, alone.
-    types["Bias"] = spec.bias if spec.activation != IDENTITY or types["LastGate"] else None
+    types["Bias"] = spec.bias if spec.activation != IDENTITY or (spec.gate and not spec.gate_first) else None
     pre_x = None if spec.gate else spec.pre_x
     return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": pre_x}
 

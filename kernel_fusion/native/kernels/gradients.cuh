@@ -16,10 +16,10 @@ template <class S> struct Normalize {
 
   // An element adds share() * factor() to dweight: dy * (x - mean), given as `dyx`, times rstd; or dy times the rounded xhat.
   __device__ A share(A dy, A centred, A dyx) const {
-    if constexpr (S::kHf) return product(dy, Rounding<S>::normalized(centred * rstd));
+    if constexpr (kHf<S>) return product(dy, Roundings<S>::normalized(centred * rstd));
     else return dyx;
   }
-  __device__ A factor() const { return S::kHf ? A(1) : rstd; }
+  __device__ A factor() const { return kHf<S> ? A(1) : rstd; }
 };
 
 // The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times
@@ -57,7 +57,7 @@ template <class S> struct Derivative {
 
 // xhat * weight + bias: the argument of the activation, or what the last gate multiplies.
 template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
-  using R = Rounding<S>;
+  using R = Roundings<S>;
   return R::argument(fused(R::normalized(xhat), weight, bias));
 }
 

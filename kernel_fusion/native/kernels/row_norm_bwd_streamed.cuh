@@ -137,7 +137,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         // Past the row's end dy is zero, and xhat finite until it is rounded.
-        const bool inside = P::kCovers || !S::kHf || at.col(i) < kCols;
+        const bool inside = P::kCovers || !kHf<S> || at.col(i) < kCols;
         const A centred = inside ? normalize.centred(x[e]) : A(0);
         dy[e] = incoming<S>(dy[e], centred * normalize.rstd, weight[e], bias[e]);
         const A dyx = row_sums.add(dy[e], centred, weight[e]);

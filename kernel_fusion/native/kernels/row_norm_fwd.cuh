@@ -34,7 +34,7 @@ template <class S> struct Affine {
     widen_pack(x, y);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
-    if constexpr (S::kHf) Rounding<S>::all(y);
+    if constexpr (kHf<S>) Roundings<S>::all(y);
     if constexpr (kPresent<typename S::Weight>) {
       A w[kVec];
       widen_weight<S>(weight, offset, w);
@@ -48,8 +48,8 @@ template <class S> struct Affine {
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
     // With nothing after it the store may do it.
-    constexpr bool kStored = S::kActivation == 0 && !kGateLast<S> && kSame<typename S::Y, typename Rounding<S>::Normalized>;
-    if constexpr (Rounding<S>::kArgument && !kStored) Rounding<S>::all(y);
+    constexpr bool kStored = S::kActivation == 0 && !kGateLast<S> && kSame<typename S::Y, typename Roundings<S>::Normalized>;
+    if constexpr (Roundings<S>::kArgument && !kStored) Roundings<S>::all(y);
     using M = typename MathFor<A, typename S::Y>::type;
     activate<S::kActivation, M>(y);
     if constexpr (kGateLast<S>) multiply_gate<S, M>(gate, y);
@@ -95,7 +95,7 @@ template <class S> struct ForwardRow {
     if constexpr (kGateLast<S>) return {};
     else return load_row<S, S::kAlignResidual>(beside, col);
   }
-  __device__ Pack<typename S::LastGate, kVec> load_gate(int col) const {
+  __device__ Pack<LastGate<S>, kVec> load_gate(int col) const {
     if constexpr (kGateLast<S>) return load_row<S, S::kAlignResidual>(beside, col);
     else return {};
   }
@@ -152,7 +152,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
-  Pack<typename S::LastGate, kVec> gates[kTogether];
+  Pack<LastGate<S>, kVec> gates[kTogether];
   const auto load_parameters = [&](const P& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {

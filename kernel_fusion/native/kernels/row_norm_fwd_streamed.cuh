@@ -97,7 +97,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
       if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
       const auto h = row_at(row, slot, i);
       if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
-      Pack<typename S::LastGate, kVec> gate{};
+      Pack<LastGate<S>, kVec> gate{};
       if constexpr (kGateLast<S>) gate = other.at(row, slot, at.col(i));
       affine.unrounded(h, weights[i], biases[i], gate, args.weight_offset, y);
     };

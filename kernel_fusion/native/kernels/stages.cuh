@@ -4,27 +4,30 @@
 //
 // or with a gate, which is first or last, u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
-// With S::kHf norm(h) is rounded, and with a weight the argument of the activation (`Rounding`). S::kPreActivation,
-// S::kActivation and S::kGateActivation are codes (0: none), S::kDropout a flag; S::Residual, S::FirstGate and S::LastGate are
-// types, of which at most one is not absent. Without a residual u itself is normalised, unrounded. Everything here works on one
-// vector of a row.
+// With kHf<S> norm(h) is rounded, and with a weight the argument of the activation (`Roundings`). The constants and types of S
+// are the fields of `Stages` (core/spec.py) by their names: activations are codes (0: none), S::kDropout and S::kGateFirst
+// flags; S::Residual and S::Gate are types, of which at most one is not absent. Without a residual u itself is normalised,
+// unrounded. Everything here works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
 #include "math.cuh"
 #include "rows.cuh"
+#include "shared/names.h"
 
 namespace kf {
 
 // Whether what is normalised is h, or differs from x at all.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
-template <class S> inline constexpr bool kGateFirst = kPresent<typename S::FirstGate>;
-template <class S> inline constexpr bool kGateLast = kPresent<typename S::LastGate>;
+template <class S> inline constexpr bool kGateFirst = kPresent<typename S::Gate> && S::kGateFirst;
+template <class S> inline constexpr bool kGateLast = kPresent<typename S::Gate> && !S::kGateFirst;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kGateFirst<S>;
 
-// The type of a gate, first or last; and of what forward reads beside x before the norm, and at all.
-template <class S> using Gate = typename PresentOr<typename S::FirstGate, typename S::LastGate>::type;
-template <class S> using Addend = typename PresentOr<typename S::Residual, typename S::FirstGate>::type;
+// The type of a gate, if it is first and if it is last; and of what forward reads beside x before the norm, and at all.
+template <class S> using Gate = typename S::Gate;
+template <class S> using FirstGate = If<kGateFirst<S>, Gate<S>>;
+template <class S> using LastGate = If<kGateLast<S>, Gate<S>>;
+template <class S> using Addend = typename PresentOr<typename S::Residual, FirstGate<S>>::type;
 template <class S> using Beside = typename PresentOr<typename S::Residual, Gate<S>>::type;
 
 // Keeps the compiler from contracting the operation that gave v with what follows: (u - mean) of a row of equal elements must
@@ -67,15 +70,17 @@ template <class S, class M, class T, class A, int kVec> __device__ void multiply
 template <class T, class U> inline constexpr bool kSame = false;
 template <class T> inline constexpr bool kSame<T, T> = true;
 
+template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
+
 // Where the norms of Hugging Face round: norm(h) to the type of h, or without a residual of x; and what it is times the weight
 // and with the bias to the promoted type of that and the weight's, which is less than the compute type where the two are one.
-template <class S> struct Rounding {
+template <class S> struct Roundings {
   using A = typename S::Acc;
   using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
-  static constexpr bool kArgument = S::kHf && kSame<Normalized, typename S::Weight>;
+  static constexpr bool kArgument = kHf<S> && kSame<Normalized, typename S::Weight>;
 
   static __device__ A normalized(A v) {
-    if constexpr (S::kHf) return widen<A>(narrow<Normalized>(v));
+    if constexpr (kHf<S>) return widen<A>(narrow<Normalized>(v));
     else return v;
   }
   static __device__ A argument(A v) {

@@ -94,13 +94,13 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
     rounded, z = affine(n, (weight, bias), C, h_ptr.dtype.element_ty)
-    if C.hf:  # where masked it may have become infinite
+    if C.rounding == "hf":  # where masked it may have become infinite
         rounded = tl.where(mask, rounded, 0.0)
         z = tl.where(mask, z, 0.0)
     if C.activation != "identity":
         g = times_slope(g, z, C.activation)
     dgate = g
-    if C.gate == "last":
+    if C.last_gate:
         gate = load(other_ptr, other_row + at, mask, C.wide, LAST)
         dgate = times_slope(g * z, gate, C.gate_activation)
         g = g * value(gate, C.gate_activation)
@@ -126,13 +126,13 @@ def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr,
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if C.has_dh:
         dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
-    if C.gate == "first":
+    if C.first_gate:
         gate = load(other_ptr, other_offset, mask, C.wide, LAST)
         if C.dother:
             x = load(h_ptr, h_row + at, mask, C.wide, LAST)
             store(dother_ptr, out_offset, times_slope(dh * x, gate, C.gate_activation), mask, LAST)
         dh = dh * value(gate, C.gate_activation)
-    elif C.dother and C.gate == "none":
+    elif C.dother and not C.last_gate:
         store(dother_ptr, out_offset, dh, mask, LAST)
     if C.dx:
         if C.threshold > 0:
@@ -145,7 +145,7 @@ def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr,
 @triton.jit
 def _write_gate(pointers, rows, at, dgate, mask, C: tl.constexpr, LAST: tl.constexpr):
     """The gradient of a last gate, of a tile; `pointers` as for `_write`."""
-    if C.gate == "last" and C.dother:
+    if C.last_gate and C.dother:
         store(pointers[5], rows[3] + at, dgate, mask, LAST)
 
 

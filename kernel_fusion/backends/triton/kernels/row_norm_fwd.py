@@ -51,7 +51,7 @@ def normalised(pointers, offsets, position, mask, C: tl.constexpr, BLOCK: tl.con
     if C.has_residual:
         h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
-    if C.gate == "first":
+    if C.first_gate:
         h = h * value(load(other_ptr, offsets[1], mask, C.wide, LAST), C.gate_activation)
     return h
 
@@ -139,14 +139,14 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
     promoted type of it and the weight's, which is less than the compute type where the two are one.
     """
     weight, bias = parameters
-    if C.hf:
+    if C.rounding == "hf":
         n = n.to(ROW).to(n.dtype)
     z = n
     if C.has_weight:
         z = z * shifted(weight.to(z.dtype), C.offset)
     if C.has_bias:
         z = z + bias.to(z.dtype)
-    if C.hf and C.has_weight and weight.dtype == ROW:
+    if C.rounding == "hf" and C.has_weight and weight.dtype == ROW:
         z = z.to(ROW).to(z.dtype)
     return n, z
 
@@ -199,7 +199,7 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
         _, z = affine((h - mean) * rstd, here, C, ROW)
         y_offset = y_row + at
         y = value(z, C.activation)
-        if C.gate == "last":
+        if C.last_gate:
             y = y * value(load(pointers[1], other_row + at, mask, C.wide, True), C.gate_activation)
         store(y_ptr, y_offset, y, mask, LAST=True)
     return mean, rstd
@@ -227,7 +227,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         hs = hs + (h,)
         if C.early:
             affines = affines + (weight_and_bias(parameters, at, col_mask, C),)
-            if C.gate == "last":
+            if C.last_gate:
                 gates = gates + (load(pointers[1], offsets[1], mask, C.wide),)
     if C.has_residual:
         for i in tl.static_range(PIECES):
@@ -246,7 +246,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         y_offset = y_row + at
         y = value(z, C.activation)
         mask = row_mask & col_mask
-        if C.gate == "last":
+        if C.last_gate:
             if not C.early:
                 gate = load(pointers[1], other_row + at, mask, C.wide)
             else:

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "stages.h"
+#include "stage_options.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -103,25 +103,21 @@ struct BackwardByColumns : Backward {
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// activation(gate) multiplies the result or, if the gate comes first, what is normalised.
-struct Gate {
-  const void* data;  // null: there is no gate
+// A tensor of the input's shape that a stage reads.
+struct StageRow {
+  const void* data;  // null: there is none
   RowLayout rows;
   Dtype type;
-  int activation;
-  bool is_first;  // not without a gate
-
-  bool is_last() const { return data && !is_first; }
 };
 
 // What stands around the norm; see the `Norm` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
-struct Stages {
-  int pre_activation, activation;
-  Dropout dropout;
+struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the argument of the activation are rounded to; the accumulator type: nothing
-  Gate gate;
 
+  // Whether activation(gate) multiplies the result, or what is normalised.
+  bool gates_last() const { return gate().data && !gate_first; }
+  bool gates_first() const { return gate().data && gate_first; }
   bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
 

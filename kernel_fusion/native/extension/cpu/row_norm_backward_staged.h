@@ -25,10 +25,10 @@ struct Reading {
   Dtype x;  // the type of h as it is read
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
-    has_u = !s.has_residual && (s.pre_activation || s.dropout || s.gate.is_first);  // what was normalised was kept nowhere
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || s.gates_first());  // what was normalised was kept nowhere
     // z is computed again from what was normalised, without relu on the way; and so is what is rounded or gated.
     const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
-    const bool remakes_z = s.gate.is_last() || (s.activation && !through_relu);
+    const bool remakes_z = s.gates_last() || (s.activation && !through_relu);
     relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
     makes_h = has_u && !relus.x;
     x = makes_h ? acc : c.x_type;
@@ -43,7 +43,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     fetch(from(dy, start).data, n * size_of(c.dy_type));
     const Target<A> h{kDtypeOf<A>, room + start};
-    if (s.gate.is_first) apply_gate(s.gate, row, start, n, from(x, start), h);
+    if (s.gates_first()) apply_gate(s, row, start, n, from(x, start), h);
     else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, h);
   });
   return room;
@@ -65,16 +65,16 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
   const auto *weight = static_cast<const A*>(c.weight), *bias = row.bias;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const Target<A> dz{kDtypeOf<A>, room + start};
-    if (!s.activation && !s.gate.is_last()) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
+    if (!s.activation && !s.gates_last()) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
     Chunk<A> z;
     if (s.rounds())
       normalize_rounded(s, row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n,
                         AnyResults<A>::at(kDtypeOf<A>, z));
     else
       normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
-    if (s.gate.is_last()) {
-      const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, index * c.cols + start);
-      gate_gradients(s.gate, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dgate, dz);
+    if (s.gates_last()) {
+      const auto dgate = open_at<A>(dgates, s.gate().type, s.dresidual, index * c.cols + start);
+      gate_gradients(s, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dgate, dz);
       return dgates.close(n);
     }
     ChainLoop<A> loop;
@@ -127,8 +127,8 @@ KF_STAGE void store_gate_gradients(const Backward& c, const BackwardStages& s, i
                                    const Source<A>& gradient, RowResults& dgates, RowResults& dxs) {
   const int64_t position = row * c.cols + start;
   const auto x = from(row_at<A>(s.dx_type, s.x, s.x_rows, row), start);
-  const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, position);
-  gate_gradients(s.gate, row, start, n, x, gradient, dgate, open_at<A>(dxs, s.dx_type, c.dx, position));
+  const auto dgate = open_at<A>(dgates, s.gate().type, s.dresidual, position);
+  gate_gradients(s, row, start, n, x, gradient, dgate, open_at<A>(dxs, s.dx_type, c.dx, position));
   dgates.close(n);
   dxs.close(n);
 }
@@ -137,9 +137,9 @@ template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
                      const Row<X, DY>& row, RowResults& dresiduals, RowResults& dxs) {
   using A = AccOf<X>;
-  const bool gated = std::is_same_v<X, A> && s.gate.is_first;
+  const bool gated = std::is_same_v<X, A> && s.gates_first();
   const bool directly = !gated && s.dx_type == kDtypeOf<X> && (!s.pre_activation || (is_relu(s.pre_activation) && !s.dropout));
-  X* const dresidual = s.gate.data ? nullptr : static_cast<X*>(s.dresidual);
+  X* const dresidual = s.gate().data ? nullptr : static_cast<X*>(s.dresidual);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const int64_t position = index * c.cols + start;
     ChainLoop<A> back;
@@ -207,9 +207,9 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   const int64_t groups = c.groups;
   const std::unique_ptr<A[]> buffer(new A[(reading.makes_h + reading.makes_dz) * together * c.cols]);
   Row<X, DY> rows[Passes::kMostRowsTogether];
-  RowResults dresiduals(s.gate.data ? s.gate.type : c.x_type, s.dresidual, c.cols, c.streams);
+  RowResults dresiduals(s.gate().data ? s.gate().type : c.x_type, s.dresidual, c.cols, c.streams);
   RowResults dxs(s.dx_type, c.dx, c.cols, c.streams);
-  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !s.gate.is_last());
+  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !s.gates_last());
   ColumnSums<A> sums(c);
   Backward of_group = c;
   if (adds_dweight) of_group.dweight = nullptr;

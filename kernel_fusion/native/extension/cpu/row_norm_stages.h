@@ -54,11 +54,11 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
 }
 
 template <class A>
-ChainLoop<A> gate_loop(const Gate& gate, int64_t row, int64_t start, const Source<A>& x, const Target<A>& first) {
+ChainLoop<A> gate_loop(const Stages& s, int64_t row, int64_t start, const Source<A>& x, const Target<A>& first) {
   ChainLoop<A> loop;
   loop.combine = Combine::kGate;
-  loop.activation = gate.activation;
-  loop.a = from(row_at<A>(gate.type, gate.data, gate.rows, row), start);
+  loop.activation = s.gate_activation;
+  loop.a = from(row_at<A>(s.gate().type, s.gate().data, s.gate().rows, row), start);
   loop.b = x;
   loop.first = first;
   return loop;
@@ -66,15 +66,15 @@ ChainLoop<A> gate_loop(const Gate& gate, int64_t row, int64_t start, const Sourc
 
 // y = x * activation(gate) of a chunk, which begins at column `start` of a row.
 template <class A>
-KF_STAGE void apply_gate(const Gate& gate, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
-  run_values(gate_loop(gate, row, start, x, y), n);
+KF_STAGE void apply_gate(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
+  run_values(gate_loop(s, row, start, x, y), n);
 }
 
 // Its gradients; either may be absent.
 template <class A>
-KF_STAGE void gate_gradients(const Gate& gate, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Source<A>& dy,
+KF_STAGE void gate_gradients(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Source<A>& dy,
                              const Target<A>& dgate, const Target<A>& dx) {
-  ChainLoop<A> loop = gate_loop(gate, row, start, x, dgate);
+  ChainLoop<A> loop = gate_loop(s, row, start, x, dgate);
   loop.dy = dy;
   loop.second = dx;
   run_gradients(loop, n);
