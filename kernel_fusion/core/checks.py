@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
-from kernel_fusion.core.spec import ROUNDINGS
-from kernel_fusion.core.stages import ROWS, VERBS, Given
+from kernel_fusion.core.spec import ROUNDINGS, ROWS
+from kernel_fusion.core.stages import VERBS, Given
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -89,9 +89,9 @@ def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | N
     return all(list(p.shape) == list(shape) for p in (weight, bias) if p is not None)
 
 
-def parameter_shape(input: Tensor, num_dims: int, gated: bool, *parameters: Tensor | None) -> list[int]:
-    """The shape of weight and bias: the normalised one; beside a gate they may have a dimension of groups before it."""
-    grouped = gated and any(p is not None and p.dim() > num_dims for p in parameters)
+def parameter_shape(input: Tensor, num_dims: int, row: Tensor | None, *parameters: Tensor | None) -> list[int]:
+    """The shape of weight and bias: the normalised one; beside a stage's row they may also have one of groups."""
+    grouped = row is not None and any(p is not None and p.dim() > num_dims for p in parameters)
     return list(input.shape[max(0, input.dim() - num_dims - grouped) :])
 
 
@@ -138,7 +138,7 @@ def staged_row_norm(
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
-    """Raise unless a residual or a gate has the input's shape and device, and a dtype that goes with the input's."""
+    """Raise unless another row has the input's shape and device, and a dtype that goes with the input's."""
     if other is None:
         return
     if other.shape != input.shape:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from kernel_fusion.core.activations import CODES, IDENTITY
-from kernel_fusion.core.fields import Names, Several
+from kernel_fusion.core.fields import Names, Several, marks
 
 # The names of element types, the same in Python and CUDA. Kernels have two more: booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -100,6 +100,28 @@ class Stages:
         """Whether something stands around the norm; another rounding does not."""
         return any(getattr(self, f.name) != f.default for f in fields(Stages) if f.name != "rounding")
 
+    @property
+    def beside(self) -> str | None:
+        """The dtype of the row that a stage reads beside x."""
+        return next((dtype for name in ROWS if (dtype := getattr(self, name)) is not None), None)
+
+    @property
+    def changes_x(self) -> bool:
+        """Whether a stage changes x before anything is added to it."""
+        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
+
+    @property
+    def follows(self) -> bool:
+        """Whether a stage follows norm(x) * weight + bias, so that backward computes that again."""
+        there = (name for name in FOLLOWING if getattr(self, name) not in (None, IDENTITY))
+        return any((unless := FOLLOWING[name]) is None or not getattr(self, unless) for name in there)
+
+
+# The tensors among them.
+ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
+# What follows norm(x) * weight + bias, and the option that moves it to x.
+FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
+
 
 @dataclass(frozen=True)
 class RowNormSpec(Stages):
@@ -140,11 +162,6 @@ class RowNormSpec(Stages):
         return "f64" if self.x == "f64" else "f32"
 
     @property
-    def changes_x(self) -> bool:
-        """Whether a stage changes x before anything is added to it."""
-        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
-
-    @property
     def has_stages(self) -> bool:
         """Whether there is anything around the norm."""
         return self.residual is not None or self.any
@@ -158,9 +175,9 @@ class RowNormSpec(Stages):
 
     @property
     def pre_x(self) -> str | None:
-        """The type of what backward reads beside the normalised row: the gate, or x for the slope of an activation."""
-        if self.gate is not None:
-            return self.gate
+        """The type of what backward reads beside the normalised row: a stage's, or x for the slope of an activation."""
+        if self.beside is not None:
+            return self.beside
         return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
 
     def __str__(self) -> str:
@@ -183,8 +200,8 @@ class Access:
         x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
-        residual: alignment of the residual or the gate (forward), or of dh (backward).
-        pre_x: alignment of what backward reads beside the normalised row, which is called x: the gate, or x beside h.
+        residual: alignment of the residual or a stage's row (forward), or of dh (backward).
+        pre_x: alignment of what backward reads beside the normalised row, called x: a stage's row, or x beside h.
         strided_residual, strided_pre_x: as strided_x.
     """
 

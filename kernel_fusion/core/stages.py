@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.fields import Names, kinds, marks
-from kernel_fusion.core.spec import Stages, dtype_name
+from kernel_fusion.core.spec import ROWS, Stages, dtype_name
 
 # What a verb's name begins with, by the row that it takes.
 VERBS = {"residual": "add_", "gate": "gated_"}
@@ -63,8 +63,6 @@ def _arguments() -> Iterator[Argument]:
 
 
 ARGUMENTS = tuple(_arguments())
-# Tensors of the input's shape.
-ROWS = tuple(each.name for each in ARGUMENTS if each.kind == "row")
 TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
 # What each argument that is a name may be.
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
@@ -77,6 +75,13 @@ class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default 
     """An operator's arguments for stages, by name and in this order; those left out have their defaults."""
 
     __slots__ = ()
+
+
+def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator would be given, of a verb's arguments by their names: a seed where one would be drawn."""
+    given = {each.name: each.default for each in ARGUMENTS}
+    given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
+    return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
 
 
 def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:

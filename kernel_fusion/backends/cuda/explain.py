@@ -18,7 +18,7 @@ from kernel_fusion.backends.cuda.row_norm_plan import planned
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import path_of, users_table
 from kernel_fusion.core.spec import dtype_name, rounding_for, torch_dtype
-from kernel_fusion.core.stages import ARGUMENTS, compiled_in
+from kernel_fusion.core.stages import compiled_in, of_verb
 
 _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
@@ -36,7 +36,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         out_dtype = torch.float32
     names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual")}
     normalised = torch_dtype(names["residual"] or dtype_name(input.dtype))
-    given = stages_of(arguments) | {"rounding": rounding_for(arguments["rounding"], normalised)}
+    given = of_verb(arguments) | {"rounding": rounding_for(arguments["rounding"], normalised)}
     group_size = arguments.get("group_size")
     specs = planner.family(
         group_size or int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
@@ -58,14 +58,6 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         plan, facts = planned(spec, planner.contiguous_access(spec), device, users)
         lines.append(f"{spec.direction}: {plan}; by {_origin(facts)}")
     return tuple(lines)
-
-
-def stages_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What an operator would be given for its stages, of a verb's arguments: a seed where it would draw one."""
-    given = {each.name: each.default for each in ARGUMENTS}
-    given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
-    draws = bool(given["dropout_p"]) and arguments["training"]
-    return given | {"seed": True if draws else None}
 
 
 def _origin(facts: Facts) -> str:

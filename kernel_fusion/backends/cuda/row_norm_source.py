@@ -8,8 +8,7 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import constant, constants
-from kernel_fusion.core.spec import Access, RowNormSpec, Stages
-from kernel_fusion.core.stages import ROWS
+from kernel_fusion.core.spec import ROWS, Access, RowNormSpec, Stages
 
 _OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in ROWS)
 
@@ -34,10 +33,10 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
 
 
 def _name(spec: RowNormSpec) -> str:
-    stages = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
-    gate = "gate" if spec.gate else IDENTITY
-    first, last = (gate, IDENTITY) if spec.gate_first else (IDENTITY, gate)
-    words = [*stages, first, "rms_norm" if spec.rms else "layer_norm", spec.activation, last]
+    rows = [name for name in ROWS if getattr(spec, name)]
+    before = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
+    first, last = ([], rows) if spec.follows else (rows, [])
+    words = [*before, *first, "rms_norm" if spec.rms else "layer_norm", spec.activation, *last]
     return "_".join(["kf", *(word for word in words if word != IDENTITY), spec.direction, str(spec.cols), spec.x])
 
 
@@ -47,9 +46,8 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types |= {constant(row)[1:]: getattr(spec, row) for row in ROWS}
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
-    # Backward reads the bias for the argument of the activation, or for what the last gate multiplies, alone.
-    types["Bias"] = spec.bias if spec.activation != IDENTITY or (spec.gate and not spec.gate_first) else None
-    pre_x = None if spec.gate else spec.pre_x
+    types["Bias"] = spec.bias if spec.follows else None
+    pre_x = None if spec.beside else spec.pre_x
     return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": pre_x}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 
 from kernel_fusion.core.fields import Names, kinds
-from kernel_fusion.core.spec import Stages
-from kernel_fusion.core.stages import ALONE, ARGUMENTS, ROWS, TENSORS, Argument
+from kernel_fusion.core.spec import FOLLOWING, ROWS, Stages
+from kernel_fusion.core.stages import ALONE, ARGUMENTS, TENSORS, Argument
 
 _TYPES = {"str": "std::string_view", "float": "double", "bool": "bool", "Tensor?": "const OptionalTensor&"}
 _OPTIONS = [each for each in ARGUMENTS if each.type != "Tensor?"]
@@ -64,6 +64,13 @@ def _together() -> str:
         met = ["has_residual", *(_is_there(each) for each in others), *(f"present(t.{other}())" for other in rows)]
         bad.append(f"!(present(t.{row}()) && ({' || '.join(met)}))")
     return " && ".join(bad) or "true"
+
+
+def _follows() -> str:
+    there = {each.name: _is_there(each) for each in _OPTIONS} | {row: f"present(t.{row}())" for row in ROWS}
+    return " || ".join(
+        f"({there[name]} && !o.{unless})" if unless else there[name] for name, unless in FOLLOWING.items()
+    )
 
 
 def _is_there(each: Argument) -> str:
@@ -151,6 +158,11 @@ template <class F> auto with_options(const StageOptions& o, F&& f) {{
 // Whether these go with each other, and with a residual if there is one.
 inline bool go_together(const StageOptions& o, const StageTensors& t, bool has_residual) {{
   return {_together()};
+}}
+
+// Whether something follows norm(x) * weight + bias, so that backward computes that again.
+inline bool follows(const StageOptions& o, const StageTensors& t) {{
+  return {_follows()};
 }}
 
 // What a kernel is compiled for.

@@ -17,8 +17,8 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, vector_of
 from kernel_fusion.backends.cuda.user_table import Row, Table, section
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec, Stages
-from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES, ROWS
+from kernel_fusion.core.spec import ITEMSIZE, ROWS, Access, RowNormSpec, Stages
+from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES
 
 TABLES = Path(__file__).parent / "tuned"
 _TENSORS = ("x", "y", "weight", "bias", "residual")

@@ -12,7 +12,7 @@ from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import formula
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given, rows_in
+from kernel_fusion.core.stages import Given, other_row, rows_in
 
 
 def row_norm(
@@ -107,7 +107,7 @@ def staged_row_norm(
     result. Beside it weight and bias may have a dimension more than is normalised, for groups of columns.
     """
     s = Given(*stages)
-    shape = checks.parameter_shape(input, num_dims, s.gate is not None, weight, bias)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
     affine = weight, bias, eps, weight_offset
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):

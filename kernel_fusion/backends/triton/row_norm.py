@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with their stages or a gate: the operators on the kernels."""
+"""LayerNorm and RMSNorm with their stages: the operators on the kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
-from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import ARGUMENTS, NAMES, ROWS, TENSORS, Given, around, compiled_in, conflict, other_row
+from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
+from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, compiled_in, conflict, other_row
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
@@ -71,7 +71,7 @@ def _takes(
         return False
     if conflict(given, residual):
         return False
-    shape = checks.parameter_shape(input, num_dims, stages.gate is not None, *parameters)
+    shape = checks.parameter_shape(input, num_dims, other_row(stages, None), *parameters)
     rows = *others, *(given[name] for name in ROWS)
     shapes = shaped(shape, *parameters) and shaped(input.shape, *rows)
     types = floating(input, *parameters, *rows) and is_seed(stages.seed)
@@ -120,7 +120,7 @@ def forward(
     takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
     tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
     require("triton_row_norm_fwd", tensors, takes and out_dtype in checks.FLOATING)
-    shape = checks.parameter_shape(input, num_dims, s.gate is not None, weight, bias)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
     grouped, groups = _grouped(shape, num_dims)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
@@ -172,7 +172,7 @@ def backward(
         dy, dh: what arrives at y and at h.
         h: what was normalised, if it was `stored`; else the input, of which it is computed again.
         x: the input, where h was stored and there is a pre-activation.
-        bias: where there is an activation, or a gate that comes last.
+        bias: where something follows it.
     """
     s = Given(*stages)
     other = other_row(s, None)
@@ -181,7 +181,7 @@ def backward(
     takes = takes and _are_statistics(stats, h, num_dims, rms)
     tensors = [dy, dh, h, x, stats, weight, bias, *(getattr(s, name) for name in TENSORS)]
     require("triton_row_norm_bwd", tensors, takes)
-    shape = checks.parameter_shape(h, num_dims, s.gate is not None, weight, bias)
+    shape = checks.parameter_shape(h, num_dims, other, weight, bias)
     grouped, groups = _grouped(shape, num_dims)
     weight_dtype = input_dtype if weight is None else weight.dtype
     dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype
@@ -190,7 +190,8 @@ def backward(
     size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), groups)
     constants = _constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s)
     constants |= {"stored": stored, "grouped": grouped, "flat": rows.simple, "unit": size}
-    fetched = _bytes(dy, dh, h, x, weight, bias, other) + (_bytes(h, other) if s.gate_first else 0)
+    again = (h, other) if other is not None and not Stages(**compiled_in(s._asdict())).follows else ()
+    fetched = _bytes(dy, dh, h, x, weight, bias, other) + _bytes(*again)
     _launch_backward(
         [*read, *map(_flat, (dh, weight, bias)), s.seed, stats], results, numbers, groups, fetched, wants, constants
     )

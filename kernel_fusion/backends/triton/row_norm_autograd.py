@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with their stages or a gate: autograd of the operators, and the verb."""
+"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the verb."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list
     same = ctx.stored and plain and h.dtype == ctx.input_dtype and wants[0]
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
-    reads_bias = s.activation != IDENTITY or s.gate is not None
+    reads_bias = s.activation != IDENTITY or other_row(s, None) is not None
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
         ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
@@ -139,7 +139,7 @@ def staged_row_norm(
     s = Given(*stages)
     args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *s)
     other = other_row(s, residual)
-    shape = checks.parameter_shape(input, num_dims, s.gate is not None, weight, bias)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
     foreign = autograd.needs_definition([input, other, weight, bias], [s.seed])
     groups = shape[0] if len(shape) > num_dims else 1
     if foreign or groups > _MOST_GROUPS or not checks.parameters_fit(shape, weight, bias):

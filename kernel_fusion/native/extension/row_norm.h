@@ -68,10 +68,10 @@ struct BackwardCall : Norm, StageTensors {
 };
 
 // Whether each group of columns, along the dimension before the normalised ones, has parameters of its own: they may have that
-// dimension where there is a gate.
+// dimension where a stage has a row.
 template <class Call> bool is_grouped(const Call& c) {
   const auto has = [&](const OptionalTensor& t) { return present(t) && t->dim() > c.num_dims; };
-  return present(c.gate()) && c.input.dim() > c.num_dims && (has(c.weight) || has(c.bias));
+  return present(c.row()) && c.input.dim() > c.num_dims && (has(c.weight) || has(c.bias));
 }
 template <class Call> int64_t groups_of(const Call& c) {
   return is_grouped(c) ? c.input.size(c.input.dim() - c.num_dims - 1) : 1;

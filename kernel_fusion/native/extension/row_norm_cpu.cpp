@@ -185,7 +185,7 @@ int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const T
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
                         const Given& weight, Tensor& dweight, Tensor& dbias) {
   const auto acc = acc_dtype(call.input);
-  const Given bias(staged && (call.activation || staged->gates_last()) ? call.bias : kAbsent, 0.0, false);
+  const Given bias(staged && follows(call, call) ? call.bias : kAbsent, 0.0, false);
   const int64_t samples = x.rows / args.groups, cols = x.cols * args.groups;
   const int64_t block_rows = rows_of_block(samples, cols, dweight, dbias);
   const int64_t blocks = ceil_div(samples, block_rows), block_elements = block_rows * cols;

@@ -124,7 +124,8 @@ struct BackwardInputs {
       : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)), weight(contiguous(call.weight)),
         stats(call.stats.contiguous()), groups(groups_of(call)) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    if (call.activation || (present(call.gate()) && !call.gate_first && wants_dresidual)) bias = contiguous(call.bias);
+    // The row of a stage asks for it only to have its own gradient.
+    if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = contiguous(call.bias);
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
     if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation))
       other = rows_of(call.other(), call.num_dims);

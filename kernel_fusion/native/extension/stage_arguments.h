@@ -59,6 +59,11 @@ inline bool go_together(const StageOptions& o, const StageTensors& t, bool has_r
   return !(present(t.gate()) && (has_residual || o.pre_activation || o.activation || o.dropout));
 }
 
+// Whether something follows norm(x) * weight + bias, so that backward computes that again.
+inline bool follows(const StageOptions& o, const StageTensors& t) {
+  return o.activation || (present(t.gate()) && !o.gate_first);
+}
+
 // What a kernel is compiled for.
 template <class Spec> void describe(const StageOptions& o, const StageTensors& t, Spec& spec) {
   spec.pre_activation = o.pre_activation;

@@ -115,9 +115,6 @@ struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the argument of the activation are rounded to; the accumulator type: nothing
 
-  // Whether activation(gate) multiplies the result, or what is normalised.
-  bool gates_last() const { return gate().data && !gate_first; }
-  bool gates_first() const { return gate().data && gate_first; }
   bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
 
@@ -134,7 +131,7 @@ struct BackwardStages : Stages {
   bool has_residual;
   const void* x;     // the argument of the pre-activation; null: none
   const void* bias;  // prepared; null: absent
-  void* dresidual;   // the gate's gradient where there is a gate; null: not wanted
+  void* dresidual;   // that of a stage's row where there is one; null: not wanted
   RowLayout x_rows;
   Dtype dx_type;  // that of x as well
 };

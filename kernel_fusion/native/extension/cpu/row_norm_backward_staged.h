@@ -25,10 +25,10 @@ struct Reading {
   Dtype x;  // the type of h as it is read
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
-    has_u = !s.has_residual && (s.pre_activation || s.dropout || s.gates_first());  // what was normalised was kept nowhere
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || gates_first(s));  // what was normalised was kept nowhere
     // z is computed again from what was normalised, without relu on the way; and so is what is rounded or gated.
     const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
-    const bool remakes_z = s.gates_last() || (s.activation && !through_relu);
+    const bool remakes_z = gates_last(s) || (s.activation && !through_relu);
     relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
     makes_h = has_u && !relus.x;
     x = makes_h ? acc : c.x_type;
@@ -43,7 +43,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     fetch(from(dy, start).data, n * size_of(c.dy_type));
     const Target<A> h{kDtypeOf<A>, room + start};
-    if (s.gates_first()) apply_gate(s, row, start, n, from(x, start), h);
+    if (gates_first(s)) apply_gate(s, row, start, n, from(x, start), h);
     else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, h);
   });
   return room;
@@ -65,14 +65,14 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
   const auto *weight = static_cast<const A*>(c.weight), *bias = row.bias;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const Target<A> dz{kDtypeOf<A>, room + start};
-    if (!s.activation && !s.gates_last()) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
+    if (!s.activation && !gates_last(s)) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
     Chunk<A> z;
     if (s.rounds())
       normalize_rounded(s, row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n,
                         AnyResults<A>::at(kDtypeOf<A>, z));
     else
       normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
-    if (s.gates_last()) {
+    if (gates_last(s)) {
       const auto dgate = open_at<A>(dgates, s.gate().type, s.dresidual, index * c.cols + start);
       gate_gradients(s, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dgate, dz);
       return dgates.close(n);
@@ -137,7 +137,7 @@ template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
                      const Row<X, DY>& row, RowResults& dresiduals, RowResults& dxs) {
   using A = AccOf<X>;
-  const bool gated = std::is_same_v<X, A> && s.gates_first();
+  const bool gated = std::is_same_v<X, A> && gates_first(s);
   const bool directly = !gated && s.dx_type == kDtypeOf<X> && (!s.pre_activation || (is_relu(s.pre_activation) && !s.dropout));
   X* const dresidual = s.gate().data ? nullptr : static_cast<X*>(s.dresidual);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
@@ -209,7 +209,7 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   Row<X, DY> rows[Passes::kMostRowsTogether];
   RowResults dresiduals(s.gate().data ? s.gate().type : c.x_type, s.dresidual, c.cols, c.streams);
   RowResults dxs(s.dx_type, c.dx, c.cols, c.streams);
-  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !s.gates_last());
+  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !gates_last(s));
   ColumnSums<A> sums(c);
   Backward of_group = c;
   if (adds_dweight) of_group.dweight = nullptr;

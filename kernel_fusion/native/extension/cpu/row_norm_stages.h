@@ -53,6 +53,10 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
   run_values(loop, n);
 }
 
+// Whether activation(gate) multiplies what is normalised, or the result.
+inline bool gates_first(const Stages& s) { return s.gate().data && s.gate_first; }
+inline bool gates_last(const Stages& s) { return s.gate().data && !s.gate_first; }
+
 template <class A>
 ChainLoop<A> gate_loop(const Stages& s, int64_t row, int64_t start, const Source<A>& x, const Target<A>& first) {
   ChainLoop<A> loop;
