@@ -161,13 +161,13 @@ template <class S> struct Accumulators {
   }
 };
 
-// The gate of a sample, the last one past the end: where it lies, and its vectors, kept as those of x are.
-template <class S, class T = Gate<S>> struct GateOfRow {
+// The factor of a sample, that of the last one past the end: where it lies, and its vectors, kept as those of x are.
+template <class S, class T = Factor<S>> struct FactorOfRow {
   const Place<S>& at;
   const T* row;
   Pack<T, S::kVec> kept[S::kResident ? Place<S>::kVectors : 1];
 
-  __device__ GateOfRow(const RowNormBwdArgs& args, const Place<S>& at, i64 sample) : at(at) {
+  __device__ FactorOfRow(const RowNormBwdArgs& args, const Place<S>& at, i64 sample) : at(at) {
     static_assert(!S::kPrefetch);
     const i64 index = row_of_sample<S>(args, min(sample, args.rows - 1));
     row = static_cast<const T*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, index);
@@ -181,8 +181,8 @@ template <class S, class T = Gate<S>> struct GateOfRow {
     else return load(i);
   }
 };
-template <class S> struct GateOfRow<S, absent> {
-  __device__ GateOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
+template <class S> struct FactorOfRow<S, absent> {
+  __device__ FactorOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
 };
 
 // A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the last
@@ -320,14 +320,14 @@ template <class S> struct BackwardColumns {
   }
 
   // A row's sums of this thread's columns, and what they add to those of the columns.
-  __device__ RowSums<A> first_pass(const Row& now, const GateOfRow<S>& gate, const Normalize<S>& normalize, i64 row) {
+  __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
       widen_row<S>(before, now.x(at, i), row, at.col(i), x);
       widen_pack(now.dy(at, i), dys);
-      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, gate(i), x, dys);
+      if constexpr (kPresent<Factor<S>>) apply_factor<S>(before, factor(i), x, dys);
       weights.get(i, weight);
       biases.get(i, bias);
 #pragma unroll
@@ -346,7 +346,7 @@ template <class S> struct BackwardColumns {
   }
 
   // The gradients of a row, from its sums.
-  __device__ void second_pass(const Row& now, const GateOfRow<S>& gate, const Normalize<S>& normalize, i64 row, A total_g,
+  __device__ void second_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row, A total_g,
                               A total_gx) {
     const Derivative<S> derivative(normalize, total_g, total_gx);
     const Outgoing<S> outgoing(args, before.dropout, row);
@@ -354,15 +354,15 @@ template <class S> struct BackwardColumns {
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
       read(now, row, i, x, dy, weight, bias);
-      if constexpr (kPresent<Gate<S>>) {
-        if (now.is_live()) outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate(i));
-        apply_gate<S>(before, gate(i), x, dy);
+      if constexpr (kPresent<Factor<S>>) {
+        if (now.is_live()) outgoing.last_factor(normalize, at.col(i), dy, x, weight, bias, factor(i));
+        apply_factor<S>(before, factor(i), x, dy);
       }
       replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-      if constexpr (kGateFirst<S>) {
-        if (now.is_live()) outgoing.first_gate(at.col(i), g, now.x(at, i), gate(i));
+      if constexpr (kFactorFirst<S>) {
+        if (now.is_live()) outgoing.first_factor(at.col(i), g, now.x(at, i), factor(i));
       } else {
         if (now.is_live()) outgoing(at.col(i), g, now.dh(args, at, row, i), now.pre_x(args, at, row, i));
       }
@@ -405,10 +405,10 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
     } else {
       now.fetch(args, at, sample);
     }
-    const GateOfRow<S> gate(args, at, sample);
+    const FactorOfRow<S> factor(args, at, sample);
     // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
     const Normalize<S> normalize{now.mean, now.is_live() ? now.rstd : A(0)};
-    RowSums<A> row_sums = columns.first_pass(now, gate, normalize, row);
+    RowSums<A> row_sums = columns.first_pass(now, factor, normalize, row);
     if constexpr (S::kDX || S::kDResidual) {
       if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
       else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
@@ -418,7 +418,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
         exchange.barrier();
         exchange.sum_pairs(at.lane, pairs[buffer], row_sums.g, row_sums.gx);
       }
-      columns.second_pass(now, gate, normalize, row, row_sums.g, row_sums.gx);
+      columns.second_pass(now, factor, normalize, row, row_sums.g, row_sums.gx);
     }
   }
 

@@ -134,7 +134,7 @@ template <class S> struct StreamedBackward {
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dy[kVec], weight[kVec], bias[kVec];
       read(row, slot, i, x, dy, weight, bias);
-      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, ring.other(row, slot, i), x, dy);
+      if constexpr (kPresent<Factor<S>>) apply_factor<S>(before, ring.other(row, slot, i), x, dy);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         // Past the row's end dy is zero, and xhat finite until it is rounded.
@@ -163,15 +163,15 @@ template <class S> struct StreamedBackward {
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
         read(row, slot, i, x, dy, weight, bias);
-        if constexpr (kPresent<Gate<S>>) {
-          const auto gate = ring.other(row, slot, i);
-          outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate);
-          apply_gate<S>(before, gate, x, dy);
+        if constexpr (kPresent<Factor<S>>) {
+          const auto factor = ring.other(row, slot, i);
+          outgoing.last_factor(normalize, at.col(i), dy, x, weight, bias, factor);
+          apply_factor<S>(before, factor, x, dy);
         }
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if constexpr (kGateFirst<S>) outgoing.first_gate(at.col(i), g, ring.x(row, slot, i), ring.other(row, slot, i));
+        if constexpr (kFactorFirst<S>) outgoing.first_factor(at.col(i), g, ring.x(row, slot, i), ring.other(row, slot, i));
         else outgoing(at.col(i), g, ring.dh_rows.at(row, slot, at.col(i)), ring.pre_x(row, slot, i));
       }
     }

@@ -91,7 +91,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   const Before<S, typename S::Y> before(args);
   const auto row_at = [&](i64 row, int slot, int i) {
     const int col = at.col(i);
-    if constexpr (kGateLast<S>) return before(x.at(row, slot, col), {}, row, col);
+    if constexpr (kFactorLast<S>) return before(x.at(row, slot, col), {}, row, col);
     else return before(x.at(row, slot, col), other.at(row, slot, col), row, col);
   };
   ColumnParameters<S> of(args, at);
@@ -119,9 +119,9 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
       if constexpr (kPresent<typename S::Bias>) keep_packed(of.biases[i]);
       const auto h = row_at(row, slot, i);
       if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
-      Pack<LastGate<S>, kVec> gate{};
-      if constexpr (kGateLast<S>) gate = other.at(row, slot, at.col(i));
-      affine.unrounded(h, of.weights[i], of.biases[i], gate, args.weight_offset, y);
+      Pack<LastFactor<S>, kVec> factor{};
+      if constexpr (kFactorLast<S>) factor = other.at(row, slot, at.col(i));
+      affine.unrounded(h, of.weights[i], of.biases[i], factor, args.weight_offset, y);
     };
     store_y<S>(y_row, at, y_at);
   };

@@ -74,14 +74,14 @@ class RowNorm(Constants, Stages):
     grouped: bool = False
 
     @property
-    def first_gate(self) -> bool:
-        """Whether there is a gate that comes before the norm."""
-        return self.gate is not None and self.gate_first
+    def first_factor(self) -> bool:
+        """Whether a row of a stage is a factor of what is normalised."""
+        return self.beside is not None and not self.follows
 
     @property
-    def last_gate(self) -> bool:
-        """Whether there is a gate that comes after it."""
-        return self.gate is not None and not self.gate_first
+    def last_factor(self) -> bool:
+        """Whether it is one of the result."""
+        return self.beside is not None and self.follows
 
     @property
     def aligned(self) -> bool:
