@@ -103,13 +103,13 @@ _STAGES: dict[str, dict[str, Any]] = {
     "add": {"residual": "bf16"},
     "add-f32": {"residual": "f32"},
     "add-dropout": {"residual": "bf16", "dropout": True, "rms": True},
-    "hf": {"hf": True},
+    "hf": {"rounding": "hf"},
     "gate": {"gate": "bf16", "gate_activation": "silu"},
     "gate-f32": {"gate": "f32", "gate_activation": "silu", "grouped": True},
     "gate-first": {"gate": "bf16", "gate_activation": "silu", "gate_first": True, "grouped": True, "rms": True},
     "gate-first-f32": {"gate": "f32", "gate_activation": "mish", "gate_first": True},
-    "hf-gate": {"hf": True, "gate": "bf16", "gate_activation": "sigmoid"},
-    "hf-add-silu": {"hf": True, "residual": "bf16", "activation": "silu"},
+    "hf-gate": {"rounding": "hf", "gate": "bf16", "gate_activation": "sigmoid"},
+    "hf-add-silu": {"rounding": "hf", "residual": "bf16", "activation": "silu"},
     "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},
 }
 

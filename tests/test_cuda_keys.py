@@ -35,13 +35,15 @@ from kernel_fusion.core.spec import (
 # Of each kind of kernel one, no two fields with one meaning alike.
 KEYS: dict[str, tuple[Any, Any]] = {
     "inference": (
-        RowNormSpec("inference", False, 96, "bf16", "f16", "f32", None, True, (False, False, False), hf=True),
+        RowNormSpec("inference", False, 96, "bf16", "f16", "f32", None, True, (False, False, False), rounding="hf"),
         Access(x=2, strided_x=True),
     ),
     "forward": (
         RowNormSpec(
-            *("forward", True, 96, "bf16", "bf16", "f32", None, False, (False, False, False)),
-            *("f32", "silu", "gelu", True),
+            *("forward", True, 96, "bf16", "bf16", "f32", None, False, (False, False, False), "f32"),
+            pre_activation="silu",
+            activation="gelu",
+            dropout=True,
         ),
         Access(y=4, residual=8, strided_residual=True),
     ),

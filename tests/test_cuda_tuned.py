@@ -51,11 +51,11 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"residual": "f32"},
     {"residual": "bf16", "dropout": True},
     {"dropout": True},
-    {"hf": True},
-    {"hf": True, "activation": "silu"},
+    {"rounding": "hf"},
+    {"rounding": "hf", "activation": "silu"},
     {"gate": "bf16", "gate_activation": "silu"},
     {"gate": "f32", "gate_activation": "silu"},
-    {"gate": "f32", "gate_activation": "silu", "gate_first": True, "hf": True},
+    {"gate": "f32", "gate_activation": "silu", "gate_first": True, "rounding": "hf"},
 )
 
 

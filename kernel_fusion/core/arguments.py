@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kernel_fusion.core import checks
-from kernel_fusion.core.activations import CODES, IDENTITY
-from kernel_fusion.core.spec import ROUNDINGS
+from kernel_fusion.core import checks, stages
 
 _NAMES: dict[str, Collection[str]] = {
-    "activation": CODES,
-    "pre_activation": CODES,
-    "gate_activation": CODES,
+    **stages.NAMES,
     "combine": ("first", "add", "mul", "gate"),
     "kind": ("sum_squared", "mean_abs"),
-    "rounding": ROUNDINGS,
 }
 
 
@@ -52,8 +47,9 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
         _num_dims(operator, arguments["input"], arguments["num_dims"])
     if "dropout_p" in arguments:
         _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
-    if arguments.get("gate") is not None:
-        _gated(operator, arguments)
+    if found := stages.conflict(arguments, arguments.get("residual", arguments.get("has_residual"))):
+        name = found[0] if found[0] in arguments else "has_residual"
+        raise RuntimeError(f"kernel_fusion::{operator}: `{name}` does not go with a `{found[1]}`")
     if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
         raise TypeError(
             f"kernel_fusion::{operator}: `b` must be None where `combine` is 'first', and a tensor elsewhere"
@@ -75,13 +71,6 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
         raise RuntimeError(
             f"kernel_fusion::{operator}: `seed` must be one int64, of shape [1], got {seed.dtype} {list(seed.shape)}"
         )
-
-
-def _gated(operator: str, arguments: Mapping[str, Any]) -> None:
-    others = {"residual": None, "has_residual": False, "seed": None, "pre_activation": IDENTITY, "activation": IDENTITY}
-    for name, absent in others.items():
-        if arguments.get(name, absent) != absent:
-            raise RuntimeError(f"kernel_fusion::{operator}: `{name}` does not go with a `gate`")
 
 
 def memory(t: Tensor) -> None:

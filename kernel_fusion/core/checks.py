@@ -15,7 +15,8 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
-from kernel_fusion.core.spec import ROUNDINGS
+from kernel_fusion.core.spec import ROUNDINGS, ROWS
+from kernel_fusion.core.stages import VERBS, Given
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)
@@ -89,9 +90,9 @@ def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | N
     return all(list(p.shape) == list(shape) for p in (weight, bias) if p is not None)
 
 
-def parameter_shape(input: Tensor, num_dims: int, gated: bool, *parameters: Tensor | None) -> list[int]:
-    """The shape of weight and bias: the normalised one; beside a gate they may have a dimension of groups before it."""
-    grouped = gated and any(p is not None and p.dim() > num_dims for p in parameters)
+def parameter_shape(input: Tensor, num_dims: int, row: Tensor | None, *parameters: Tensor | None) -> list[int]:
+    """The shape of weight and bias: the normalised one; beside a stage's row they may also have one of groups."""
+    grouped = row is not None and any(p is not None and p.dim() > num_dims for p in parameters)
     return list(input.shape[max(0, input.dim() - num_dims - grouped) :])
 
 
@@ -121,7 +122,7 @@ def row_norm(
 def staged_row_norm(
     input: Tensor,
     residual: Tensor | None,
-    gate: Tensor | None,
+    stages: Given,
     weight: Tensor | None,
     bias: Tensor | None,
     weight_offset: float,
@@ -129,15 +130,16 @@ def staged_row_norm(
     rms: bool,
 ) -> None:
     """Raise unless the tensors of a norm and its stages go together; their shapes apart, but for the other row's."""
-    prefix = "gated_" if gate is not None else "" if residual is None else "add_"
-    verb = prefix + ("rms_norm" if rms else "layer_norm")
+    rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
+    prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
+    verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
     row_norm(verb, input, weight, bias, weight_offset, out_dtype)
-    other_row(verb, "residual", input, residual)
-    other_row(verb, "gate", input, gate)
+    for name, row in rows.items():
+        other_row(verb, name, input, row)
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
-    """Raise unless a residual or a gate has the input's shape and device, and a dtype that goes with the input's."""
+    """Raise unless another row has the input's shape and device, and a dtype that goes with the input's."""
     if other is None:
         return
     if other.shape != input.shape:

@@ -76,6 +76,18 @@ def kinds(owner: type) -> dict[str, Any]:
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(owner)}
 
 
+@cache
+def marks(owner: type) -> dict[str, Any]:
+    """What the annotation of a field says beside its kind, of those that say something."""
+    found = {}
+    for name, hint in get_type_hints(owner, include_extras=True).items():
+        args = get_args(hint)
+        said: tuple[Any, ...] = getattr(args[0] if NoneType in args else hint, "__metadata__", ())
+        if len(said) > 1:
+            found[name] = said[1]
+    return found
+
+
 def _kind(hint: Any) -> Any:
     if hint in (int, bool) or is_struct(hint):
         return hint

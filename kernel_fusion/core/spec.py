@@ -9,13 +9,13 @@ length rounded up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args
 
 import torch
 
 from kernel_fusion.core.activations import CODES, IDENTITY
-from kernel_fusion.core.fields import Names, Several
+from kernel_fusion.core.fields import Names, Several, marks
 
 # The names of element types, the same in Python and CUDA. Kernels have two more: booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -29,10 +29,20 @@ _BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
 # The kinds of fields that are names.
 _PYTORCH = ("Half", "BFloat16", "Float", "Double", "Bool", "Bit")
-Dtype = Annotated[str, Names("Dtype", (*DTYPES, BOOLEAN, BITS), enumerators=_PYTORCH, optional=True)]
+_DTYPES = Names("Dtype", (*DTYPES, BOOLEAN, BITS), enumerators=_PYTORCH, optional=True)
+Dtype = Annotated[str, _DTYPES]
 Activation = Annotated[str, Names(None, tuple(CODES))]
 _Direction = Literal["inference", "forward", "backward", "backward_weight"]
 Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
+# Where a norm rounds: "once", at its store; or as Hugging Face's norms, the normalised value to its own dtype, and its
+# product with the weight to the promoted dtype of the two.
+ROUNDINGS = ("once", "hf")
+Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
+# Dropout. An operator has two arguments for it, a probability and a seed.
+Dropout = Annotated[bool, bool, "dropout"]
+# A tensor of the input's shape, in a spec its dtype. An operator's argument; names that begin with its name are its
+# options.
+Row = Annotated[str, _DTYPES, "row"]
 # act(a), act(a + b), act(a * b), act(a) * b
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
 # How an operand meets a vector of the iteration: it lies in the order of the iteration; its rows (innermost dimension)
@@ -52,11 +62,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
-# Where a norm rounds: "once", at its store; or as Hugging Face's norms, the normalised value to its own dtype, and its
-# product with the weight to the promoted dtype of the two.
-ROUNDINGS = ("once", "hf")
-
-
 def rounding_for(rounding: str, dtype: torch.dtype) -> str:
     """The rounding that differs from "once" for norms of tensors of this dtype: in the compute type none does."""
     return rounding if dtype in (torch.float16, torch.bfloat16) else "once"
@@ -67,8 +72,59 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Stages:
+    """What stands around a norm beside a residual: the one list of it. What is not there has its default.
+
+    core/stages.py makes the arguments of operators of it, for Python and C++; backends/cuda/headers.py the structs.
+
+    Attributes:
+        pre_activation, activation: names, "identity" for none.
+        dropout: whether there is dropout between pre_activation and residual.
+        rounding: one of `ROUNDINGS`.
+        gate: what multiplies; backward computes its gradient as that of the other row.
+        gate_activation: what is applied to the gate before it multiplies.
+        gate_first: whether it multiplies x, and not what comes of the norm.
+    """
+
+    pre_activation: Activation = IDENTITY
+    activation: Activation = IDENTITY
+    dropout: Dropout = False
+    rounding: Rounding = "once"
+    gate: Row | None = None
+    gate_activation: Activation = IDENTITY
+    gate_first: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether something stands around the norm; another rounding does not."""
+        return any(getattr(self, f.name) != f.default for f in fields(Stages) if f.name != "rounding")
+
+    @property
+    def beside(self) -> str | None:
+        """The dtype of the row that a stage reads beside x."""
+        return next((dtype for name in ROWS if (dtype := getattr(self, name)) is not None), None)
+
+    @property
+    def changes_x(self) -> bool:
+        """Whether a stage changes x before anything is added to it."""
+        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
+
+    @property
+    def follows(self) -> bool:
+        """Whether a stage follows norm(x) * weight + bias, so that backward computes that again."""
+        there = (name for name in FOLLOWING if getattr(self, name) not in (None, IDENTITY))
+        return any((unless := FOLLOWING[name]) is None or not getattr(self, unless) for name in there)
+
+
+# The tensors among them.
+ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
+# What follows norm(x) * weight + bias, and the option that moves it to x.
+FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
+
+
 @dataclass(frozen=True)
-class RowNormSpec:
+class RowNormSpec(Stages):
     """One row-norm kernel: LayerNorm or RMSNorm, in one direction, for one row length and set of dtypes.
 
     Attributes:
@@ -81,14 +137,8 @@ class RowNormSpec:
         offset: whether a weight_offset is added.
         grads: which of (dx, dweight, dbias) backward computes.
         residual: dtype of the residual and of h, their sum, or None.
-        pre_activation, activation: names, "identity" for none.
-        dropout: whether there is dropout between pre_activation and residual.
         dh: whether backward is given a gradient of h beside that of y.
-        dresidual: whether backward computes the gradient of the residual.
-        hf: whether the normalised value and its product with the weight are rounded (`rounding="hf"`).
-        gate: dtype of the gate, or None; its gradient is that of the other row, so `dresidual` asks for it.
-        gate_activation: what is applied to the gate before it multiplies.
-        gate_first: whether it multiplies x, and not what comes of the norm.
+        dresidual: whether backward computes the gradient of the residual, or of the gate.
         grouped: whether a row is a group of columns, whose weight and bias are others than those of its neighbours.
     """
 
@@ -102,15 +152,8 @@ class RowNormSpec:
     offset: bool = False
     grads: tuple[bool, bool, bool] = (True, True, True)
     residual: Dtype | None = None
-    pre_activation: Activation = IDENTITY
-    activation: Activation = IDENTITY
-    dropout: bool = False
     dh: bool = False
     dresidual: bool = False
-    hf: bool = False
-    gate: Dtype | None = None
-    gate_activation: Activation = IDENTITY
-    gate_first: bool = False
     grouped: bool = False
 
     @property
@@ -119,15 +162,9 @@ class RowNormSpec:
         return "f64" if self.x == "f64" else "f32"
 
     @property
-    def changes_x(self) -> bool:
-        """Whether a stage changes x before anything is added to it."""
-        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
-
-    @property
     def has_stages(self) -> bool:
         """Whether there is anything around the norm."""
-        others = self.residual is not None or self.gate is not None
-        return others or self.changes_x or self.activation != IDENTITY
+        return self.residual is not None or self.any
 
     @property
     def row(self) -> str:
@@ -138,22 +175,21 @@ class RowNormSpec:
 
     @property
     def pre_x(self) -> str | None:
-        """The type of what backward reads beside the normalised row: the gate, or x for the slope of an activation."""
-        if self.gate is not None:
-            return self.gate
+        """The type of what backward reads beside the normalised row: a stage's, or x for the slope of an activation."""
+        if self.beside is not None:
+            return self.beside
         return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
 
     def __str__(self) -> str:
         norm = "rms_norm" if self.rms else "layer_norm"
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
-        stages = [f"residual={self.residual}"] if self.residual else []
-        stages += [f"pre_activation={self.pre_activation}"] if self.pre_activation != IDENTITY else []
-        stages += [f"activation={self.activation}"] if self.activation != IDENTITY else []
-        stages += [f"gate={self.gate} {self.gate_activation}"] if self.gate else []
-        flags = ("dropout", "dh", "dresidual", "hf", "gate_first", "grouped")
-        stages += [name for name in flags if getattr(self, name)]
-        return ", ".join([text, *stages]) + "]"
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "grouped"):
+            value = getattr(self, name)
+            if value != defaults[name]:
+                text += f", {name}" if value is True else f", {name}={value}"
+        return text + "]"
 
 
 @dataclass(frozen=True)
@@ -164,8 +200,8 @@ class Access:
         x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
-        residual: alignment of the residual or the gate (forward), or of dh (backward).
-        pre_x: alignment of what backward reads beside the normalised row, which is called x: the gate, or x beside h.
+        residual: alignment of the residual or a stage's row (forward), or of dh (backward).
+        pre_x: alignment of what backward reads beside the normalised row, called x: a stage's row, or x beside h.
         strided_residual, strided_pre_x: as strided_x.
     """
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
-from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import rounding_for
+from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.row_norm import Norm, explain_norm, resolved
 from kernel_fusion.operators.dispatch import operator
@@ -155,8 +155,8 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
             x, g = (t.unflatten(-1, (-1, group_size)) for t in (x, g))
             w, b = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (w, b))
         affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
-        stages = IDENTITY, IDENTITY, 0.0, None, rounding_for(rounding, input.dtype)
-        y: Tensor = serve(x, None, *affine, *stages, g, name, first)[0]
+        stages = Given(rounding=rounding_for(rounding, input.dtype), gate=g, gate_activation=name, gate_first=first)
+        y: Tensor = serve(x, None, *affine, *stages)[0]
         # Nobody else has y, so its other shape need not be a view.
         return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
     except checks.REFUSALS as error:

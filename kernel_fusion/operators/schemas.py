@@ -12,23 +12,19 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends import eager
-from kernel_fusion.core import arguments
+from kernel_fusion.core import arguments, stages
 from kernel_fusion.core.spec import compute_dtype
 
 # Not SymInt[] shapes but the number of normalised dimensions: a new row count then never means a new trace.
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
-_STAGES = "str pre_activation, str activation, float dropout_p, Tensor? seed"
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
-# Last, where cached graphs do not yet have it.
-_LAST = "str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False"
-_PART_STAGES = "str pre_activation='identity', str activation='identity', float dropout_p=0., Tensor? seed=None"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
     # Both norms with what stands around them. `residual` of the result is h, without elements where none was given.
     # Beside a gate, weight and bias may have a dimension more than is normalised: one of groups, each with its own.
-    "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {_STAGES}, {_LAST}) "
+    "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
@@ -41,12 +37,12 @@ VERBS = {
 # itself where there are a residual and a pre-activation, and bias where there is an activation or a gate. `dresidual`
 # is the gradient of the other row, which may also be the gate.
 PARTS = {
-    # Compiled graphs that PyTorch has cached hold calls of these by position: their arguments may grow, but not move.
-    "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {_PART_STAGES}, {_LAST}) "
+    # Compiled graphs that PyTorch has cached hold calls of these by position: arguments may be added last, not moved.
+    "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
-    f"Tensor? bias=None, bool has_residual=False, {_PART_STAGES}, {_LAST}) "
+    f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
     # `bits` of what backward needs of a and b: whether the slope of the activation, which has two values, is that at 1.
     # Backward takes them, or a result whose value tells the slope, as the operand of a chain of one.

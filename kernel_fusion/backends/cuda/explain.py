@@ -17,8 +17,8 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.row_norm_plan import planned
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import path_of, users_table
-from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import dtype_name, rounding_for, torch_dtype
+from kernel_fusion.core.stages import compiled_in, of_verb
 
 _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
@@ -34,7 +34,9 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         out_dtype = torch.float32
-    names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual", "gate")}
+    names = {name: _dtype(arguments.get(name)) for name in ("weight", "bias", "residual")}
+    normalised = torch_dtype(names["residual"] or dtype_name(input.dtype))
+    given = of_verb(arguments) | {"rounding": rounding_for(arguments["rounding"], normalised)}
     group_size = arguments.get("group_size")
     specs = planner.family(
         group_size or int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
@@ -43,13 +45,9 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         rms=verb.endswith("rms_norm"),
         y=dtype_name(out_dtype or input.dtype),
         residual=names["residual"],
-        **{name: arguments.get(name) or IDENTITY for name in ("pre_activation", "activation", "gate_activation")},
-        dropout=bool(arguments.get("dropout_p")) and arguments["training"],
+        **compiled_in(given),
         offset=arguments["weight_offset"] != 0,
-        gate=names["gate"],
-        gate_first=bool(arguments.get("gate_first")),
         grouped=group_size is not None and bool(names["weight"] or names["bias"]),
-        hf=rounding_for(arguments["rounding"], torch_dtype(names["residual"] or dtype_name(input.dtype))) == "hf",
     )
     device, lines = Device.of(input.device.index), []
     for spec in specs[1:]:

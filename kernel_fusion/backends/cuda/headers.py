@@ -1,4 +1,4 @@
-"""The C++ half of the fields, as two headers: names for host and device, and the structs that the host fills.
+"""The C++ half of the fields, as headers: names for host and device, and the structs that the host fills.
 
 `python -m kernel_fusion.backends.cuda.headers` writes them. They are kept in git, and a test compares.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from kernel_fusion.backends.cuda import sum_partials
+from kernel_fusion.backends.cuda import stage_headers, sum_partials
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.planner import KERNELS
@@ -110,7 +110,25 @@ def texts() -> dict[Path, str]:
         includes='#include "shared/names.h"\n\n',
         body="\n".join(_struct(owner, numbers.get(owner)) for owner in structs) + _constants(constants),
     )
-    return {_NATIVE / "shared" / "names.h": names, _NATIVE / "extension" / "cuda" / "specs.h": specs}
+    unformatted = "// clang-format off\n"
+    about = "The stages around a norm, which core/spec.py lists"
+    options = _FRAME.format(
+        about=f"{about}: what is no tensor, without a library.",
+        includes=f'{unformatted}#include <array>\n\n#include "stages.h"\n\n',
+        body=stage_headers.options(),
+    )
+    arguments = _FRAME.format(
+        about=f"{about}: an operator's arguments for them, and what a call has of them.",
+        includes=f'{unformatted}#include <array>\n\n#include "operators.h"\n#include "stage_options.h"\n\n',
+        body=stage_headers.arguments(),
+    )
+    extension = _NATIVE / "extension"
+    return {
+        _NATIVE / "shared" / "names.h": names,
+        extension / "cuda" / "specs.h": specs,
+        extension / "stage_options.h": options,
+        extension / "stage_arguments.h": arguments,
+    }
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: i
 def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
     """Types and alignments of the tensors whose rows a slot holds."""
     if spec.direction != "backward":
-        other = spec.residual or spec.gate
+        other = spec.residual or spec.beside
         return [(spec.x, access.x)] + ([(other, access.residual)] if other else [])
     tensors = [(spec.row, access.x), (spec.y, access.y)]
     tensors += [(spec.row, access.residual)] if spec.dh else []

@@ -149,9 +149,9 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
-    # A gate counts twice, as it is a factor and has a gradient.
-    gate = 2 * ITEMSIZE[spec.gate] if spec.gate else 0
-    held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + gate)
+    # The row of a stage counts twice, as it is a factor and has a gradient.
+    beside = 2 * ITEMSIZE[spec.beside] if spec.beside else 0
+    held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
     fits = not scarce or held + (2 * elements * acc if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
     # Rows that share a block keep their sums in registers: shared memory is where the block adds them up.

@@ -13,7 +13,7 @@ from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
 _MAX_STREAMED_ELEMENTS = 32  # of a thread, in 128 registers
-_MAX_HELD = 256  # bytes of x, parameters and last gate that a thread of 128 registers holds at once
+_MAX_HELD = 256  # bytes of x, parameters and the row that goes with them that a thread of 128 registers holds at once
 # Rows of which a block takes many together: about so many bytes of them, and so many elements of a row per lane, whose
 # weight and bias then stay in its registers, or up to twice as many without these.
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
@@ -40,11 +40,11 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     if few is not None:
         yield _streamed(facts.also(few_warps=True).of(few))
     tree = _tree(facts)
-    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.gate, spec.y)
+    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.y)
     if facts.of(tree).tuned("twice", False):
         yield _read_twice(facts, _one_block(facts, tree).narrowed(spec.cols, in_16_bytes))
-    wide_gate = spec.gate is not None and ITEMSIZE[spec.gate] > facts.itemsize
-    most = 24 if spec.changes_x and (spec.residual or wide_gate) else _MAX_STREAMED_ELEMENTS
+    wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize
+    most = 24 if spec.changes_x and (spec.residual or wide_beside) else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
         # x comes from shared memory and the parameters from registers, so y alone asks for shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
@@ -72,7 +72,7 @@ def _tiled(facts: Facts) -> Plan | None:
     """Short rows of narrow vectors, of which a block takes many together, with nothing beside them."""
     spec, vec, itemsize = facts.spec, facts.vec, facts.itemsize
     longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
-    alone = spec.residual is None and spec.gate is None and not spec.grouped
+    alone = spec.residual is None and spec.beside is None and not spec.grouped
     applies = facts.device.has_clusters and spec.acc == "f32" and alone
     if not applies or vec * itemsize > 4 or spec.cols > longest * vec:
         return None
@@ -146,11 +146,11 @@ def _direct(facts: Facts) -> Plan:
 
 
 def _loads_ahead(facts: Facts) -> bool:
-    """Whether a thread has registers for parameters beside x; the last gate, which comes with them, is worth more."""
+    """Whether a thread has registers for parameters beside x; a row that comes with them is worth more."""
     spec, elements = facts.spec, facts.tree.elements
-    if spec.gate is None or spec.gate_first:
+    if spec.beside is None or spec.changes_x:
         return elements <= 16
-    held = sum(ITEMSIZE[dtype] for dtype in (spec.x, spec.weight, spec.bias, spec.gate) if dtype)
+    held = sum(ITEMSIZE[dtype] for dtype in (spec.x, spec.weight, spec.bias, spec.beside) if dtype)
     return elements * held <= _MAX_HELD
 
 

@@ -156,8 +156,8 @@ def family(
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
     specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
-    added, gated = specs[-1].residual is not None, specs[-1].gate is not None
-    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or gated)]
+    added, beside = specs[-1].residual is not None, specs[-1].beside is not None
+    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or beside)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
@@ -203,7 +203,7 @@ def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))
-    other = spec.residual or spec.gate
+    other = spec.residual or spec.beside
     h = _row_alignment(spec.cols, other) if other else 16
     if not spec.direction.startswith("backward"):
         return Access(x=x, y=y, residual=h)

@@ -290,9 +290,7 @@ class RowNorm(torch.autograd.Function):
         wants = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         if torch.is_grad_enabled():
             affine = (num_dims, weight, bias, eps, weight_offset, dy.dtype, rms)
-            y, _ = torch.ops.kernel_fusion.staged_row_norm_reference(
-                input, None, *affine, "identity", "identity", 0.0, None
-            )
+            y, _ = torch.ops.kernel_fusion.staged_row_norm_reference(input, None, *affine)
             leaves = [t for t, wanted in zip((input, weight, bias), wants, strict=True) if wanted]
             found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True))
             results = [next(found) if wanted else None for wanted in wants]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.fields import constants
-from kernel_fusion.core.spec import Access, RowNormSpec
+from kernel_fusion.core.fields import constant, constants
+from kernel_fusion.core.spec import ROWS, Access, RowNormSpec, Stages
+
+_OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in ROWS)
 
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
-        **constants(
-            spec, "rms", "cols", "offset", "pre_activation", "activation", "gate_activation", "dropout", "hf", "grouped"
-        ),
+        **constants(spec, "rms", "cols", "offset", "grouped", *_OPTIONS),
         **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,
@@ -31,24 +33,21 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
 
 
 def _name(spec: RowNormSpec) -> str:
-    stages = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
-    gate = "gate" if spec.gate else IDENTITY
-    first, last = (gate, IDENTITY) if spec.gate_first else (IDENTITY, gate)
-    words = [*stages, first, "rms_norm" if spec.rms else "layer_norm", spec.activation, last]
+    rows = [name for name in ROWS if getattr(spec, name)]
+    before = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
+    first, last = ([], rows) if spec.follows else (rows, [])
+    words = [*before, *first, "rms_norm" if spec.rms else "layer_norm", spec.activation, *last]
     return "_".join(["kf", *(word for word in words if word != IDENTITY), spec.direction, str(spec.cols), spec.x])
 
 
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "Row": spec.row, "Residual": spec.residual}
     types["Weight"] = spec.weight
-    types |= (
-        {"FirstGate": spec.gate, "LastGate": None} if spec.gate_first else {"FirstGate": None, "LastGate": spec.gate}
-    )
+    types |= {constant(row)[1:]: getattr(spec, row) for row in ROWS}
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
-    # Backward reads the bias for the argument of the activation, or for what the last gate multiplies, alone.
-    types["Bias"] = spec.bias if spec.activation != IDENTITY or types["LastGate"] else None
-    pre_x = None if spec.gate else spec.pre_x
+    types["Bias"] = spec.bias if spec.follows else None
+    pre_x = None if spec.beside else spec.pre_x
     return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": pre_x}
 
 

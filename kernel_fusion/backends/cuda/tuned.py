@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, vector_of
 from kernel_fusion.backends.cuda.user_table import Row, Table, section
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
+from kernel_fusion.core.spec import ITEMSIZE, ROWS, Access, RowNormSpec, Stages
+from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES
 
 TABLES = Path(__file__).parent / "tuned"
-_BESIDE = ("residual", "gate")  # rows that are read beside x
+_TENSORS = ("x", "y", "weight", "bias", "residual")
+_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "grouped")
 
 
 class Facts:
@@ -37,13 +40,12 @@ class Facts:
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
-        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in ("x", "y", "weight", "bias", *_BESIDE)}
-        flags = ("rms", "offset", "dropout", "changes_x", "dh", "dresidual", "hf", "gate_first", "grouped")
-        names = ("cols", "pre_activation", "activation", "gate_activation", *flags)
-        self.known: dict[str, Any] = size | {name: getattr(spec, name) for name in names}
+        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS)}
+        stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
+        self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
         self.known |= {
             "stages": spec.has_stages,
-            "costly": not {spec.pre_activation, spec.activation, spec.gate_activation} <= {IDENTITY, "relu"},
+            "costly": not {stages[name] for name in ACTIVATIONS_OF_STAGES} <= {IDENTITY, "relu"},
             "like_x": spec.y == spec.x,
             "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # parameters or y are wider than x
             "dy_wider": size["y"] > size["x"],

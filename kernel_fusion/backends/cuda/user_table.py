@@ -10,6 +10,7 @@ import json
 import os
 import re
 import warnings
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.config import cache_dir, uses_tuned_tables
 from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
+from kernel_fusion.core.spec import Stages
 
 # The rows of each knob: a value, conditions, what shows it. The first row counts whose conditions hold.
 Row = tuple[Any, dict[str, Any], str]
@@ -48,9 +50,8 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 # The conditions of a row, all of these facts: it holds for one kernel, whose tensors lie as they were measured.
-_GATE = ("gate", "gate_activation", "gate_first", "grouped")
-_STAGES = ("residual", "offset", "dropout", "hf", "pre_activation", "activation", *_GATE)
-_BOTH = ("rms", "cols", "dtype", "x", "y", "weight", *_STAGES)
+_STAGES = ("residual", *(field.name for field in fields(Stages)), "grouped")
+_BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
     "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # which reads no bias

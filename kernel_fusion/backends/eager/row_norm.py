@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
-from kernel_fusion.core.activations import IDENTITY, formula
+from kernel_fusion.core.activations import formula
 from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import Given, other_row, rows_in
 
 
 def row_norm(
@@ -67,9 +69,20 @@ def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 
-def _gated(v: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
     """v times the activation of a gate, if there is one."""
-    return v if gate is None else v * formula(activation)(gate)
+    return v if gate is None else v * formula(s.gate_activation)(gate)
+
+
+def _before(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """u, of which h is made: the stages before the sum with a residual; `drop` is the dropout."""
+    u = _gated(formula(s.pre_activation)(x), s.gate if s.gate_first else None, s)
+    return u if s.seed is None else drop(u)
+
+
+def _after(n: Tensor, s: Given) -> Tensor:
+    """y, of norm(h) * weight + bias."""
+    return formula(s.activation)(_gated(n, None if s.gate_first else s.gate, s))
 
 
 def staged_row_norm(
@@ -82,14 +95,7 @@ def staged_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    rounding: str = "once",
-    gate: Tensor | None = None,
-    gate_activation: str = IDENTITY,
-    gate_first: bool = False,
+    *stages: Any,
 ) -> tuple[Tensor, Tensor]:
     """The norm with its stages, and h, what it normalises: in the residual's dtype, or without elements.
 
@@ -100,32 +106,42 @@ def staged_row_norm(
     A gate, beside which there are no other stages, multiplies after its activation: the input if `gate_first`, else the
     result. Beside it weight and bias may have a dimension more than is normalised, for groups of columns.
     """
-    first, last = (gate, None) if gate_first else (None, gate)
-    normalized_shape = list(input.shape[input.dim() - num_dims :])
-    shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
+    s = Given(*stages)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
+    affine = weight, bias, eps, weight_offset
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):
-        # PyTorch's words, or its rules for dtypes that we have no kernels for.
-        apart = (rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, weight, bias)
-        h = _gated(formula(pre_activation)(input), first, gate_activation)
-        h = h if seed is None else torch.nn.functional.dropout(h, dropout_p)
-        h = h if residual is None else h + residual
-        y = pytorch_row_norm(h, normalized_shape, weight, bias, eps, weight_offset, out_dtype, rms, apart)
-        y = _gated(y, last, gate_activation)
-        return formula(activation)(y), torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
-    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
+        return _foreign(input, residual, num_dims, shape, affine, out_dtype, rms, s)
+    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
     wide = compute_dtype(input.dtype)
-    first, last = (None if t is None else t.to(wide) for t in (first, last))
-    h = _gated(formula(pre_activation)(input.to(wide)), first, gate_activation)
-    if seed is not None:
-        h = dropout(h.contiguous(), dropout_p, seed)
+    s = rows_in(wide, s)
+    h = _before(input.to(wide), s, lambda u: dropout(u.contiguous(), s.dropout_p, s.seed))
     summed = input.new_empty(0)
     if residual is not None:
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
-    rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
-    y = _gated(_normalize(h, num_dims, weight, bias, eps, weight_offset, rms, rounds_to), last, gate_activation)
-    return formula(activation)(y).to(out_dtype or input.dtype), summed
+    rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
+    n = _normalize(h, num_dims, *affine, rms, rounds_to)
+    return _after(n, s).to(out_dtype or input.dtype), summed
+
+
+def _foreign(
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    shape: Sequence[int],
+    affine: tuple[Tensor | None, Tensor | None, float, float],
+    out_dtype: torch.dtype | None,
+    rms: bool,
+    s: Given,
+) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's calls, in its words or by its rules for dtypes that we have no kernels for."""
+    normalized_shape = list(input.shape[input.dim() - num_dims :])
+    apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, *affine[:2])
+    h = _before(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
+    h = h if residual is None else h + residual
+    y = _after(pytorch_row_norm(h, normalized_shape, *affine, out_dtype, rms, apart), s)
+    return y, torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
 
 
 def pytorch_row_norm(

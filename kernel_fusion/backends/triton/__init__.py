@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.spec import compute_dtype
 
 
@@ -28,7 +27,7 @@ def serve(name: str, *args: Any) -> Any:
     staged = torch.ops.kernel_fusion.triton_staged_row_norm.default
     rms = name == "rms_norm"
     norm = num_dims, weight, bias, eps, offset, out_dtype, rms
-    return staged(input, None, *norm, IDENTITY, IDENTITY, 0.0, None)[0]
+    return staged(input, None, *norm)[0]
 
 
 def _under_autocast(input: Tensor) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import plan
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import Stages, compute_dtype, torch_dtype
+from kernel_fusion.core.stages import compiled_in, of_verb
 
 
 def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
@@ -31,21 +33,22 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
 
 def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
     x: Tensor = arguments["input"]
-    residual, gate, weight, bias = (arguments.get(name) for name in ("residual", "gate", "weight", "bias"))
-    pre_activation, activation = (arguments.get(name) for name in ("pre_activation", "activation"))
+    residual, weight, bias = (arguments.get(name) for name in ("residual", "weight", "bias"))
+    stages = Stages(**compiled_in(of_verb(arguments)))
     h = x if residual is None else residual
     group = arguments.get("group_size")
     cols, groups = (cols, 1) if group is None else (group, cols // group)
-    # Backward reads dy and h, dh of a residual, and what its stages need; with a first gate both rows twice.
+    # Backward reads dy and h, dh of a residual, and what its stages need; with a row before the norm both rows twice.
     dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
-    dtypes += [] if residual is None else [h.dtype, x.dtype] if pre_activation else [h.dtype]
-    dtypes += [] if gate is None else [gate.dtype, h.dtype, gate.dtype] if arguments["gate_first"] else [gate.dtype]
-    reads_bias = activation or gate is not None
+    dtypes += [] if residual is None else [h.dtype, x.dtype] if stages.pre_activation != IDENTITY else [h.dtype]
+    if stages.beside is not None:
+        row = torch_dtype(stages.beside)
+        dtypes += [row] if stages.follows else [row, h.dtype, row]
+    reads_bias = stages.activation != IDENTITY or stages.beside is not None
     dtypes += [t.dtype for t, needed in ((weight, True), (bias, reads_bias)) if t is not None and needed]
-    staged = bool(pre_activation or activation or arguments.get("dropout_p")) or gate is not None
     sizes = sum(dtype.itemsize for dtype in dtypes), device.shared_bytes
     itemsize = h.dtype.itemsize
-    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, staged, *sizes)
+    backward = plan.norm_backward(cols, itemsize, device.warp_size, "rms" in verb, stages.any, *sizes)
     forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
     lines = f"forward: {forward}", f"backward: {backward}"
     samples = x.numel() // max(1, cols * groups)

@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm with their stages or a gate: the operators on the kernels."""
+"""LayerNorm and RMSNorm with their stages: the operators on the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as f
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
-from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
+from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, compiled_in, conflict, other_row
 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
@@ -26,33 +27,19 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
 
 
 def _constants(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_offset: float,
-    rms: bool,
-    wide: bool,
-    stages: tuple[str, str, float, Tensor | None],
-    rounding: str,
-    gate: Tensor | None,
-    gate_activation: str,
-    gate_first: bool,
+    weight: Tensor | None, bias: Tensor | None, weight_offset: float, rms: bool, wide: bool, stages: Given
 ) -> dict[str, Any]:
     """The constants of both directions, but for those of how rows lie."""
-    pre_activation, activation, dropout_p, seed = stages
-    active = seed is not None
+    drops = stages.seed is not None
     return {
         "has_weight": weight is not None,
         "has_bias": bias is not None,
         "offset": weight_offset,
         "rms": rms,
         "wide": wide,
-        "pre_activation": pre_activation,
-        "activation": activation,
-        "hf": rounding == "hf",
-        "threshold": dropout.threshold(dropout_p) if active else 0,
-        "kept_scale": dropout.scale(dropout_p) if active else 1.0,
-        "gate": "none" if gate is None else "first" if gate_first else "last",
-        "gate_activation": gate_activation,
+        "threshold": dropout.threshold(stages.dropout_p) if drops else 0,
+        "kept_scale": dropout.scale(stages.dropout_p) if drops else 1.0,
+        **compiled_in(stages._asdict()),
     }
 
 
@@ -75,22 +62,20 @@ def _takes(
     num_dims: int,
     parameters: Sequence[Tensor | None],
     others: Sequence[Tensor | None],
-    stages: tuple[str, str, float, Tensor | None],
-    gate: Tensor | None,
-    gate_activation: str,
-    has_residual: bool,
+    stages: Given,
+    residual: Tensor | bool | None,
 ) -> bool:
-    """Whether the kernels take these tensors, of which `others` and the gate have the input's shape."""
-    pre_activation, activation, dropout_p, seed = stages
-    named = {pre_activation, activation, gate_activation} <= CODES.keys()
-    if not (1 <= num_dims <= input.dim() and named):
+    """Whether the kernels take these tensors, of which `others` and the rows of stages have the input's shape."""
+    given = stages._asdict()
+    if not 1 <= num_dims <= input.dim() or any(given[name] not in names for name, names in NAMES.items()):
         return False
-    if gate is not None and (has_residual or seed is not None or not pre_activation == activation == IDENTITY):
+    if conflict(given, residual):
         return False
-    shape = checks.parameter_shape(input, num_dims, gate is not None, *parameters)
-    shapes = shaped(shape, *parameters) and shaped(input.shape, *others, gate)
-    types = floating(input, *parameters, *others, gate) and is_seed(seed)
-    return shapes and types and input.numel() > 0 and 0.0 <= dropout_p <= 1.0
+    shape = checks.parameter_shape(input, num_dims, other_row(stages, None), *parameters)
+    rows = *others, *(given[name] for name in ROWS)
+    shapes = shaped(shape, *parameters) and shaped(input.shape, *rows)
+    types = floating(input, *parameters, *rows) and is_seed(stages.seed)
+    return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
 
 
 def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
@@ -99,7 +84,23 @@ def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
     return known and shaped((1 if rms else 2, rows), stats)
 
 
+_PARAMETER_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
+
+
+def _with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a parameter for each argument of the stages, of which PyTorch makes the operator's schema."""
+    *own, _ = inspect.signature(function).parameters.values()
+    stages = [
+        inspect.Parameter(each.name, own[0].kind, default=each.default, annotation=_PARAMETER_TYPES[each.type])
+        for each in ARGUMENTS
+    ]
+    signature = inspect.signature(function).replace(parameters=[*own, *stages])
+    setattr(function, "__signature__", signature)  # noqa: B010
+    return function
+
+
 @torch.library.triton_op("kernel_fusion::triton_row_norm_fwd", mutates_args={})
+@_with_stages
 def forward(
     input: Tensor,
     residual: Tensor | None,
@@ -110,22 +111,17 @@ def forward(
     weight_offset: float,
     out_dtype: torch.dtype,
     rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
     wants_stats: bool,
-    rounding: str = "once",
-    gate: Tensor | None = None,
-    gate_activation: str = IDENTITY,
-    gate_first: bool = False,
+    *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
-    stages = pre_activation, activation, dropout_p, seed
-    takes = _takes(input, num_dims, [weight, bias], [residual], stages, gate, gate_activation, residual is not None)
-    require("triton_row_norm_fwd", [input, residual, gate, weight, bias, seed], takes and out_dtype in checks.FLOATING)
-    grouped, groups = _grouped(checks.parameter_shape(input, num_dims, gate is not None, weight, bias), num_dims)
-    other = residual if gate is None else gate
+    s = Given(*stages)
+    other = other_row(s, residual)
+    takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
+    tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
+    require("triton_row_norm_fwd", tensors, takes and out_dtype in checks.FLOATING)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
+    grouped, groups = _grouped(shape, num_dims)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
@@ -134,25 +130,25 @@ def forward(
     device = plan.device_of(input.device)
     layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
     size, lengths, strides = _in_units(rows, cols, groups)
-    norm = weight, bias, weight_offset, rms, stats.dtype == torch.float64
     constants = RowNormForward(
-        eps=eps, **_constants(*norm, stages, rounding, gate, gate_activation, gate_first),
+        eps=eps, **_constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s),
         has_residual=residual is not None, stats=wants_stats, grouped=grouped, flat=rows.simple, unit=size,
         **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
         chained=device.chained, releases=layout.releases,
     )  # fmt: skip
     launch(
         fwd_kernel, (-(-lengths[0] // layout.rows), groups)[: 1 + grouped],
-        tensors[0], tensors[-1], _flat(weight), _flat(bias), seed, y, h, stats, *lengths, *strides,
+        tensors[0], tensors[-1], _flat(weight), _flat(bias), s.seed, y, h, stats, *lengths, *strides,
         constants=constants, warps=layout.warps,
     )  # fmt: skip
-    bare = other is None and seed is None and pre_activation == activation == IDENTITY
+    bare = other is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, h, stats
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_bwd", mutates_args={})
+@_with_stages
 def backward(
     dy: Tensor,
     dh: Tensor | None,
@@ -166,42 +162,39 @@ def backward(
     bias_dtype: torch.dtype | None,
     weight_offset: float,
     rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
     stored: bool,
     wants: Sequence[bool],
-    rounding: str = "once",
-    gate: Tensor | None = None,
-    gate_activation: str = IDENTITY,
-    gate_first: bool = False,
+    *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, that of the residual or the gate, dweight, dbias; those that are not wanted have no elements.
+    """dx, that of the other row, dweight, dbias; those that are not wanted have no elements.
 
     Args:
         dy, dh: what arrives at y and at h.
         h: what was normalised, if it was `stored`; else the input, of which it is computed again.
         x: the input, where h was stored and there is a pre-activation.
-        bias: where there is an activation, or a gate that comes last.
+        bias: where something follows it.
     """
-    stages = pre_activation, activation, dropout_p, seed
-    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], stages, gate, gate_activation, stored)
+    s = Given(*stages)
+    other = other_row(s, None)
+    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], s, stored)
     takes = takes and {input_dtype, bias_dtype or input_dtype} <= set(checks.FLOATING) and len(wants) == 4
     takes = takes and _are_statistics(stats, h, num_dims, rms)
-    require("triton_row_norm_bwd", [dy, dh, h, x, gate, stats, weight, bias, seed], takes)
-    grouped, groups = _grouped(shape := checks.parameter_shape(h, num_dims, gate is not None, weight, bias), num_dims)
+    tensors = [dy, dh, h, x, stats, weight, bias, *(getattr(s, name) for name in TENSORS)]
+    require("triton_row_norm_bwd", tensors, takes)
+    shape = checks.parameter_shape(h, num_dims, other, weight, bias)
+    grouped, groups = _grouped(shape, num_dims)
     weight_dtype = input_dtype if weight is None else weight.dtype
-    dtypes = input_dtype, (h if gate is None else gate).dtype, weight_dtype, bias_dtype or input_dtype
+    dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype
     results = _memory(h, shape, dtypes, wants)
-    tensors, rows = rows_of([dy, h, gate if gate is not None else h if x is None else x], num_dims)
+    read, rows = rows_of([dy, h, other if other is not None else h if x is None else x], num_dims)
     size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), groups)
-    norm = weight, bias, weight_offset, rms, stats.dtype == torch.float64
-    constants = _constants(*norm, stages, rounding, gate, gate_activation, gate_first)
+    constants = _constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s)
     constants |= {"stored": stored, "grouped": grouped, "flat": rows.simple, "unit": size}
-    fetched = _bytes(dy, dh, h, x, weight, bias, gate) + (_bytes(h, gate) if constants["gate"] == "first" else 0)
-    given = [*tensors, *map(_flat, (dh, weight, bias)), seed, stats]
-    _launch_backward(given, results, numbers, groups, fetched, wants, constants)
+    again = (h, other) if other is not None and not Stages(**compiled_in(s._asdict())).follows else ()
+    fetched = _bytes(dy, dh, h, x, weight, bias, other) + _bytes(*again)
+    _launch_backward(
+        [*read, *map(_flat, (dh, weight, bias)), s.seed, stats], results, numbers, groups, fetched, wants, constants
+    )
     return results
 
 
@@ -238,8 +231,7 @@ def _launch_backward(
     dx, dother, dweight, dbias = results
     lengths, strides = numbers
     count, cols = lengths[0], lengths[1] * constants["unit"]
-    plain = constants["pre_activation"] == constants["activation"] == IDENTITY and constants["gate"] == "none"
-    staged = seed is not None or not plain
+    staged = around(constants)
     sizes = fetched, device.shared_bytes
     layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
     # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with their stages or a gate: autograd of the operators, and the verb."""
+"""LayerNorm and RMSNorm with their stages: autograd of the operators, and the verb."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Given, other_row, row_at
 
 # The most programs along an axis of the grid but the first.
 _MOST_GROUPS = 65535
+_BEFORE_STAGES = 9  # arguments of the operator that stand before those of the stages
 
 
 class StagedRowNorm(torch.autograd.Function):
@@ -22,99 +24,103 @@ class StagedRowNorm(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
         input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
-        pre, act, p, seed, rounding, gate, *gating = stages
+        s = Given(*stages)
         y, h, stats = _forward(*args, wants_stats=True)
         if residual is None:
             ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
         stored = residual is not None
         # With h at hand, backward needs the input for the slope of the pre-activation alone.
-        kept = input if not stored or pre != IDENTITY else None
-        ctx.save_for_backward(kept, h if stored else None, weight, bias, seed, stats, gate)
-        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms, pre, act, p, rounding
-        ctx.gating = gating
+        kept = input if not stored or s.pre_activation != IDENTITY else None
+        ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
+        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
+        ctx.stages = s._replace(**dict.fromkeys(TENSORS))
+        at = row_at(s)
+        ctx.other = 1 if at is None else _BEFORE_STAGES + at  # where the other row stands among the arguments
         ctx.stored, ctx.input_dtype = stored, input.dtype
         return y, h
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of input, residual, weight, bias and gate."""
+        """Gradients of input, the other row, weight and bias."""
         dy, dh = grads
-        gated = ctx.saved_tensors[-1] is not None
-        wants = [ctx.needs_input_grad[i] for i in (0, 14 if gated else 1, 3, 4)]
+        places = 0, ctx.other, 3, 4
+        found: list[Tensor | None] = [None] * (_BEFORE_STAGES + len(ARGUMENTS))
         if dy is None and dh is None:
-            return (None,) * 17
-        if torch.is_grad_enabled():
-            found = _differentiable_backward(ctx, dy, dh, wants)
-        else:
-            found = _kernel_backward(ctx, dy, dh, wants)
-        dx, dother, dweight, dbias = found
-        dresidual, dgate = (None, dother) if gated else (dother, None)
-        return dx, dresidual, None, dweight, dbias, *(None,) * 9, dgate, None, None
+            return tuple(found)
+        wants = [ctx.needs_input_grad[i] for i in places]
+        through = _differentiable_backward if torch.is_grad_enabled() else _kernel_backward
+        for place, gradient in zip(places, through(ctx, dy, dh, wants), strict=True):
+            found[place] = gradient
+        return tuple(found)
+
+
+def _saved(ctx: Any) -> tuple[list[Any], Given]:
+    """x, h, weight, bias and statistics, as far as they were kept, and the stages."""
+    tensors = ctx.saved_tensors
+    return tensors[:5], ctx.stages._replace(**dict(zip(TENSORS, tensors[5:], strict=True)))
 
 
 def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
     affine = num_dims, weight, bias, eps, offset, out_dtype or input.dtype, rms
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.kernel_fusion.triton_row_norm_fwd(
-        input, residual, *affine, *stages[:4], wants_stats, *stages[4:]
+        input, residual, *affine, wants_stats, *stages
     )
     return result
 
 
 def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
-    x, h, weight, bias, seed, stats, gate = ctx.saved_tensors
-    num_dims, _, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
+    (x, h, weight, bias, stats), s = _saved(ctx)
+    num_dims, _, offset, out_dtype, rms = ctx.call
     normalised = h if ctx.stored else x
     if dy is None:
         dy = torch.zeros_like(normalised, dtype=out_dtype)
     # Without a stage between them, dx is dresidual.
-    same = ctx.stored and pre == IDENTITY and seed is None and h.dtype == ctx.input_dtype and wants[0]
+    plain = s.pre_activation == IDENTITY and s.seed is None
+    same = ctx.stored and plain and h.dtype == ctx.input_dtype and wants[0]
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
-    reads_bias = act != IDENTITY or gate is not None
+    reads_bias = s.activation != IDENTITY or other_row(s, None) is not None
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
-        ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, pre, act, p, seed, ctx.stored, asked,
-        rounding, gate, *ctx.gating,
+        ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
     )  # fmt: skip
-    dx, dresidual, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
-    return [dresidual if same else dx, dresidual if wants[1] else None, dweight, dbias]
+    dx, dother, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
+    return [dother if same else dx, dother if wants[1] else None, dweight, dbias]
 
 
 def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
     """The definition's gradients: through h, where it was stored, and from there to the input."""
-    x, h, weight, bias, seed, _, gate = ctx.saved_tensors
-    num_dims, eps, offset, out_dtype, rms, pre, act, p, rounding = ctx.call
+    (x, h, weight, bias, _), s = _saved(ctx)
+    num_dims, eps, offset, out_dtype, rms = ctx.call
     reference = torch.ops.kernel_fusion.staged_row_norm_reference
     affine = weight, bias, eps, offset, out_dtype, rms
     if not ctx.stored:
-        y, _ = reference(x, None, num_dims, *affine, pre, act, p, seed, rounding, gate, *ctx.gating)
-        return autograd.differentiable([y], [dy], [x, gate, weight, bias], wants)
+        y, _ = reference(x, None, num_dims, *affine, *s)
+        return autograd.differentiable([y], [dy], [x, other_row(s, None), weight, bias], wants)
     total, dweight, dbias = None, None, None
     if dy is not None:
         # In the compute type, so that y of a narrow h is not rounded on the way.
-        y, _ = reference(h, None, num_dims, *affine, IDENTITY, act, 0.0, None, rounding)
+        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None)
+        y, _ = reference(h, None, num_dims, *affine, *after_h)
         total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:]])
     if dh is not None:
         total = dh if total is None else total + dh
     assert total is not None
-    dx = None
-    if wants[0]:
-        dx = _through_stages(total, x, pre, p, seed, ctx.input_dtype)
+    dx = _through_stages(total, x, s, ctx.input_dtype) if wants[0] else None
     return [dx, total if wants[1] else None, dweight, dbias]
 
 
-def _through_stages(
-    du: Tensor, x: Tensor | None, pre: str, p: float, seed: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
+def _through_stages(du: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype) -> Tensor | None:
     """The gradient of x, where u = dropout(pre_activation(x)) and `du` is that of u."""
     chain = torch.ops.kernel_fusion.pointwise_reference
-    if pre != IDENTITY:
+    dropout = 1.0, s.dropout_p, s.seed
+    if s.pre_activation != IDENTITY:
         assert x is not None
-        u = chain(x.to(du.dtype).contiguous(), None, "first", pre, 1.0, p, seed)
+        u = chain(x.to(du.dtype).contiguous(), None, "first", s.pre_activation, *dropout)
         return autograd.differentiable([u], [du], [x], [True])[0]
-    return (du if seed is None else chain(du.contiguous(), None, "first", IDENTITY, 1.0, p, seed)).to(dtype)
+    return (du if s.seed is None else chain(du.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype)
 
 
 def staged_row_norm(
@@ -127,25 +133,19 @@ def staged_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    rounding: str = "once",
-    gate: Tensor | None = None,
-    gate_activation: str = IDENTITY,
-    gate_first: bool = False,
+    *stages: Any,
 ) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` on the Triton kernels."""
-    stages = pre_activation, activation, dropout_p, seed, rounding, gate, gate_activation, gate_first
-    args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages)
-    shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
-    foreign = autograd.needs_definition([input, residual, gate, weight, bias], [seed])
+    s = Given(*stages)
+    args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *s)
+    other = other_row(s, residual)
+    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
+    foreign = autograd.needs_definition([input, other, weight, bias], [s.seed])
     groups = shape[0] if len(shape) > num_dims else 1
     if foreign or groups > _MOST_GROUPS or not checks.parameters_fit(shape, weight, bias):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
-    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
-    if autograd.requires_grad(input, residual, gate, weight, bias):
+    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    if autograd.requires_grad(input, other, weight, bias):
         return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     y, h, _ = _forward(*args, wants_stats=False)
     return y, h

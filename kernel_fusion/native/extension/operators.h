@@ -36,7 +36,9 @@ inline Dtype cpu_dtype(at::ScalarType type) {
 }
 inline Dtype dtype_or_absent(const OptionalDtype& type) { return type ? cpu_dtype(*type) : Dtype::kAbsent; }
 
+inline const OptionalTensor kAbsent;
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+template <class T> T if_present(const OptionalTensor& t, T value) { return present(t) ? value : T{}; }
 inline OptionalDtype dtype_of(const OptionalTensor& t) { return present(t) ? OptionalDtype(t->scalar_type()) : std::nullopt; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -63,6 +65,13 @@ bool is_seed(const OptionalTensor& t, const Tensor& input);
 // The code of an activation; raises where none is called so.
 int32_t code_of(std::string_view activation);
 
+// What has this name, among names in the order of their codes; raises where no `what` has.
+template <class T, size_t n> T named(const std::string_view (&names)[n], std::string_view name, std::string_view what) {
+  for (size_t code = 0; code < n; ++code)
+    if (names[code] == name) return static_cast<T>(code);
+  TORCH_CHECK_VALUE(false, "kernel_fusion: no ", what, " is called '", name, "'");
+}
+
 // The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
 Dropout dropout_of(double p, const OptionalTensor& seed);
 
@@ -84,6 +93,9 @@ int alignment_of(const void* p);
 
 // ---- Operators -------------------------------------------------------------------------------------------------------------
 //
+// A list of types.
+template <class...> struct Types {};
+
 // A function `make` makes a call, one object, of an operator's arguments, whose list and types stand there alone.
 
 // The operator `name`, which returns `Result` and takes the arguments of `make`.

@@ -30,9 +30,6 @@ bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shap
          same(t->sym_sizes(), shape);
 }
 
-// A gate goes without other stages.
-bool takes_gate(const ForwardCall& c) { return !present(c.residual) && !c.pre_activation && !c.activation && !c.dropout; }
-
 }  // namespace
 
 double resolve_eps(const Tensor& input, std::optional<double> eps) {
@@ -46,7 +43,7 @@ bool accepts(const ForwardCall& c) {
          (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(c.weight, input, parameter_shape(c)) &&
          fits(c.bias, input, parameter_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
          (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.other(), input, input.sym_sizes()) &&
-         (!c.dropout || is_seed(c.seed, input)) && (!present(c.gate) || takes_gate(c));
+         (!c.dropout || is_seed(c.seed(), input)) && go_together(c, c, present(c.residual));
 }
 
 StagedResult reference(const ForwardCall& call) {
@@ -73,7 +70,7 @@ Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
   return empty(backend, shape, c.input, acc_dtype(c.input));
 }
 
-at::ScalarType dtype_of_other(const BackwardCall& c) { return dtype_of(c.gate).value_or(c.input.scalar_type()); }
+at::ScalarType dtype_of_other(const BackwardCall& c) { return dtype_of(c.row()).value_or(c.input.scalar_type()); }
 
 // Whether the forward that it belongs to would be accepted, and all that is given goes with it.
 bool consistent(const BackwardCall& c) {
@@ -81,13 +78,13 @@ bool consistent(const BackwardCall& c) {
   const auto type = input.scalar_type(), dy_type = c.dy.scalar_type();
   const auto shape = input.sym_sizes();
   const bool has_x = present(c.x) || !c.has_residual || c.pre_activation == 0;
-  return accepts({c, input, c.weight, c.bias, 0.0, dy_type, kAbsent, c.seed, c.gate}) && same(c.dy.sym_sizes(), shape) &&
-         c.dy.device() == input.device() && c.stats.device() == input.device() && c.stats.scalar_type() == acc_dtype(input) &&
-         c.stats.dim() == 1 + input.dim() - c.num_dims && c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
+  return accepts({c, c, input, c.weight, c.bias, 0.0, dy_type}) && go_together(c, c, c.has_residual) &&
+         same(c.dy.sym_sizes(), shape) && c.dy.device() == input.device() && c.stats.device() == input.device() &&
+         c.stats.scalar_type() == acc_dtype(input) && c.stats.dim() == 1 + input.dim() - c.num_dims &&
+         c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
          same(c.stats.sym_sizes().slice(1), shape.slice(0, input.dim() - c.num_dims)) &&
-         (!c.bias_dtype || mixes(type, *c.bias_dtype)) && (!present(c.gate) || !c.has_residual) && has_x &&
-         fits(c.x, input, shape) && fits(c.dh, input, shape) && (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) &&
-         (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
+         (!c.bias_dtype || mixes(type, *c.bias_dtype)) && has_x && fits(c.x, input, shape) && fits(c.dh, input, shape) &&
+         (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) && (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
          (!present(c.dh) || (c.has_residual && c.dh->scalar_type() == type));
 }
 

@@ -17,10 +17,8 @@ namespace {
 
 ForwardResult call_forward(const ForwardCall& c) {
   static const auto op = find_op<ForwardResult>("kernel_fusion::row_norm_fwd", forward_call);
-  auto result = with_arguments(c, [&](const Tensor& input, const OptionalTensor& residual, int64_t num_dims,
-                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                      double weight_offset, OptionalDtype out_dtype, bool rms, const auto&... stages) {
-    return op.call(input, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, residual, stages...);
+  auto result = with_stages(c, c, [&](const auto&... stages) {
+    return op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, c.residual, stages...);
   });
   if (!present(c.residual)) std::get<2>(result) = Tensor();  // which the operator gives no elements
   return result;
@@ -34,12 +32,25 @@ BackwardResult call_backward(const BackwardCall& c) {
 
 // ---- The node ------------------------------------------------------------------------------------------------------
 
+// The tensors of a call's stages, as a node has saved them.
+struct UnpackedStages : StageTensors {
+  std::array<OptionalTensor, kCount> held;
+  explicit UnpackedStages(const std::array<SavedVariable, kCount>& saved) {
+    for (size_t i = 0; i < held.size(); ++i) {
+      held[i] = optional(saved[i].unpack());
+      all[i] = &held[i];
+    }
+  }
+  UnpackedStages(const UnpackedStages&) = delete;
+};
+
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
 struct RowNormBackward : SavingNode {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
   // activation's argument, the gradient of a gate and double backward; it is a parameter, so keeping it costs no memory. x
   // where there are both a residual and a pre-activation.
-  SavedVariable input, weight, bias, stats, x, seed, gate;
+  SavedVariable input, weight, bias, stats, x;
+  std::array<SavedVariable, StageTensors::kCount> of_stages;
   const Norm norm;
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
@@ -49,8 +60,10 @@ struct RowNormBackward : SavingNode {
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
       : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other())),
         weight(call.weight, /*is_output=*/false), bias(call.bias, /*is_output=*/false), stats(call_stats, /*is_output=*/false),
-        seed(call.seed, /*is_output=*/false), gate(call.gate, /*is_output=*/false), norm(call), eps(call.eps),
-        x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()), has_residual(present(call.residual)) {
+        norm(call), eps(call.eps), x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()),
+        has_residual(present(call.residual)) {
+    for (size_t i = 0; i < of_stages.size(); ++i)
+      if (present(*call.all[i])) of_stages[i] = SavedVariable(*call.all[i], /*is_output=*/false);
     if (has_residual && norm.pre_activation) x = SavedVariable(call.input, /*is_output=*/false);
   }
 
@@ -62,10 +75,15 @@ struct RowNormBackward : SavingNode {
 
   std::string name() const override { return "RowNormBackward"; }
 
-  SavedList saved() override { return {{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}, {&seed}, {&gate}}; }
+  SavedList saved() override {
+    SavedList list{{&input, saves_output}, {&weight}, {&bias}, {&stats}, {&x}};
+    for (auto& each : of_stages) list.push_back({&each});
+    return list;
+  }
   std::string key() const override {
-    return key_of(norm.num_dims, norm.weight_offset, norm.rms, norm.pre_activation, norm.activation, norm.dropout.threshold,
-                  norm.hf, norm.gate_activation, norm.gate_first, eps, x_dtype, y_dtype, has_residual, saves_output);
+    return with_options(norm, [&](const auto&... options) {
+      return key_of(norm.num_dims, norm.weight_offset, norm.rms, options..., eps, x_dtype, y_dtype, has_residual, saves_output);
+    });
   }
 
   // Whether h = residual + x, so that both have the same gradient, up to its dtype.
@@ -78,13 +96,14 @@ struct RowNormBackward : SavingNode {
     const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::zeros_like(saved, saved.options().dtype(y_dtype));
     std::array<bool, 4> wants;
     for (size_t i = 0; i < wants.size(); ++i) wants[i] = task_should_compute_output(i);
-    const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack()), g = optional(gate.unpack());
-    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, g}, wants);
+    const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack());
+    const UnpackedStages stages(of_stages);
+    if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, stages.row()}, stages, wants);
     const bool same = only_adds() && x_dtype == saved.scalar_type();
     const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false} : wants;
     auto [dx, dweight, dbias, dresidual] =
-        call_backward({norm, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
-                       norm.activation || g ? b : kAbsent, has_residual, optional(seed.unpack()), g});
+        call_backward({norm, stages, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
+                       norm.activation || present(stages.row()) ? b : kAbsent, has_residual});
     if (same) dresidual = dx;
     variable_list list(num_outputs());
     if (wants[0]) list[0] = std::move(dx);
@@ -97,18 +116,18 @@ struct RowNormBackward : SavingNode {
   // The gradients as differentiable functions of everything: those of the eager definition, which is run again. Behind h they
   // reach x and the residual through the history of h, which is this node.
   variable_list differentiable(const Tensor& dy, const OptionalTensor& dh, std::array<OptionalTensor, 4> tensors,
-                               const std::array<bool, 4>& wants) const {
+                               const StageTensors& stages, const std::array<bool, 4>& wants) const {
     // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
     const auto type = tensors[0]->scalar_type();
-    // (With hf it keeps its type, which says what to round to.)
-    if (has_residual && !norm.hf) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
+    // (With kHf it keeps its type, which says what to round to.)
+    if (has_residual && !norm.is_hf()) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
     for (auto& t : tensors)
       if (t) t = at::alias(*t);
     const std::array<bool, 4> needed{wants[0] || (has_residual && wants[3]), wants[1], wants[2], !has_residual && wants[3]};
     variable_list inputs, result(num_outputs());
     for (size_t i = 0; i < 4; ++i)
       if (needed[i]) inputs.push_back(*tensors[i]);
-    auto gradients = differentiate(definition(tensors, dy.scalar_type()), inputs, dy);
+    auto gradients = differentiate(definition(tensors, stages, dy.scalar_type()), inputs, dy);
     for (size_t i = 0, next = 0; i < 4; ++i)
       if (needed[i]) result[i] = std::move(gradients[next++]);
     if (!has_residual || !needed[0]) return result;
@@ -118,16 +137,17 @@ struct RowNormBackward : SavingNode {
     return result;
   }
 
-  // y of the input, weight, bias and gate, in the definition; behind an h there is only the norm and its activation left.
-  Tensor definition(const std::array<OptionalTensor, 4>& tensors, at::ScalarType dtype) const {
-    const auto& [input, w, b, g] = tensors;
+  // y of the input, weight, bias and the row of a stage, in the definition; behind an h there is only what follows it.
+  Tensor definition(const std::array<OptionalTensor, 4>& tensors, StageTensors stages, at::ScalarType dtype) const {
+    const auto& [input, w, b, row] = tensors;
+    for (auto& each : stages.all)
+      if (each == &stages.row() && each != &kAbsent) each = &row;
     Norm rest = norm;
     if (has_residual) {
       rest.pre_activation = 0;
       rest.dropout = {};
     }
-    const OptionalTensor of_dropout = rest.dropout ? optional(seed.unpack()) : std::nullopt;
-    return std::get<0>(reference({rest, *input, w, b, eps, dtype, kAbsent, of_dropout, g}));
+    return std::get<0>(reference({rest, stages, *input, w, b, eps, dtype}));
   }
 
   // dx of h = residual + dropout(pre_activation(x)), from the gradient of h.
@@ -140,8 +160,9 @@ struct RowNormBackward : SavingNode {
 
   // dropout(activation(t)) by the definition. Of contiguous t, since the position of an element is its place in memory.
   Tensor chain(const Tensor& t, int32_t activation) const {
-    return reference(PointwiseCall{t.contiguous(), kAbsent, "first", kActivationNames[activation], 1.0, norm.dropout.p(),
-                                   optional(seed.unpack())});
+    const UnpackedStages stages(of_stages);
+    return reference(
+        PointwiseCall{t.contiguous(), kAbsent, "first", kActivationNames[activation], 1.0, norm.dropout.p(), stages.seed()});
   }
 };
 

@@ -60,37 +60,48 @@ struct OptionalRows {
   RowLayout layout() const { return rows ? rows->layout : RowLayout{}; }
 };
 
+using RowsOfStages = StageRows<OptionalRows>;
+RowsOfStages rows_of(const StageTensors& stages, int64_t num_dims) {
+  return rows_of_stages<OptionalRows>(stages, [&](const OptionalTensor& t) { return OptionalRows(t, num_dims); });
+}
+
 // The stages that both directions share; `h` is the type of h, or of x without a residual.
-template <class Call> cpu::Stages common(const Call& c, const OptionalRows& gate, at::ScalarType h) {
-  const auto acc = acc_dtype(c.input), normalized = c.hf ? h : acc;
-  return {c.pre_activation,
-          c.activation,
-          c.dropout,
-          c.dropout ? static_cast<uint64_t>(*c.seed->template const_data_ptr<int64_t>()) : 0,
-          cpu_dtype(normalized),
-          cpu_dtype(dtype_of(c.weight) == normalized ? normalized : acc),
-          {gate.data(), gate.layout(), cpu_dtype(dtype_of(c.gate).value_or(acc)), c.gate_activation, c.gate_first}};
+template <class Call> cpu::Stages common(const Call& c, const RowsOfStages& rows, at::ScalarType h) {
+  const auto acc = acc_dtype(c.input), normalized = c.is_hf() ? h : acc;
+  cpu::Stages stages{c,
+                     {},
+                     c.dropout ? static_cast<uint64_t>(*c.seed()->template const_data_ptr<int64_t>()) : 0,
+                     cpu_dtype(normalized),
+                     cpu_dtype(dtype_of(c.weight) == normalized ? normalized : acc)};
+  for (size_t i = 0; i < rows.rows.size(); ++i) {
+    const OptionalRows& row = rows.rows[i];
+    stages.rows[i] = {row.data(), row.layout(), cpu_dtype(row.rows ? row.rows->tensor.scalar_type() : acc)};
+  }
+  return stages;
 }
 
 // The stages of a forward call as pointers, and what they point to.
 struct StagedForward {
-  OptionalRows residual, gate;
+  OptionalRows residual;
+  RowsOfStages rows;
   cpu::ForwardStages args;
 
-  StagedForward(const ForwardCall& call, Tensor& h) : residual(call.residual, call.num_dims), gate(call.gate, call.num_dims) {
-    args = {common(call, gate, dtype_of(call.residual).value_or(call.input.scalar_type())), residual.data(),
+  StagedForward(const ForwardCall& call, Tensor& h)
+      : residual(call.residual, call.num_dims), rows(rows_of(call, call.num_dims)) {
+    args = {common(call, rows, dtype_of(call.residual).value_or(call.input.scalar_type())), residual.data(),
             h.defined() ? h.data_ptr() : nullptr, residual.layout(), cpu_dtype(dtype_of(call.residual).value_or(at::kFloat))};
   }
 };
 
 // The stages of a backward call as pointers, and what they point to. x is the input itself where that is not h.
 struct StagedBackward {
-  OptionalRows x, gate;
+  OptionalRows x;
+  RowsOfStages rows;
   cpu::BackwardStages args;
 
   StagedBackward(const BackwardCall& call, const Rows& input, Tensor& dresidual)
-      : x(call.x, call.num_dims), gate(call.gate, call.num_dims) {
-    args = {common(call, gate, call.input.scalar_type()),
+      : x(call.x, call.num_dims), rows(rows_of(call, call.num_dims)) {
+    args = {common(call, rows, call.input.scalar_type()),
             call.has_residual,
             x.data(),
             nullptr,
@@ -106,8 +117,8 @@ struct StagedBackward {
 // Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
 // the kernel of the bare norm takes these as they lie.
 bool is_bare(const BackwardCall& c) {
-  return !present(c.gate) && c.input.scalar_type() == c.dy.scalar_type() && !c.pre_activation && !c.activation && !c.dropout &&
-         !c.hf && !c.wants[3] && c.x_dtype == c.input.scalar_type();
+  return static_cast<const StageOptions&>(c) == StageOptions{} && !present(c.row()) && !c.wants[3] &&
+         c.input.scalar_type() == c.dy.scalar_type() && c.x_dtype == c.input.scalar_type();
 }
 
 // Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
@@ -174,7 +185,7 @@ int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const T
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
                         const Given& weight, Tensor& dweight, Tensor& dbias) {
   const auto acc = acc_dtype(call.input);
-  const Given bias(staged && (call.activation || staged->gate.is_last()) ? call.bias : kAbsent, 0.0, false);
+  const Given bias(staged && follows(call, call) ? call.bias : kAbsent, 0.0, false);
   const int64_t samples = x.rows / args.groups, cols = x.cols * args.groups;
   const int64_t block_rows = rows_of_block(samples, cols, dweight, dbias);
   const int64_t blocks = ceil_div(samples, block_rows), block_elements = block_rows * cols;
@@ -214,7 +225,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const bool bare = !call.has_stages() && !call.hf && x_type == y_type, interleaved = bare && x_type == Dtype::kBFloat16;
+  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type, interleaved = bare && x_type == Dtype::kBFloat16;
   const Given weight(call.weight, call.weight_offset, interleaved), bias(call.bias, 0.0, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;
@@ -271,7 +282,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) +
-                       bytes_of(call.x) + bytes_of(call.gate);
+                       bytes_of(call.x) + bytes_of(call.row());
   // Not the caches of all threads: 16 take 0.46 ms so for 2048 x 2048 fp32 instead of 0.40 (Xeon).
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
   cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? dx.data_ptr() : nullptr,

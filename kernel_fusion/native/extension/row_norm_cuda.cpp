@@ -58,24 +58,19 @@ void check_length(int64_t cols, int64_t groups) {
 }
 
 RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
-  return {.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
-          .rms = call.rms,
-          .cols = static_cast<int>(cols),
-          .x = cpu_dtype(call.input.scalar_type()),
-          .y = cpu_dtype(call.y_dtype()),
-          .weight = dtype_or_absent(dtype_of(call.weight)),
-          .bias = dtype_or_absent(dtype_of(call.bias)),
-          .offset = call.weight_offset != 0.0,
-          .grads = {},
-          .residual = dtype_or_absent(dtype_of(call.residual)),
-          .pre_activation = call.pre_activation,
-          .activation = call.activation,
-          .dropout = bool(call.dropout),
-          .hf = call.hf,
-          .gate = dtype_or_absent(dtype_of(call.gate)),
-          .gate_activation = call.gate_activation,
-          .gate_first = call.gate_first,
-          .grouped = is_grouped(call)};
+  RowNormSpec spec{.direction = call.wants_stats ? Direction::kForward : Direction::kInference,
+                   .rms = call.rms,
+                   .cols = static_cast<int>(cols),
+                   .x = cpu_dtype(call.input.scalar_type()),
+                   .y = cpu_dtype(call.y_dtype()),
+                   .weight = dtype_or_absent(dtype_of(call.weight)),
+                   .bias = dtype_or_absent(dtype_of(call.bias)),
+                   .offset = call.weight_offset != 0.0,
+                   .grads = {},
+                   .residual = dtype_or_absent(dtype_of(call.residual)),
+                   .grouped = is_grouped(call)};
+  describe(call, call, spec);
+  return spec;
 }
 
 }  // namespace
@@ -109,7 +104,7 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
   }
   if (h.defined()) args.h = h.data_ptr();
   if (call.dropout) {
-    args.seed = call.seed->const_data_ptr();
+    args.seed = call.seed()->const_data_ptr();
     args.dropout_last = call.dropout.last();
     args.dropout_scale = call.dropout.scale();
   }
@@ -129,34 +124,30 @@ struct BackwardInputs {
       : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)), weight(contiguous(call.weight)),
         stats(call.stats.contiguous()), groups(groups_of(call)) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    if (call.activation || (present(call.gate) && !call.gate_first && wants_dresidual)) bias = contiguous(call.bias);
+    // The row of a stage asks for it only to have its own gradient.
+    if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = contiguous(call.bias);
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
-    if (present(call.gate) || (wants_dx && call.has_residual && call.pre_activation))
+    if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation))
       other = rows_of(call.other(), call.num_dims);
   }
 
   RowNormSpec spec(const BackwardCall& call) const {
     const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
-    return {.direction = Direction::kBackward,
-            .rms = call.rms,
-            .cols = static_cast<int>(x.cols),
-            .x = cpu_dtype(call.x_dtype),
-            .y = cpu_dtype(call.dy.scalar_type()),
-            .weight = dtype_or_absent(dtype_of(call.weight)),
-            .bias = dtype_or_absent(dtype_of(bias)),
-            .offset = call.weight_offset != 0.0,
-            .grads = {wants_dx, wants_dweight, wants_dbias},
-            .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
-            .pre_activation = call.pre_activation,
-            .activation = call.activation,
-            .dropout = bool(call.dropout),
-            .dh = dh.defined(),
-            .dresidual = wants_dresidual,
-            .hf = call.hf,
-            .gate = dtype_or_absent(dtype_of(call.gate)),
-            .gate_activation = call.gate_activation,
-            .gate_first = call.gate_first,
-            .grouped = is_grouped(call)};
+    RowNormSpec spec{.direction = Direction::kBackward,
+                     .rms = call.rms,
+                     .cols = static_cast<int>(x.cols),
+                     .x = cpu_dtype(call.x_dtype),
+                     .y = cpu_dtype(call.dy.scalar_type()),
+                     .weight = dtype_or_absent(dtype_of(call.weight)),
+                     .bias = dtype_or_absent(dtype_of(bias)),
+                     .offset = call.weight_offset != 0.0,
+                     .grads = {wants_dx, wants_dweight, wants_dbias},
+                     .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
+                     .dh = dh.defined(),
+                     .dresidual = wants_dresidual,
+                     .grouped = is_grouped(call)};
+    describe(call, call, spec);
+    return spec;
   }
 
   Access access(const BackwardCall& call) const {
@@ -195,7 +186,7 @@ struct BackwardInputs {
       args.pre_x_rows = other->layout;
     }
     if (call.dropout) {
-      args.seed = call.seed->const_data_ptr();
+      args.seed = call.seed()->const_data_ptr();
       args.dropout_last = call.dropout.last();
       args.dropout_scale = call.dropout.scale();
     }

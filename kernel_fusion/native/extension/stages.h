@@ -48,6 +48,7 @@ struct Dropout {
   // To the nearest, halves to the even one, as Python rounds.
   static KF_INLINE Dropout of(double p) { return {static_cast<uint64_t>(std::nearbyint(p * kAll))}; }
 
+  bool operator==(const Dropout&) const = default;
   KF_INLINE explicit operator bool() const { return threshold != 0; }
   KF_INLINE bool drops_all() const { return threshold == kAll; }
   KF_INLINE uint32_t last() const { return static_cast<uint32_t>(threshold - 1); }  // bits up to this drop an element

@@ -16,10 +16,10 @@ template <class S> struct Normalize {
 
   // An element adds share() * factor() to dweight: dy * (x - mean), given as `dyx`, times rstd; or dy times the rounded xhat.
   __device__ A share(A dy, A centred, A dyx) const {
-    if constexpr (S::kHf) return product(dy, Rounding<S>::normalized(centred * rstd));
+    if constexpr (kHf<S>) return product(dy, Roundings<S>::normalized(centred * rstd));
     else return dyx;
   }
-  __device__ A factor() const { return S::kHf ? A(1) : rstd; }
+  __device__ A factor() const { return kHf<S> ? A(1) : rstd; }
 };
 
 // The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times
@@ -55,9 +55,9 @@ template <class S> struct Derivative {
   }
 };
 
-// xhat * weight + bias: the argument of the activation, or what the last gate multiplies.
+// xhat * weight + bias: the argument of the activation, or what the last factor multiplies.
 template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
-  using R = Rounding<S>;
+  using R = Roundings<S>;
   return R::argument(fused(R::normalized(xhat), weight, bias));
 }
 
@@ -82,7 +82,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x, all but the gate.
+// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x, all but the factor.
 template <class S>
 __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
@@ -90,12 +90,12 @@ __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<ty
   if constexpr (!kAddsResidual<S>) before.change(row, col, x);
 }
 
-// Multiplies x by act(gate) if the gate is first, and dy if it is last.
+// Multiplies x by the factor if that is first, and dy if it is last.
 template <class S, int kVec, class A>
-__device__ void apply_gate(const Before<S, typename S::DY>& before, const Pack<Gate<S>, kVec>& gate, A (&x)[kVec],
-                           A (&dy)[kVec]) {
-  if constexpr (kGateFirst<S>) before.gate(gate, x);
-  else multiply_gate<S, typename MathFor<A, typename S::DY>::type>(gate, dy);
+__device__ void apply_factor(const Before<S, typename S::DY>& before, const Pack<Factor<S>, kVec>& factor, A (&x)[kVec],
+                             A (&dy)[kVec]) {
+  if constexpr (kFactorFirst<S>) before.multiply(factor, x);
+  else multiply_factor<S, typename MathFor<A, typename S::DY>::type>(factor, dy);
 }
 
 // A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
@@ -111,8 +111,8 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// The type of what backward reads beside the normalised row: the gate, or x, to differentiate the pre-activation.
-template <class S> using Second = typename PresentOr<typename S::PreX, Gate<S>>::type;
+// The type of what backward reads beside the normalised row: a factor, or x, to differentiate the pre-activation.
+template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
 // From the gradient at h, of the norm alone, to what is stored of a row.
 template <class S> struct Outgoing {
@@ -125,44 +125,44 @@ template <class S> struct Outgoing {
   const Dropout<S>& dropout;
   i64 row;
   X* dx_row;
-  Other* dresidual_row;  // or that of dgate
+  Other* dresidual_row;  // or that of dfactor
 
   __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
         dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
 
-  // dgate of a last gate: dy * (xhat * weight + bias) * act'(gate).
-  __device__ void last_gate(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
-                            const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Gate<S>, kVec>& gate) const {
-    if constexpr (kGateLast<S> && S::kDResidual) {
-      A dgate[kVec];
+  // The gradient of a last factor's row, from that at the factor: dy * (xhat * weight + bias).
+  __device__ void last_factor(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
+                              const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Factor<S>, kVec>& factor) const {
+    if constexpr (kFactorLast<S> && S::kDResidual) {
+      A dfactor[kVec];
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) dgate[e] = product(dy[e], affine_of<S>(normalize(x[e]), weight[e], bias[e]));
-      store_dgate(col, dgate, gate);
+      for (int e = 0; e < kVec; ++e) dfactor[e] = product(dy[e], affine_of<S>(normalize(x[e]), weight[e], bias[e]));
+      store_dfactor(col, dfactor, factor);
     }
   }
 
-  // dgate of a first gate, du * x * act'(gate), and dx, du * act(gate).
-  __device__ void first_gate(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Gate<S>, kVec>& gate) const {
+  // That of a first factor's row, from du * x, and dx, du times the factor.
+  __device__ void first_factor(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (S::kDResidual) {
-      A dgate[kVec];
-      widen_pack(pack, dgate);
+      A dfactor[kVec];
+      widen_pack(pack, dfactor);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) dgate[e] = product(dgate[e], du[e]);
-      store_dgate(col, dgate, gate);
+      for (int e = 0; e < kVec; ++e) dfactor[e] = product(dfactor[e], du[e]);
+      store_dfactor(col, dfactor, factor);
     }
     if constexpr (S::kDX) {
-      multiply_gate<S, typename MathFor<A, X>::type>(gate, du);
+      multiply_factor<S, typename MathFor<A, X>::type>(factor, du);
       store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(du));
     }
   }
 
-  // The gradient at act(gate), times act'(gate).
-  __device__ void store_dgate(int col, A (&g)[kVec], const Pack<Gate<S>, kVec>& gate) const {
+  // From the gradient at the factor.
+  __device__ void store_dfactor(int col, A (&g)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     A at[kVec];
-    widen_pack(gate, at);
-    multiply_slope<S::kGateActivation, typename MathFor<A, Gate<S>>::type>(g, at);
-    store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Gate<S>>(g));
+    widen_pack(factor, at);
+    times_factor_slope<S, typename MathFor<A, Factor<S>>::type>(g, at);
+    store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Factor<S>>(g));
   }
 
   // `pre_x` is the argument of the pre-activation, of any type if there is none.
@@ -174,7 +174,7 @@ template <class S> struct Outgoing {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) g[e] += added[e];
     }
-    if constexpr (S::kDResidual && !kGateLast<S>)
+    if constexpr (S::kDResidual && !kFactorLast<S>)
       store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Other>(g));
     if constexpr (S::kDX) {
       dropout.apply(row * kCols + col, g);

@@ -107,8 +107,9 @@ using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
                                    S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
 // dweight and dbias of this thread's columns, where S::kSums keeps them.
-template <class S, int kVectors> struct Accumulators {
+template <class S> struct Accumulators {
   using A = typename S::Acc;
+  static constexpr int kVectors = Place<S>::kVectors;
   static constexpr int kPerQuad = S::kVec * sizeof(A) < 16 ? S::kVec : 16 / static_cast<int>(sizeof(A));
   static constexpr int kQuads = S::kVec / kPerQuad;
   struct alignas(kPerQuad * sizeof(A)) Quad {
@@ -160,13 +161,13 @@ template <class S, int kVectors> struct Accumulators {
   }
 };
 
-// The gate of a sample, the last one past the end: where it lies, and its vectors, kept as those of x are.
-template <class S, class T = Gate<S>> struct GateOfRow {
+// The factor of a sample, that of the last one past the end: where it lies, and its vectors, kept as those of x are.
+template <class S, class T = Factor<S>> struct FactorOfRow {
   const Place<S>& at;
   const T* row;
   Pack<T, S::kVec> kept[S::kResident ? Place<S>::kVectors : 1];
 
-  __device__ GateOfRow(const RowNormBwdArgs& args, const Place<S>& at, i64 sample) : at(at) {
+  __device__ FactorOfRow(const RowNormBwdArgs& args, const Place<S>& at, i64 sample) : at(at) {
     static_assert(!S::kPrefetch);
     const i64 index = row_of_sample<S>(args, min(sample, args.rows - 1));
     row = static_cast<const T*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, index);
@@ -180,201 +181,248 @@ template <class S, class T = Gate<S>> struct GateOfRow {
     else return load(i);
   }
 };
-template <class S> struct GateOfRow<S, absent> {
-  __device__ GateOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
+template <class S> struct FactorOfRow<S, absent> {
+  __device__ FactorOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
 };
 
-template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
+// A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the last
+// row again, which counts for nothing, in place of those that are not there. Of single elements too: what registers they save
+// would let a further block in, and RMSNorm of 250980x255 fp16 take 121 us on an H200 instead of 113.
+template <class S> inline constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && S::kVec > 1;
+
+// What a thread reads of a row, in registers where S::kResident, and else where it lies.
+template <class S> struct BackwardRow {
   using A = typename S::Acc;
-  using P = Place<S>;
   using X = typename S::Row;
   using DY = typename S::DY;
   using DH = typename S::DH;
-  constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors;
-  constexpr bool kCovers = P::kCovers, kRowGrads = S::kDX || S::kDResidual;
-  constexpr bool kSums = S::kSums == KeptSums::kRegisters || S::kSums == KeptSums::kShared;
-  constexpr int kUnroll = S::kResident ? kVectors : 2;
-  const P at;
-  wait_for_previous_kernel();
-  extern __shared__ __align__(16) char shared[];
-  Accumulators<S, kVectors> sums(shared);
-  alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
-  if constexpr (S::kCluster > 1) {                  // every block of the cluster runs before anyone writes to its shared memory
-    cluster_arrive();
-    cluster_wait();
-  }
+  using PreX = typename S::PreX;
+  static constexpr int kVec = S::kVec, kCols = S::kCols, kHeld = S::kResident ? Place<S>::kVectors : 1;
+  static constexpr bool kCovers = Place<S>::kCovers;
 
-  struct Row {
-    Pack<X, kVec> x[S::kResident ? kVectors : 1];
-    Pack<DY, kVec> dy[S::kResident ? kVectors : 1];
-    Pack<DH, kVec> dh[S::kResident ? kVectors : 1];
-    const X* x_row;
-    const DY* dy_row;
-    A mean, rstd;
-    bool live;
-  };
-  // A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the
-  // last row again, which counts for nothing, in place of those that are not there. Of single elements too: what registers they
-  // save would let a further block in, and RMSNorm of 250980x255 fp16 take 121 us on an H200 instead of 113.
-  constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && kVec > 1;
-  const auto is_live = [&](const Row& r) { return kAlone || S::kRows == 1 || r.live; };
-  const auto fetch_x = [&](const Row& r, int i) { return load_cols<S::kAlignX, kVec, kCols, kCovers>(r.x_row, at.col(i)); };
-  const auto fetch_dy = [&](const Row& r, int i) { return load_cols<S::kAlignDY, kVec, kCols, kCovers>(r.dy_row, at.col(i)); };
-  auto fetch_dh = [&](i64 row, int i) {
-    if constexpr (kPresent<DH>) return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
-    else return Pack<absent, kVec>{};
-  };
-  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
-  auto fetch = [&](Row& r, i64 wanted) {
-    r.live = wanted < args.rows;
-    const i64 row = row_of_sample<S>(args, r.live ? wanted : args.rows - 1);
-    r.x_row = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
-    r.dy_row = static_cast<const DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
+  Pack<X, kVec> held_x[kHeld];
+  Pack<DY, kVec> held_dy[kHeld];
+  Pack<DH, kVec> held_dh[kHeld];
+  const X* x_row;
+  const DY* dy_row;
+  A mean, rstd;
+  bool live;
+
+  // The row of a sample, the last one past the end.
+  __device__ void fetch(const RowNormBwdArgs& args, const Place<S>& at, i64 wanted) {
+    live = wanted < args.rows;
+    const i64 row = row_of_sample<S>(args, live ? wanted : args.rows - 1);
+    x_row = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, row);
+    dy_row = static_cast<const DY*>(args.dy) + row_offset<S::kStridedDY>(args.dy_rows, row);
     if constexpr (S::kResident) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        r.x[i] = fetch_x(r, i);
-        r.dy[i] = fetch_dy(r, i);
-        if constexpr (kPresent<DH>) r.dh[i] = fetch_dh(row, i);
+      for (int i = 0; i < kHeld; ++i) {
+        held_x[i] = load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i));
+        held_dy[i] = load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, at.col(i));
+        if constexpr (kPresent<DH>) held_dh[i] = load_dh(args, at, row, i);
       }
     }
-    r.mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
-    r.rstd = static_cast<const A*>(args.rstd)[row];
-  };
-  ColumnWeight<S, kVectors> weights(args, at);
-  ColumnBias<S, kVectors> biases(args, at);
-  weights.keep();
-  biases.keep();
-  const Before<S, DY> before(args);
+    mean = S::kRms ? A(0) : static_cast<const A*>(args.mean)[row];
+    rstd = static_cast<const A*>(args.rstd)[row];
+  }
 
-  const int behind = kAlone ? 0 : at.row;  // of the first of the rows that go on together
-  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + (kAlone ? at.row : 0);
-  int buffer = 0;
-  Row next;
-  if (S::kPrefetch && first < args.rows) fetch(next, first + behind);
-  for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all that go on together
-    const i64 sample = base + behind, row = row_of_sample<S>(args, sample);
-    Row now;
-    if constexpr (S::kPrefetch) {
-      now = next;
-      if (base + step < args.rows) fetch(next, sample + step);
+  // Whether it counts.
+  __device__ bool is_live() const { return kAlone<S> || S::kRows == 1 || live; }
+
+  __device__ Pack<X, kVec> x(const Place<S>& at, int i) const {
+    if constexpr (S::kResident) return held_x[i];
+    else return load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, at.col(i));
+  }
+  __device__ Pack<DY, kVec> dy(const Place<S>& at, int i) const {
+    if constexpr (S::kResident) return held_dy[i];
+    else return load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, at.col(i));
+  }
+  __device__ Pack<DH, kVec> dh(const RowNormBwdArgs& args, const Place<S>& at, i64 row, int i) const {
+    if constexpr (S::kResident) return held_dh[i];
+    else return load_dh(args, at, row, i);
+  }
+  // The argument of the pre-activation, if there is one.
+  __device__ auto pre_x(const RowNormBwdArgs& args, const Place<S>& at, i64 row, int i) const {
+    if constexpr (kPresent<PreX>) {
+      const auto* pre_x_row = static_cast<const PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
+      return load_row<S, S::kAlignPreX>(pre_x_row, at.col(i));
+    } else if constexpr (S::kPreActivation != 0) {
+      return x(at, i);
     } else {
-      fetch(now, sample);
+      return Pack<absent, kVec>{};
     }
-    const GateOfRow<S> gate_at(args, at, sample);
-    // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
-    const Normalize<S> normalize{now.mean, is_live(now) ? now.rstd : A(0)};
-    auto x_at = [&](int i) {
-      if constexpr (S::kResident) return now.x[i];
-      else return fetch_x(now, i);
-    };
-    auto dy_at = [&](int i) {
-      if constexpr (S::kResident) return now.dy[i];
-      else return fetch_dy(now, i);
-    };
-    auto dh_at = [&](int i) {
-      if constexpr (S::kResident) return now.dh[i];
-      else return fetch_dh(row, i);
-    };
+  }
 
+ private:
+  static __device__ Pack<DH, kVec> load_dh(const RowNormBwdArgs& args, const Place<S>& at, i64 row, int i) {
+    if constexpr (kPresent<DH>) return load_row<S, S::kAlignDH>(static_cast<const DH*>(args.dh) + row * kCols, at.col(i));
+    else return {};
+  }
+};
+
+// The partial row of a block (or cluster), of the sums that its threads keep.
+template <class S>
+__device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at, Accumulators<S>& sums, char* shared) {
+  using A = typename S::Acc;
+  constexpr int kCols = S::kCols, kVectors = Place<S>::kVectors, kUnroll = S::kResident ? kVectors : 2;
+  constexpr bool kCovers = Place<S>::kCovers;
+  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
+  A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+    if constexpr (S::kRows == 1) {
+#pragma unroll kUnroll
+      for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+        for (int e = 0; e < S::kVec; ++e)
+          if (kCovers || at.col(i) < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
+    } else {  // the rows of the block, added pairwise
+      static_assert(S::kSums == KeptSums::kRegisters, "the table takes the place of sums in shared memory");
+      auto* table = reinterpret_cast<A*>(shared);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+        for (int e = 0; e < S::kVec; ++e)
+          if (kCovers || at.col(i) < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
+#pragma unroll 1
+      for (int half = S::kRows / 2; half > 0; half /= 2) {
+        __syncthreads();
+        for (int c = threadIdx.x; c < half * kCols; c += blockDim.x) table[c] += table[half * kCols + c];
+      }
+      __syncthreads();
+      for (int c = threadIdx.x; c < kCols; c += blockDim.x) out[which][c] = table[c];
+    }
+  }
+}
+
+// What a thread keeps for all its rows.
+template <class S> struct BackwardColumns {
+  using A = typename S::Acc;
+  using Row = BackwardRow<S>;
+  static constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = Place<S>::kVectors;
+  static constexpr int kUnroll = S::kResident ? kVectors : 2;
+  static constexpr bool kSums = S::kSums == KeptSums::kRegisters || S::kSums == KeptSums::kShared;
+
+  const RowNormBwdArgs& args;
+  const Place<S>& at;
+  Accumulators<S>& sums;
+  ColumnWeight<S, kVectors>& weights;
+  ColumnBias<S, kVectors>& biases;
+  const Before<S, typename S::DY>& before;
+
+  __device__ void read(const Row& now, i64 row, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) {
+    widen_row<S>(before, now.x(at, i), row, at.col(i), x);
+    widen_pack(now.dy(at, i), dy);
+    weights.get(i, weight);
+    biases.get(i, bias);
+  }
+
+  // A row's sums of this thread's columns, and what they add to those of the columns.
+  __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dys[kVec], weight[kVec], bias[kVec], dyx[kVec];
-      widen_row<S>(before, x_at(i), row, at.col(i), x);
-      widen_pack(dy_at(i), dys);
-      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, gate_at(i), x, dys);
+      widen_row<S>(before, now.x(at, i), row, at.col(i), x);
+      widen_pack(now.dy(at, i), dys);
+      if constexpr (kPresent<Factor<S>>) apply_factor<S>(before, factor(i), x, dys);
       weights.get(i, weight);
       biases.get(i, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
-        const bool inside = kCovers || at.col(i) < kCols;
-        const A centred = inside && is_live(now) ? normalize.centred(x[e]) : A(0);
-        if (!is_live(now)) dys[e] = 0;
+        const bool inside = Place<S>::kCovers || at.col(i) < kCols;
+        const A centred = inside && now.is_live() ? normalize.centred(x[e]) : A(0);
+        if (!now.is_live()) dys[e] = 0;
         dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
         dyx[e] = normalize.share(dys[e], centred, row_sums.add(dys[e], centred, weight[e]));
       }
       if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.factor());
       if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
     }
-    if constexpr (kRowGrads) {
+    return row_sums;
+  }
+
+  // The gradients of a row, from its sums.
+  __device__ void second_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row, A total_g,
+                              A total_gx) {
+    const Derivative<S> derivative(normalize, total_g, total_gx);
+    const Outgoing<S> outgoing(args, before.dropout, row);
+#pragma unroll kUnroll
+    for (int i = 0; i < kVectors; ++i) {
+      A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
+      read(now, row, i, x, dy, weight, bias);
+      if constexpr (kPresent<Factor<S>>) {
+        if (now.is_live()) outgoing.last_factor(normalize, at.col(i), dy, x, weight, bias, factor(i));
+        apply_factor<S>(before, factor(i), x, dy);
+      }
+      replace_dy<S>(normalize, x, weight, bias, dy);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
+      if constexpr (kFactorFirst<S>) {
+        if (now.is_live()) outgoing.first_factor(at.col(i), g, now.x(at, i), factor(i));
+      } else {
+        if (now.is_live()) outgoing(at.col(i), g, now.dh(args, at, row, i), now.pre_x(args, at, row, i));
+      }
+    }
+  }
+};
+
+template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
+  using A = typename S::Acc;
+  using P = Place<S>;
+  using Columns = BackwardColumns<S>;
+  const P at;
+  wait_for_previous_kernel();
+  extern __shared__ __align__(16) char shared[];
+  Accumulators<S> sums(shared);
+  alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
+  if constexpr (S::kCluster > 1) {                  // every block of the cluster runs before anyone writes to its shared memory
+    cluster_arrive();
+    cluster_wait();
+  }
+  ColumnWeight<S, P::kVectors> weights(args, at);
+  ColumnBias<S, P::kVectors> biases(args, at);
+  weights.keep();
+  biases.keep();
+  const Before<S, typename S::DY> before(args);
+  Columns columns{args, at, sums, weights, biases, before};
+
+  const int behind = kAlone<S> ? 0 : at.row;  // of the first of the rows that go on together
+  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
+  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + (kAlone<S> ? at.row : 0);
+  int buffer = 0;
+  BackwardRow<S> next;
+  if (S::kPrefetch && first < args.rows) next.fetch(args, at, first + behind);
+  for (i64 base = first; base < args.rows; base += step, buffer ^= 1) {  // the same count for all that go on together
+    const i64 sample = base + behind, row = row_of_sample<S>(args, sample);
+    BackwardRow<S> now;
+    if constexpr (S::kPrefetch) {
+      now = next;
+      if (base + step < args.rows) next.fetch(args, at, sample + step);
+    } else {
+      now.fetch(args, at, sample);
+    }
+    const FactorOfRow<S> factor(args, at, sample);
+    // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
+    const Normalize<S> normalize{now.mean, now.is_live() ? now.rstd : A(0)};
+    RowSums<A> row_sums = columns.first_pass(now, factor, normalize, row);
+    if constexpr (S::kDX || S::kDResidual) {
       if constexpr (S::kRms) row_sums = {0, sum_lanes<S::kLanes>(row_sums.gx)};
       else sum_lanes<S::kLanes>(row_sums.g, row_sums.gx);
-      A total_g = row_sums.g, total_gx = row_sums.gx;
       if constexpr (S::kWarps > 1) {
         Exchange<S> exchange{pairs[buffer]};
-        exchange.put(at.warp, at.lane, total_g, total_gx);
+        exchange.put(at.warp, at.lane, row_sums.g, row_sums.gx);
         exchange.barrier();
-        exchange.sum_pairs(at.lane, pairs[buffer], total_g, total_gx);
+        exchange.sum_pairs(at.lane, pairs[buffer], row_sums.g, row_sums.gx);
       }
-      const Derivative<S> derivative(normalize, total_g, total_gx);
-      const Outgoing<S> outgoing(args, before.dropout, row);
-      const auto pre_x_at = [&](int i) {
-        using PreX = typename S::PreX;
-        if constexpr (kPresent<PreX>) {
-          const auto* pre_x_row = static_cast<const PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
-          return load_row<S, S::kAlignPreX>(pre_x_row, at.col(i));
-        } else if constexpr (S::kPreActivation != 0) {
-          return x_at(i);
-        } else {
-          return Pack<absent, kVec>{};
-        }
-      };
-#pragma unroll kUnroll
-      for (int i = 0; i < kVectors; ++i) {
-        A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
-        widen_row<S>(before, x_at(i), row, at.col(i), x);
-        widen_pack(dy_at(i), dy);
-        weights.get(i, weight);
-        biases.get(i, bias);
-        if constexpr (kPresent<Gate<S>>) {
-          if (is_live(now)) outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate_at(i));
-          apply_gate<S>(before, gate_at(i), x, dy);
-        }
-        replace_dy<S>(normalize, x, weight, bias, dy);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if constexpr (kGateFirst<S>) {
-          if (is_live(now)) outgoing.first_gate(at.col(i), g, x_at(i), gate_at(i));
-        } else {
-          if (is_live(now)) outgoing(at.col(i), g, dh_at(i), pre_x_at(i));
-        }
-      }
+      columns.second_pass(now, factor, normalize, row, row_sums.g, row_sums.gx);
     }
   }
 
-  if constexpr (kSums) {
-    const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
-    A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
-      if constexpr (S::kRows == 1) {
-#pragma unroll kUnroll
-        for (int i = 0; i < kVectors; ++i)
-#pragma unroll
-          for (int e = 0; e < kVec; ++e)
-            if (kCovers || at.col(i) < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
-      } else {  // the rows of the block, added pairwise
-        static_assert(S::kSums == KeptSums::kRegisters, "the table takes the place of sums in shared memory");
-        auto* table = reinterpret_cast<A*>(shared);
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i)
-#pragma unroll
-          for (int e = 0; e < kVec; ++e)
-            if (kCovers || at.col(i) < kCols) table[at.row * kCols + at.col(i) + e] = sums.get(which, i, e);
-#pragma unroll 1
-        for (int half = S::kRows / 2; half > 0; half /= 2) {
-          __syncthreads();
-          for (int c = threadIdx.x; c < half * kCols; c += blockDim.x) table[c] += table[half * kCols + c];
-        }
-        __syncthreads();
-        for (int c = threadIdx.x; c < kCols; c += blockDim.x) out[which][c] = table[c];
-      }
-    }
-  }
+  if constexpr (Columns::kSums) store_partial_row<S>(args, at, sums, shared);
   if constexpr (S::kCluster > 1) {  // no block leaves while another may still write to its shared memory
     cluster_arrive();
     cluster_wait();

@@ -52,34 +52,34 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
   }
 }
 
-template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& args) {
+// The rows of a group in its ring: what a slot has, how it is filled, and how a thread reads it.
+template <class S> struct BackwardRing {
   using A = float;
-  using P = Place<S>;
   using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
-  using Pair = typename Stream::Pair;
   using X = StreamedRows<S, Stream, typename S::Row, S::kAlignX, S::kStridedX>;
   using DY = StreamedRows<S, Stream, typename S::DY, S::kAlignDY, S::kStridedDY>;
   using DH = StreamedRows<S, Stream, typename S::DH, S::kAlignDH>;
   using Other = StreamedRows<S, Stream, Second<S>, S::kAlignPreX, S::kStridedPreX>;
-  constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
-  constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + Other::kBytes;
-  extern __shared__ __align__(128) char slots[];  // [kGroups][kSlots][kSlotBytes], then weight and bias
-  __shared__ typename Stream::Shared shared[kGroups];
-  __shared__ Normalize<S> stats[kGroups][S::kSlots];
-  __shared__ typename Stream::Pacing pacing;
+  static constexpr int kSlotBytes = X::kBytes + DY::kBytes + DH::kBytes + Other::kBytes;
 
-  const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
-  const P at(member);
-  Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
-  stream.init();
-  const int first_col = Stream::first_col(), cols = Stream::cols();
-  char* const ring = settled_shared(slots + group * S::kSlots * kSlotBytes);
-  Normalize<S>* const stats_slot = settled_shared(stats[group]);
-  const X x_rows{args.x, &args.x_rows, ring, kSlotBytes, first_col};
-  const DY dy_rows{args.dy, &args.dy_rows, x_rows.slots + X::kBytes, kSlotBytes, first_col};
-  const DH dh_rows{args.dh, nullptr, dy_rows.slots + DY::kBytes, kSlotBytes, first_col};
-  const Other others{args.pre_x, &args.pre_x_rows, dh_rows.slots + DH::kBytes, kSlotBytes, first_col};
-  const auto fill = [&](i64 sample, int slot) {
+  const RowNormBwdArgs& args;
+  const Stream& stream;
+  Normalize<S>* stats_slot;
+  int cols;
+  X x_rows;
+  DY dy_rows;
+  DH dh_rows;
+  Other others;
+
+  __device__ BackwardRing(const RowNormBwdArgs& args, const Stream& stream, int first_col, int cols, char* ring,
+                          Normalize<S>* stats_slot)
+      : args(args), stream(stream), stats_slot(stats_slot), cols(cols),
+        x_rows{args.x, &args.x_rows, ring, kSlotBytes, first_col},
+        dy_rows{args.dy, &args.dy_rows, x_rows.slots + X::kBytes, kSlotBytes, first_col},
+        dh_rows{args.dh, nullptr, dy_rows.slots + DY::kBytes, kSlotBytes, first_col},
+        others{args.pre_x, &args.pre_x_rows, dh_rows.slots + DH::kBytes, kSlotBytes, first_col} {}
+
+  __device__ void fill(i64 sample, int slot) const {
     const i64 row = row_of_sample<S>(args, sample);
     const bool last = sample == args.rows - 1;
     Mbarrier* full = &stream.shared.full[slot];
@@ -88,56 +88,57 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     if constexpr (!S::kRms) copy_word(&stats_slot[slot].mean, static_cast<const A*>(args.mean) + row);
     copy_word(&stats_slot[slot].rstd, static_cast<const A*>(args.rstd) + row);
     copy_arrive(full);
-  };
-  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
-  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
-  wait_for_previous_kernel(x_rows.piece(row_of_sample<S>(args, first)).source);
-
-  A sums[2][kVectors][kVec] = {};  // dweight, dbias
-  char* const kept = slots + kGroups * S::kSlots * kSlotBytes;
-  constexpr int kKept = kVectors - S::kUnkept;
-  constexpr int kWeightBytes =
-      S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
-  ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
-  ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
-  // Not before: what is asked for behind so many rows comes after them. 1024x8192 bf16 took 21.5 us on an H200 and takes
-  // 20.5 so (torch 2.11.0+cu130, in no result file).
-  stream.start(args.rows, first, step, fill);
-  weights.keep(group == 0);
-  biases.keep(group == 0);
-  if (S::kKeeps == KeptParameters::kShared) __syncthreads();
-  const Before<S, typename S::DY> before(args);
-  const auto stats_of = [&](int slot) {
+  }
+  __device__ Normalize<S> stats(int slot) const {
     Normalize<S> normalize = stats_slot[slot];
     if constexpr (S::kRms) normalize.mean = 0;
     return normalize;
-  };
-  const auto x_at = [&](i64 row, int slot, int i) { return x_rows.at(row, slot, at.col(i)); };
-  const auto other_at = [&](i64 row, int slot, int i) { return others.at(row, slot, at.col(i)); };
-  const auto read = [&](i64 row, int slot, int i, A(&x)[kVec], A(&dy)[kVec], A(&weight)[kVec], A(&bias)[kVec]) {
-    widen_row<S>(before, x_at(row, slot, i), row, at.col(i), x);
-    widen_pack(dy_rows.at(row, slot, at.col(i)), dy);
+  }
+  __device__ auto x(i64 row, int slot, int i) const { return x_rows.at(row, slot, stream.at.col(i)); }
+  __device__ auto other(i64 row, int slot, int i) const { return others.at(row, slot, stream.at.col(i)); }
+  // The argument of the pre-activation, if there is one.
+  __device__ auto pre_x(i64 row, int slot, int i) const {
+    if constexpr (kPresent<typename S::PreX>) return other(row, slot, i);
+    else if constexpr (S::kPreActivation != 0) return x(row, slot, i);
+    else return Pack<absent, S::kVec>{};
+  }
+};
+
+// The two passes of a thread over a row, and what it keeps for all rows.
+template <class S> struct StreamedBackward {
+  using A = float;
+  using Ring = BackwardRing<S>;
+  using Pair = typename Ring::Stream::Pair;
+  static constexpr int kVec = S::kVec, kCols = S::kCols, kVectors = Place<S>::kVectors;
+
+  const RowNormBwdArgs& args;
+  const Place<S>& at;
+  const Ring& ring;
+  ColumnWeight<S, kVectors>& weights;
+  ColumnBias<S, kVectors>& biases;
+  const Before<S, typename S::DY>& before;
+  A (&sums)[2][kVectors][kVec];  // dweight, dbias
+
+  __device__ void read(i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) const {
+    widen_row<S>(before, ring.x(row, slot, i), row, at.col(i), x);
+    widen_pack(ring.dy_rows.at(row, slot, at.col(i)), dy);
     weights.get(i, weight);
     biases.get(i, bias);
-  };
-  const auto pre_x_at = [&](i64 row, int slot, int i) {
-    if constexpr (kPresent<typename S::PreX>) return other_at(row, slot, i);
-    else if constexpr (S::kPreActivation != 0) return x_at(row, slot, i);
-    else return Pack<absent, kVec>{};
-  };
-  const auto first_pass = [&](i64 sample, int slot) {
+  }
+
+  __device__ Pair first_pass(i64 sample, int slot) const {
     const i64 row = row_of_sample<S>(args, sample);
     RowSums<A> row_sums{};
-    const Normalize<S> normalize = stats_of(slot);
+    const Normalize<S> normalize = ring.stats(slot);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A x[kVec], dy[kVec], weight[kVec], bias[kVec];
       read(row, slot, i, x, dy, weight, bias);
-      if constexpr (kPresent<Gate<S>>) apply_gate<S>(before, other_at(row, slot, i), x, dy);
+      if constexpr (kPresent<Factor<S>>) apply_factor<S>(before, ring.other(row, slot, i), x, dy);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         // Past the row's end dy is zero, and xhat finite until it is rounded.
-        const bool inside = P::kCovers || !S::kHf || at.col(i) < kCols;
+        const bool inside = Place<S>::kCovers || !kHf<S> || at.col(i) < kCols;
         const A centred = inside ? normalize.centred(x[e]) : A(0);
         dy[e] = incoming<S>(dy[e], centred * normalize.rstd, weight[e], bias[e]);
         const A dyx = row_sums.add(dy[e], centred, weight[e]);
@@ -150,35 +151,79 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     if constexpr (S::kRms) own.second = sum_lanes<32>(own.second);
     else sum_lanes<32>(own.first, own.second);
     return own;
-  };
-  const auto combine = [&](i64, typename Stream::Sums all) {
-    Pair pair{};
-    Exchange<S>::sum_pairs(at.lane, all, pair.first, pair.second);
-    return pair;
-  };
-  const auto second_pass = [&](i64 sample, int slot, const Pair& sums_of_g) {
-    const i64 row = row_of_sample<S>(args, sample);
+  }
+
+  __device__ void second_pass(i64 sample, int slot, const Pair& sums_of_g) const {
     if constexpr (S::kDX || S::kDResidual) {
-      const Normalize<S> normalize = stats_of(slot);
+      const i64 row = row_of_sample<S>(args, sample);
+      const Normalize<S> normalize = ring.stats(slot);
       const Derivative<S> derivative(normalize, sums_of_g.first, sums_of_g.second);
       const Outgoing<S> outgoing(args, before.dropout, row);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         A x[kVec], dy[kVec], weight[kVec], bias[kVec], g[kVec];
         read(row, slot, i, x, dy, weight, bias);
-        if constexpr (kPresent<Gate<S>>) {
-          const auto gate = other_at(row, slot, i);
-          outgoing.last_gate(normalize, at.col(i), dy, x, weight, bias, gate);
-          apply_gate<S>(before, gate, x, dy);
+        if constexpr (kPresent<Factor<S>>) {
+          const auto factor = ring.other(row, slot, i);
+          outgoing.last_factor(normalize, at.col(i), dy, x, weight, bias, factor);
+          apply_factor<S>(before, factor, x, dy);
         }
         replace_dy<S>(normalize, x, weight, bias, dy);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
-        if constexpr (kGateFirst<S>) outgoing.first_gate(at.col(i), g, x_at(row, slot, i), other_at(row, slot, i));
-        else outgoing(at.col(i), g, dh_rows.at(row, slot, at.col(i)), pre_x_at(row, slot, i));
+        if constexpr (kFactorFirst<S>) outgoing.first_factor(at.col(i), g, ring.x(row, slot, i), ring.other(row, slot, i));
+        else outgoing(at.col(i), g, ring.dh_rows.at(row, slot, at.col(i)), ring.pre_x(row, slot, i));
       }
     }
+  }
+};
+
+template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& args) {
+  using P = Place<S>;
+  using Ring = BackwardRing<S>;
+  using Stream = typename Ring::Stream;
+  using Pair = typename Stream::Pair;
+  constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kRows, kThreads = Stream::kThreads;
+  constexpr int kRingBytes = S::kSlots * Ring::kSlotBytes;
+  extern __shared__ __align__(128) char slots[];  // [kGroups][kSlots][kSlotBytes], then weight and bias
+  __shared__ typename Stream::Shared shared[kGroups];
+  __shared__ Normalize<S> stats[kGroups][S::kSlots];
+  __shared__ typename Stream::Pacing pacing;
+
+  const int group = threadIdx.x / kThreads, member = threadIdx.x % kThreads;
+  const P at(member);
+  Stream stream{*settled_shared(&shared[group]), pacing, at, group, member};
+  stream.init();
+  const int first_col = Stream::first_col(), cols = Stream::cols();
+  char* const own_slots = settled_shared(slots + group * kRingBytes);
+  const Ring ring(args, stream, first_col, cols, own_slots, settled_shared(stats[group]));
+  const auto fill = [&](i64 sample, int slot) { ring.fill(sample, slot); };
+  const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * kGroups + group;
+  const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
+  wait_for_previous_kernel(ring.x_rows.piece(row_of_sample<S>(args, first)).source);
+
+  float sums[2][kVectors][kVec] = {};  // dweight, dbias
+  char* const kept = slots + kGroups * kRingBytes;
+  constexpr int kKept = kVectors - S::kUnkept;
+  constexpr int kWeightBytes =
+      S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
+  ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
+  ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
+  // Not before: what is asked for behind so many rows comes after them. 1024x8192 bf16 took 21.5 us on an H200 and takes
+  // 20.5 so (torch 2.11.0+cu130, in no result file).
+  stream.start(args.rows, first, step, fill);
+  weights.keep(group == 0);
+  biases.keep(group == 0);
+  if (S::kKeeps == KeptParameters::kShared) __syncthreads();
+  const Before<S, typename S::DY> before(args);
+  const StreamedBackward<S> thread{args, at, ring, weights, biases, before, sums};
+  const auto first_pass = [&](i64 sample, int slot) { return thread.first_pass(sample, slot); };
+  const auto combine = [&](i64, typename Stream::Sums all) {
+    Pair pair{};
+    Exchange<S>::sum_pairs(at.lane, all, pair.first, pair.second);
+    return pair;
   };
+  const auto second_pass = [&](i64 sample, int slot, const Pair& pair) { thread.second_pass(sample, slot, pair); };
   // No more rows than are in the slots at once have a loop without ring and pace, where the plan has one.
   const bool are_few = S::kFew && args.rows <= S::kSlots * step;
   if constexpr (S::kFew)

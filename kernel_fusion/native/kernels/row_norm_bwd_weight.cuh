@@ -35,9 +35,9 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
     A x[kVec], dy[kVec];
     widen_row<S>(before, load_cols<S::kAlignX, kVec, kCols, kCovers>(x_row, col), row, col, x);
     widen_pack(load_cols<S::kAlignDY, kVec, kCols, kCovers>(dy_row, col), dy);
-    if constexpr (kPresent<Gate<S>>) {
-      const auto* gate_row = static_cast<const Gate<S>*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
-      apply_gate<S>(before, load_cols<S::kAlignPreX, kVec, kCols, kCovers>(gate_row, col), x, dy);
+    if constexpr (kPresent<Factor<S>>) {
+      const auto* factor_row = static_cast<const Factor<S>*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
+      apply_factor<S>(before, load_cols<S::kAlignPreX, kVec, kCols, kCovers>(factor_row, col), x, dy);
     }
     const Normalize<S> normalize{S::kRms ? A(0) : static_cast<const A*>(args.mean)[row], static_cast<const A*>(args.rstd)[row]};
 #pragma unroll

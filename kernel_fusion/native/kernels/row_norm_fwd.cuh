@@ -15,26 +15,26 @@
 
 namespace kf {
 
-// y of one vector of a row; `gate` is the last one.
+// y of one vector of a row; `factor` is a last one.
 template <class S> struct Affine {
   using A = typename S::Acc;
   A mean, rstd;
 
-  template <int kVec, class Weight, class Bias, class Gate>
+  template <int kVec, class Weight, class Bias, class Factor>
   __device__ Pack<typename S::Y, kVec> operator()(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias,
-                                                  const Gate& gate, double offset) const {
+                                                  const Factor& factor, double offset) const {
     A y[kVec];
-    unrounded(x, weight, bias, gate, offset, y);
+    unrounded(x, weight, bias, factor, offset, y);
     return narrow_pack<typename S::Y>(y);
   }
 
-  template <int kVec, class Weight, class Bias, class Gate>
-  __device__ void unrounded(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias, const Gate& gate,
+  template <int kVec, class Weight, class Bias, class Factor>
+  __device__ void unrounded(const Pack<typename S::Row, kVec>& x, const Weight& weight, const Bias& bias, const Factor& factor,
                             double offset, A (&y)[kVec]) const {
     widen_pack(x, y);
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (S::kRms ? y[e] : y[e] - mean) * rstd;
-    if constexpr (S::kHf) Rounding<S>::all(y);
+    if constexpr (kHf<S>) Roundings<S>::all(y);
     if constexpr (kPresent<typename S::Weight>) {
       A w[kVec];
       widen_weight<S>(weight, offset, w);
@@ -48,11 +48,11 @@ template <class S> struct Affine {
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
     // With nothing after it the store may do it.
-    constexpr bool kStored = S::kActivation == 0 && !kGateLast<S> && kSame<typename S::Y, typename Rounding<S>::Normalized>;
-    if constexpr (Rounding<S>::kArgument && !kStored) Rounding<S>::all(y);
+    constexpr bool kStored = S::kActivation == 0 && !kFactorLast<S> && kSame<typename S::Y, typename Roundings<S>::Normalized>;
+    if constexpr (Roundings<S>::kArgument && !kStored) Roundings<S>::all(y);
     using M = typename MathFor<A, typename S::Y>::type;
     activate<S::kActivation, M>(y);
-    if constexpr (kGateLast<S>) multiply_gate<S, M>(gate, y);
+    if constexpr (kFactorLast<S>) multiply_factor<S, M>(factor, y);
   }
 };
 
@@ -92,11 +92,11 @@ template <class S> struct ForwardRow {
   }
   // What is used before the norm, and what is used after it.
   __device__ Pack<Addend<S>, kVec> load_addend(int col) const {
-    if constexpr (kGateLast<S>) return {};
+    if constexpr (kFactorLast<S>) return {};
     else return load_row<S, S::kAlignResidual>(beside, col);
   }
-  __device__ Pack<typename S::LastGate, kVec> load_gate(int col) const {
-    if constexpr (kGateLast<S>) return load_row<S, S::kAlignResidual>(beside, col);
+  __device__ Pack<LastFactor<S>, kVec> load_last_factor(int col) const {
+    if constexpr (kFactorLast<S>) return load_row<S, S::kAlignResidual>(beside, col);
     else return {};
   }
   __device__ void store_h(Residual* h, int col, const Pack<typename S::Row, kVec>& pack) const {
@@ -148,17 +148,17 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     xs[i] = row.load_x(at.col(i));
     addends[i] = row.load_addend(at.col(i));
   }
-  // Weight, bias and last gate of so many vectors are loaded together: no load passes a store that comes before it.
+  // Weight, bias and last factor of so many vectors are loaded together: no load passes a store that comes before it.
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
-  Pack<typename S::LastGate, kVec> gates[kTogether];
+  Pack<LastFactor<S>, kVec> factors[kTogether];
   const auto load_parameters = [&](const P& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
       weights[i] = load_parameter<S, typename S::Weight>(args.weight, of.col(first + i));
       biases[i] = load_parameter<S, typename S::Bias>(args.bias, of.col(first + i));
-      gates[i] = row.load_gate(of.col(first + i));
+      factors[i] = row.load_last_factor(of.col(first + i));
     }
   };
   if constexpr (S::kAhead) load_parameters(at, 0);
@@ -188,7 +188,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     if (i % kTogether == 0 && !loaded) load_parameters(place, i);
     auto& pack = resident[i];
     if constexpr (!S::kRms) keep_packed(pack);
-    affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], gates[i % kTogether], args.weight_offset, v);
+    affine.unrounded(pack, weights[i % kTogether], biases[i % kTogether], factors[i % kTogether], args.weight_offset, v);
   };
   if constexpr (S::kShifted) {
     store_shifted<S>(y, place, y_at);

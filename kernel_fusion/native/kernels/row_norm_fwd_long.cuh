@@ -41,7 +41,7 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Pack<typename PresentOr<typename S::Residual, typename S::X>::type, kVec> x;
     Pack<typename S::Weight, kVec> weight;
     Pack<typename S::Bias, kVec> bias;
-    Pack<Gate<S>, kVec> gate;
+    Pack<Factor<S>, kVec> factor;
   };
   auto* const y = row.y();
   const auto load_again = [&](int k, bool inside) {
@@ -51,17 +51,17 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     else again.x = row.template load_x<true>(col);
     again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
     again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
-    if constexpr (kGateFirst<S>) again.gate = row.load_addend(col);
-    else again.gate = row.load_gate(col);
+    if constexpr (kFactorFirst<S>) again.factor = row.load_addend(col);
+    else again.factor = row.load_last_factor(col);
     return again;
   };
   batched_chunks<S, S::kBatchAgain, 0>(load_again, [&](int k, const Again& again, bool inside) {
     const int col = at.col(k, inside);
     const auto store_y_of = [&](const Pack<typename S::Row, kVec>& pack) {
-      row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, again.gate, args.weight_offset));
+      row.template store_y<true>(y, col, affine(pack, again.weight, again.bias, again.factor, args.weight_offset));
     };
     if constexpr (kAddsResidual<S>) store_y_of(again.x);
-    else if constexpr (kGateFirst<S>) store_y_of(before(again.x, again.gate, row.index, col));
+    else if constexpr (kFactorFirst<S>) store_y_of(before(again.x, again.factor, row.index, col));
     else store_y_of(before(again.x, {}, row.index, col));
   });
 }

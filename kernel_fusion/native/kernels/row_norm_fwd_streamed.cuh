@@ -12,6 +12,34 @@
 
 namespace kf {
 
+// Weight and bias of this thread's columns.
+template <class S> struct ColumnParameters {
+  Pack<typename S::Weight, S::kVec> weights[Place<S>::kVectors];
+  Pack<typename S::Bias, S::kVec> biases[Place<S>::kVectors];
+
+  __device__ ColumnParameters(const RowNormFwdArgs& args, const Place<S>& at) {
+#pragma unroll
+    for (int i = 0; i < Place<S>::kVectors; ++i) {
+      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
+      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
+    }
+  }
+};
+
+// y of a row: y_at(i, y) makes this thread's i-th vector of it.
+template <class S, class YAt> __device__ void store_y(typename S::Y* y_row, const Place<S>& at, YAt&& y_at) {
+  if constexpr (S::kShifted) {
+    store_shifted<S>(y_row, at, y_at);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Place<S>::kVectors; ++i) {
+      typename S::Acc y[S::kVec];
+      y_at(i, y);
+      store_cols<S::kAlignY, S::kVec, S::kCols, Place<S>::kCovers>(y_row, at.col(i), narrow_pack<typename S::Y>(y));
+    }
+  }
+}
+
 template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& args) {
   using A = float;
   using P = Place<S>;
@@ -63,16 +91,10 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   const Before<S, typename S::Y> before(args);
   const auto row_at = [&](i64 row, int slot, int i) {
     const int col = at.col(i);
-    if constexpr (kGateLast<S>) return before(x.at(row, slot, col), {}, row, col);
+    if constexpr (kFactorLast<S>) return before(x.at(row, slot, col), {}, row, col);
     else return before(x.at(row, slot, col), other.at(row, slot, col), row, col);
   };
-  Pack<typename S::Weight, kVec> weights[kVectors];
-  Pack<typename S::Bias, kVec> biases[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
-    biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
-  }
+  ColumnParameters<S> of(args, at);
 
   const auto first_pass = [&](i64 sample, int slot) {
     const i64 row = row_of(sample);
@@ -93,24 +115,15 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
     auto* y_row = static_cast<typename S::Y*>(args.y) + row * S::kCols;
     auto* h_row = static_cast<typename S::Residual*>(args.h) + row * S::kCols;
     const auto y_at = [&](int i, A(&y)[kVec]) {
-      if constexpr (kPresent<typename S::Weight>) keep_packed(weights[i]);
-      if constexpr (kPresent<typename S::Bias>) keep_packed(biases[i]);
+      if constexpr (kPresent<typename S::Weight>) keep_packed(of.weights[i]);
+      if constexpr (kPresent<typename S::Bias>) keep_packed(of.biases[i]);
       const auto h = row_at(row, slot, i);
       if constexpr (kAddsResidual<S>) store_cols<16, kVec, S::kCols, P::kCovers>(h_row, at.col(i), h);
-      Pack<typename S::LastGate, kVec> gate{};
-      if constexpr (kGateLast<S>) gate = other.at(row, slot, at.col(i));
-      affine.unrounded(h, weights[i], biases[i], gate, args.weight_offset, y);
+      Pack<LastFactor<S>, kVec> factor{};
+      if constexpr (kFactorLast<S>) factor = other.at(row, slot, at.col(i));
+      affine.unrounded(h, of.weights[i], of.biases[i], factor, args.weight_offset, y);
     };
-    if constexpr (S::kShifted) {
-      store_shifted<S>(y_row, at, y_at);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        A y[kVec];
-        y_at(i, y);
-        store_cols<S::kAlignY, kVec, S::kCols, P::kCovers>(y_row, at.col(i), narrow_pack<typename S::Y>(y));
-      }
-    }
+    store_y<S>(y_row, at, y_at);
   };
   stream.run(args.rows, first, step, fill, first_pass, combine, second_pass);
   stream.join();

@@ -2,30 +2,36 @@
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
-// or with a gate, which is first or last, u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
+// or with a row that is a factor, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
-// With S::kHf norm(h) is rounded, and with a weight the argument of the activation (`Rounding`). S::kPreActivation,
-// S::kActivation and S::kGateActivation are codes (0: none), S::kDropout a flag; S::Residual, S::FirstGate and S::LastGate are
-// types, of which at most one is not absent. Without a residual u itself is normalised, unrounded. Everything here works on one
-// vector of a row.
+// With kHf<S> norm(h) is rounded, and with a weight the argument of the activation (`Roundings`). The constants and types of S
+// are the fields of `Stages` (core/spec.py) by their names: activations are codes (0: none), S::kDropout and S::kGateFirst
+// flags; S::Residual and S::Gate are types, of which at most one is not absent. Without a residual u itself is normalised,
+// unrounded. Everything here works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
 #include "math.cuh"
 #include "rows.cuh"
+#include "shared/names.h"
 
 namespace kf {
 
+// The type of a row of which a stage makes a factor: of what is normalised, or of what comes of the norm. Its formulas are
+// `factor_of` and `times_factor_slope`, and the kernels know no more of it.
+template <class S> using Factor = typename S::Gate;
+template <class S> inline constexpr bool kFactorFirst = kPresent<Factor<S>> && S::kGateFirst;
+template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !kFactorFirst<S>;
+
 // Whether what is normalised is h, or differs from x at all.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
-template <class S> inline constexpr bool kGateFirst = kPresent<typename S::FirstGate>;
-template <class S> inline constexpr bool kGateLast = kPresent<typename S::LastGate>;
-template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kGateFirst<S>;
+template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
 
-// The type of a gate, first or last; and of what forward reads beside x before the norm, and at all.
-template <class S> using Gate = typename PresentOr<typename S::FirstGate, typename S::LastGate>::type;
-template <class S> using Addend = typename PresentOr<typename S::Residual, typename S::FirstGate>::type;
-template <class S> using Beside = typename PresentOr<typename S::Residual, Gate<S>>::type;
+// The type of a factor, if it is first and if it is last; and of what forward reads beside x before the norm, and at all.
+template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
+template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
+template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
+template <class S> using Beside = typename PresentOr<typename S::Residual, Factor<S>>::type;
 
 // Keeps the compiler from contracting the operation that gave v with what follows: (u - mean) of a row of equal elements must
 // be 0, and h must be the same wherever it is computed.
@@ -55,11 +61,20 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
   }
 }
 
-// v = v * act(gate), with the same bits whatever follows.
-template <class S, class M, class T, class A, int kVec> __device__ void multiply_gate(const Pack<T, kVec>& gate, A (&v)[kVec]) {
+// The factor that a row is: act(gate).
+template <class S, class M, class A, int kVec> __device__ void factor_of(A (&v)[kVec]) { activate<S::kGateActivation, M>(v); }
+
+// g = the gradient at the row, `at`, from g, that at the factor.
+template <class S, class M, class A, int kVec> __device__ void times_factor_slope(A (&g)[kVec], const A (&at)[kVec]) {
+  multiply_slope<S::kGateActivation, M>(g, at);
+}
+
+// v = v * the factor that `row` is, with the same bits whatever follows.
+template <class S, class M, class T, class A, int kVec>
+__device__ void multiply_factor(const Pack<T, kVec>& row, A (&v)[kVec]) {
   A factor[kVec];
-  widen_pack(gate, factor);
-  activate<S::kGateActivation, M>(factor);
+  widen_pack(row, factor);
+  factor_of<S, M>(factor);
 #pragma unroll
   for (int e = 0; e < kVec; ++e) v[e] = product(v[e], factor[e]);
 }
@@ -67,15 +82,17 @@ template <class S, class M, class T, class A, int kVec> __device__ void multiply
 template <class T, class U> inline constexpr bool kSame = false;
 template <class T> inline constexpr bool kSame<T, T> = true;
 
+template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
+
 // Where the norms of Hugging Face round: norm(h) to the type of h, or without a residual of x; and what it is times the weight
 // and with the bias to the promoted type of that and the weight's, which is less than the compute type where the two are one.
-template <class S> struct Rounding {
+template <class S> struct Roundings {
   using A = typename S::Acc;
   using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
-  static constexpr bool kArgument = S::kHf && kSame<Normalized, typename S::Weight>;
+  static constexpr bool kArgument = kHf<S> && kSame<Normalized, typename S::Weight>;
 
   static __device__ A normalized(A v) {
-    if constexpr (S::kHf) return widen<A>(narrow<Normalized>(v));
+    if constexpr (kHf<S>) return widen<A>(narrow<Normalized>(v));
     else return v;
   }
   static __device__ A argument(A v) {
@@ -109,8 +126,8 @@ template <class S> struct Dropout {
   }
 };
 
-// What is normalised, from x and what stands beside it, a residual or a gate. u must be known as exactly as what it is rounded
-// to next: h, or else y of type Y.
+// What is normalised, from x and what stands beside it, a residual or a factor. u must be known as exactly as what it is
+// rounded to next: h, or else y of type Y.
 template <class S, class Y> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
@@ -130,9 +147,9 @@ template <class S, class Y> struct Before {
     }
   }
 
-  // v = v * act(gate)
-  template <class T> __device__ void gate(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
-    if constexpr (kGateFirst<S>) multiply_gate<S, M>(pack, v);
+  // v times a first factor.
+  template <class T> __device__ void multiply(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
+    if constexpr (kFactorFirst<S>) multiply_factor<S, M>(pack, v);
   }
 
   // Past the row's end zero, as the sums expect.
@@ -145,7 +162,7 @@ template <class S, class Y> struct Before {
       A h[kVec];
       widen_pack(x, h);
       change(row, col, h);
-      gate(beside, h);
+      multiply(beside, h);
       if constexpr (kAddsResidual<S>) {
         A r[kVec];
         widen_pack(beside, r);

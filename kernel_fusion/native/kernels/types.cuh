@@ -25,6 +25,14 @@ template <> inline constexpr bool kPresent<absent> = false;
 template <class T> inline constexpr bool kIsBit = false;
 template <> inline constexpr bool kIsBit<b1> = true;
 
+template <bool, class T> struct PresentIf {
+  using type = absent;
+};
+template <class T> struct PresentIf<true, T> {
+  using type = T;
+};
+template <bool condition, class T> using If = typename PresentIf<condition, T>::type;
+
 template <class T, class Otherwise> struct PresentOr {
   using type = T;
 };

@@ -12,8 +12,9 @@
 namespace kf {
 
 enum class Counter : int { kCpuForward = 0, kCpuBackward = 1, kCudaLaunch = 2 };
-enum class Direction : int { kInference = 0, kForward = 1, kBackward = 2, kBackwardWeight = 3 };
+enum class Rounding : int { kOnce = 0, kHf = 1 };
 enum class Dtype : int { kAbsent = -1, kHalf = 0, kBFloat16 = 1, kFloat = 2, kDouble = 3, kBool = 4, kBit = 5 };
+enum class Direction : int { kInference = 0, kForward = 1, kBackward = 2, kBackwardWeight = 3 };
 enum class Combine : int { kFirst = 0, kAdd = 1, kMul = 2, kGate = 3 };
 enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, kGather = 4 };
 enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 
 import triton.language as tl
 
+from kernel_fusion.core.spec import Stages
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Constants:
@@ -45,17 +47,14 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RowNorm(Constants):
-    """What the kernels of the norms have in common.
+class RowNorm(Constants, Stages):
+    """What the kernels of the norms have in common, with their stages.
 
     Attributes:
         rms: RMSNorm instead of LayerNorm.
         offset: what is added to the weight.
-        pre_activation, activation: names.
-        hf: whether the normalised value and its product with the weight are rounded.
         threshold, kept_scale: of dropout; 0 and 1 without.
         has_weight, has_bias, has_residual: whether there is one. Backward reads h where forward had a residual.
-        gate: "first", "last" or "none"; gate_activation: the name of what is applied to it.
         grouped: whether axis 1 of the grid are groups of columns; of `row_norm_bwd_columns` axis 2.
         flat: whether rows have one stride.
         unit: what lengths and strides count, in elements: so the compiler knows what they are divisible by.
@@ -64,9 +63,6 @@ class RowNorm(Constants):
 
     rms: bool
     offset: float
-    pre_activation: str
-    activation: str
-    hf: bool
     threshold: int
     kept_scale: float
     has_weight: bool
@@ -75,9 +71,17 @@ class RowNorm(Constants):
     unit: int
     exact: bool
     has_residual: bool = False
-    gate: str = "none"
-    gate_activation: str = "identity"
     grouped: bool = False
+
+    @property
+    def first_factor(self) -> bool:
+        """Whether a row of a stage is a factor of what is normalised."""
+        return self.beside is not None and not self.follows
+
+    @property
+    def last_factor(self) -> bool:
+        """Whether it is one of the result."""
+        return self.beside is not None and self.follows
 
     @property
     def aligned(self) -> bool:

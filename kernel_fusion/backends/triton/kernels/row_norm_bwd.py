@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import times_slope, value
+from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
@@ -38,6 +38,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     store,
     within,
 )
+from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "o0", "o1", "o2"]
@@ -75,7 +76,7 @@ def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 
 @triton.jit
 def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
-    """n, n as it is rounded, g, g * w and the gradient of a last gate, of columns `at`, from `start` on, of some rows.
+    """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
 
     `pointers` are those of dy, h, the other row, weight, bias and seed; LAST as for `load`. Masked elements of dy
     are read as zero, so g is zero there, and n finite.
@@ -94,26 +95,26 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
     rounded, z = affine(n, (weight, bias), C, h_ptr.dtype.element_ty)
-    if C.hf:  # where masked it may have become infinite
+    if C.rounding == "hf":  # where masked it may have become infinite
         rounded = tl.where(mask, rounded, 0.0)
         z = tl.where(mask, z, 0.0)
     if C.activation != "identity":
         g = times_slope(g, z, C.activation)
-    dgate = g
-    if C.gate == "last":
-        gate = load(other_ptr, other_row + at, mask, C.wide, LAST)
-        dgate = times_slope(g * z, gate, C.gate_activation)
-        g = g * value(gate, C.gate_activation)
+    dfactor = g
+    if C.last_factor:
+        row = load(other_ptr, other_row + at, mask, C.wide, LAST)
+        dfactor = times_factor_slope(g * z, row, C)
+        g = g * factor(row, C)
     if C.has_weight:
         gw = g * shifted(weight.to(g.dtype), C.offset)
     else:
         gw = g
-    return n, rounded, g, gw, dgate
+    return n, rounded, g, gw, dfactor
 
 
 @triton.jit
 def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """dx, and the gradient of the residual or of a first gate, of a tile.
+    """dx, and the gradient of the residual or of a first factor's row, of a tile.
 
     `pointers` are those of dh, h, the other row, seed, and the two; the other row is x where forward stored h.
     """
@@ -126,13 +127,13 @@ def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr,
     dh = rstd * (gw - n * mean_gwn - mean_gw)
     if C.has_dh:
         dh += load(dh_ptr, out_offset, mask, C.wide, LAST)
-    if C.gate == "first":
-        gate = load(other_ptr, other_offset, mask, C.wide, LAST)
+    if C.first_factor:
+        row = load(other_ptr, other_offset, mask, C.wide, LAST)
         if C.dother:
             x = load(h_ptr, h_row + at, mask, C.wide, LAST)
-            store(dother_ptr, out_offset, times_slope(dh * x, gate, C.gate_activation), mask, LAST)
-        dh = dh * value(gate, C.gate_activation)
-    elif C.dother and C.gate == "none":
+            store(dother_ptr, out_offset, times_factor_slope(dh * x, row, C), mask, LAST)
+        dh = dh * factor(row, C)
+    elif C.dother and not C.last_factor:
         store(dother_ptr, out_offset, dh, mask, LAST)
     if C.dx:
         if C.threshold > 0:
@@ -143,10 +144,10 @@ def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr,
 
 
 @triton.jit
-def _write_gate(pointers, rows, at, dgate, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """The gradient of a last gate, of a tile; `pointers` as for `_write`."""
-    if C.gate == "last" and C.dother:
-        store(pointers[5], rows[3] + at, dgate, mask, LAST)
+def _write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """The gradient of a last factor, of a tile; `pointers` as for `_write`."""
+    if C.last_factor and C.dother:
+        store(pointers[5], rows[3] + at, dfactor, mask, LAST)
 
 
 @triton.jit
@@ -167,8 +168,8 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, _, _, gw, dgate = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
-        _write_gate(targets, rows, at, dgate, mask, C, True)
+        n, _, _, gw, dfactor = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+        _write_factor(targets, rows, at, dfactor, mask, C, True)
         _write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
 
 
@@ -187,8 +188,8 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, rounded, g, gw, dgate = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
-        _write_gate(targets, rows, at, dgate, mask, C, AGAIN)
+        n, rounded, g, gw, dfactor = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
+        _write_factor(targets, rows, at, dfactor, mask, C, AGAIN)
         if not AGAIN:
             ns = ns + (n,)
             gws = gws + (gw,)

@@ -33,6 +33,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     store,
     within,
 )
+from kernel_fusion.backends.triton.kernels.stages import factor
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
@@ -51,8 +52,8 @@ def normalised(pointers, offsets, position, mask, C: tl.constexpr, BLOCK: tl.con
     if C.has_residual:
         h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
-    if C.gate == "first":
-        h = h * value(load(other_ptr, offsets[1], mask, C.wide, LAST), C.gate_activation)
+    if C.first_factor:
+        h = h * factor(load(other_ptr, offsets[1], mask, C.wide, LAST), C)
     return h
 
 
@@ -139,14 +140,14 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
     promoted type of it and the weight's, which is less than the compute type where the two are one.
     """
     weight, bias = parameters
-    if C.hf:
+    if C.rounding == "hf":
         n = n.to(ROW).to(n.dtype)
     z = n
     if C.has_weight:
         z = z * shifted(weight.to(z.dtype), C.offset)
     if C.has_bias:
         z = z + bias.to(z.dtype)
-    if C.hf and C.has_weight and weight.dtype == ROW:
+    if C.rounding == "hf" and C.has_weight and weight.dtype == ROW:
         z = z.to(ROW).to(z.dtype)
     return n, z
 
@@ -199,8 +200,8 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
         _, z = affine((h - mean) * rstd, here, C, ROW)
         y_offset = y_row + at
         y = value(z, C.activation)
-        if C.gate == "last":
-            y = y * value(load(pointers[1], other_row + at, mask, C.wide, True), C.gate_activation)
+        if C.last_factor:
+            y = y * factor(load(pointers[1], other_row + at, mask, C.wide, True), C)
         store(y_ptr, y_offset, y, mask, LAST=True)
     return mean, rstd
 
@@ -214,7 +215,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
     y_ptr, h_ptr = results
     hs = ()
     affines = ()
-    gates = ()
+    lasts = ()
     for i in tl.static_range(PIECES):
         at = i * C.block + col
         col_mask = within(at, num_cols, C.exact)
@@ -227,8 +228,8 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         hs = hs + (h,)
         if C.early:
             affines = affines + (weight_and_bias(parameters, at, col_mask, C),)
-            if C.gate == "last":
-                gates = gates + (load(pointers[1], offsets[1], mask, C.wide),)
+            if C.last_factor:
+                lasts = lasts + (load(pointers[1], offsets[1], mask, C.wide),)
     if C.has_residual:
         for i in tl.static_range(PIECES):
             at = i * C.block + col
@@ -246,12 +247,12 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         y_offset = y_row + at
         y = value(z, C.activation)
         mask = row_mask & col_mask
-        if C.gate == "last":
+        if C.last_factor:
             if not C.early:
-                gate = load(pointers[1], other_row + at, mask, C.wide)
+                row = load(pointers[1], other_row + at, mask, C.wide)
             else:
-                gate = gates[i]
-            y = y * value(gate, C.gate_activation)
+                row = lasts[i]
+            y = y * factor(row, C)
         store(y_ptr, y_offset, y, mask)
     return mean, rstd
 

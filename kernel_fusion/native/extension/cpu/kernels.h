@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "stages.h"
+#include "stage_options.h"
 #include "shared/row_norm_args.h"
 
 namespace kf {
@@ -103,24 +103,17 @@ struct BackwardByColumns : Backward {
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// activation(gate) multiplies the result or, if the gate comes first, what is normalised.
-struct Gate {
-  const void* data;  // null: there is no gate
+// A tensor of the input's shape that a stage reads.
+struct StageRow {
+  const void* data;  // null: there is none
   RowLayout rows;
   Dtype type;
-  int activation;
-  bool is_first;  // not without a gate
-
-  bool is_last() const { return data && !is_first; }
 };
 
 // What stands around the norm; see the `Norm` of extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
-struct Stages {
-  int pre_activation, activation;
-  Dropout dropout;
+struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the argument of the activation are rounded to; the accumulator type: nothing
-  Gate gate;
 
   bool rounds() const { return normalized == Dtype::kHalf || normalized == Dtype::kBFloat16; }
 };
@@ -138,7 +131,7 @@ struct BackwardStages : Stages {
   bool has_residual;
   const void* x;     // the argument of the pre-activation; null: none
   const void* bias;  // prepared; null: absent
-  void* dresidual;   // the gate's gradient where there is a gate; null: not wanted
+  void* dresidual;   // that of a stage's row where there is one; null: not wanted
   RowLayout x_rows;
   Dtype dx_type;  // that of x as well
 };

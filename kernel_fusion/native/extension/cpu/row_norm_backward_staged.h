@@ -1,8 +1,8 @@
 // The arithmetic of the backward row norms with stages around them, or of rows of two types; for the kernels, once per
 // instruction set.
 //
-// Buffers hold what was normalised, and the gradient before the activation or the gate, where these were not kept and are made
-// again. The loops of the bare norm find them there.
+// Buffers hold what was normalised, and the gradient before the activation or the factor, where these were not kept and are
+// made again. The loops of the bare norm find them there.
 #pragma once
 
 #include <memory>
@@ -25,10 +25,10 @@ struct Reading {
   Dtype x;  // the type of h as it is read
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
-    has_u = !s.has_residual && (s.pre_activation || s.dropout || s.gate.is_first);  // what was normalised was kept nowhere
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || factor_is_first(s));  // what was normalised was kept nowhere
     // z is computed again from what was normalised, without relu on the way; and so is what is rounded or gated.
     const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
-    const bool remakes_z = s.gate.is_last() || (s.activation && !through_relu);
+    const bool remakes_z = factor_is_last(s) || (s.activation && !through_relu);
     relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
     makes_h = has_u && !relus.x;
     x = makes_h ? acc : c.x_type;
@@ -43,7 +43,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     fetch(from(dy, start).data, n * size_of(c.dy_type));
     const Target<A> h{kDtypeOf<A>, room + start};
-    if (s.gate.is_first) apply_gate(s.gate, row, start, n, from(x, start), h);
+    if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), h);
     else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, h);
   });
   return room;
@@ -55,27 +55,27 @@ template <class A> Target<A> open_at(RowResults& results, Dtype type, void* resu
   return results.open<AnyResults<A>>(element(type, result, position)).target;
 }
 
-// Makes dz of a row, in `room`. If an activation or a gate follows the norm, its argument is computed again; the gate's
-// gradient goes to `dgates`.
+// Makes dz of a row, in `room`. If an activation or a factor follows the norm, its argument is computed again; the factor's
+// gradient goes to `dfactors`.
 template <class X, class DY>
 const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room,
-                        RowResults& dgates) {
+                        RowResults& dfactors) {
   using A = AccOf<X>;
   const auto dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, index);
   const auto *weight = static_cast<const A*>(c.weight), *bias = row.bias;
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const Target<A> dz{kDtypeOf<A>, room + start};
-    if (!s.activation && !s.gate.is_last()) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
+    if (!s.activation && !factor_is_last(s)) return load_chunk(dy.type, from(dy, start).data, 1, n, room + start);
     Chunk<A> z;
     if (s.rounds())
       normalize_rounded(s, row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n,
                         AnyResults<A>::at(kDtypeOf<A>, z));
     else
       normalize(row.x + start, row.mean, row.rstd, from(weight, start), from(bias, start), n, Results<A>::at(kDtypeOf<A>, z));
-    if (s.gate.is_last()) {
-      const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, index * c.cols + start);
-      gate_gradients(s.gate, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dgate, dz);
-      return dgates.close(n);
+    if (factor_is_last(s)) {
+      const auto dfactor = open_at<A>(dfactors, factor(s).type, s.dresidual, index * c.cols + start);
+      factor_gradients(s, index, start, n, {kDtypeOf<A>, z}, from(dy, start), dfactor, dz);
+      return dfactors.close(n);
     }
     ChainLoop<A> loop;
     loop.activation = s.activation;
@@ -121,15 +121,15 @@ template <class T> struct Gradients {
   }
 };
 
-// From the gradient of x * activation(gate), those of the gate and of x.
+// From the gradient of x * factor, those of the factor's row and of x.
 template <class A>
-KF_STAGE void store_gate_gradients(const Backward& c, const BackwardStages& s, int64_t row, int64_t start, int64_t n,
-                                   const Source<A>& gradient, RowResults& dgates, RowResults& dxs) {
+KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s, int64_t row, int64_t start, int64_t n,
+                                     const Source<A>& gradient, RowResults& dfactors, RowResults& dxs) {
   const int64_t position = row * c.cols + start;
   const auto x = from(row_at<A>(s.dx_type, s.x, s.x_rows, row), start);
-  const auto dgate = open_at<A>(dgates, s.gate.type, s.dresidual, position);
-  gate_gradients(s.gate, row, start, n, x, gradient, dgate, open_at<A>(dxs, s.dx_type, c.dx, position));
-  dgates.close(n);
+  const auto dfactor = open_at<A>(dfactors, factor(s).type, s.dresidual, position);
+  factor_gradients(s, row, start, n, x, gradient, dfactor, open_at<A>(dxs, s.dx_type, c.dx, position));
+  dfactors.close(n);
   dxs.close(n);
 }
 
@@ -137,9 +137,9 @@ template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
                      const Row<X, DY>& row, RowResults& dresiduals, RowResults& dxs) {
   using A = AccOf<X>;
-  const bool gated = std::is_same_v<X, A> && s.gate.is_first;
+  const bool gated = std::is_same_v<X, A> && factor_is_first(s);
   const bool directly = !gated && s.dx_type == kDtypeOf<X> && (!s.pre_activation || (is_relu(s.pre_activation) && !s.dropout));
-  X* const dresidual = s.gate.data ? nullptr : static_cast<X*>(s.dresidual);
+  X* const dresidual = factor(s).data ? nullptr : static_cast<X*>(s.dresidual);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const int64_t position = index * c.cols + start;
     ChainLoop<A> back;
@@ -161,7 +161,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
     }
     write_dx(c, passes, relus, row, start, start + n, gradients);
     if (dresidual) dresiduals.close(n);
-    if (gated) return store_gate_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
+    if (gated) return store_factor_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
     if (!c.dx) return;
     if (!directly) {
       back.first = dxs.open<AnyResults<A>>(element(s.dx_type, c.dx, position)).target;
@@ -181,7 +181,7 @@ template <class A> void go_to_group(Backward& c, const Backward& all, int64_t co
 // Makes again what of a row was not kept, in `room`, which moves on.
 template <class X, class DY>
 void complete(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t index, Row<X, DY>& row,
-              AccOf<X>*& room, RowResults& dgates) {
+              AccOf<X>*& room, RowResults& dfactors) {
   using A = AccOf<X>;
   if constexpr (std::is_same_v<X, A>)
     if (reading.makes_h) {
@@ -191,7 +191,7 @@ void complete(const Backward& c, const BackwardStages& s, const Reading& reading
     }
   if constexpr (std::is_same_v<DY, A>)
     if (reading.makes_dz) {
-      row.dy = make_dz(c, s, row, index, room, dgates);
+      row.dy = make_dz(c, s, row, index, room, dfactors);
       row.next_dy = 0;
       room += c.cols;
     }
@@ -207,9 +207,9 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   const int64_t groups = c.groups;
   const std::unique_ptr<A[]> buffer(new A[(reading.makes_h + reading.makes_dz) * together * c.cols]);
   Row<X, DY> rows[Passes::kMostRowsTogether];
-  RowResults dresiduals(s.gate.data ? s.gate.type : c.x_type, s.dresidual, c.cols, c.streams);
+  RowResults dresiduals(factor(s).data ? factor(s).type : c.x_type, s.dresidual, c.cols, c.streams);
   RowResults dxs(s.dx_type, c.dx, c.cols, c.streams);
-  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !s.gate.is_last());
+  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !factor_is_last(s));
   ColumnSums<A> sums(c);
   Backward of_group = c;
   if (adds_dweight) of_group.dweight = nullptr;

@@ -53,28 +53,33 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
   run_values(loop, n);
 }
 
+// The row of which a stage makes a factor, activation(gate); and whether it multiplies what is normalised, or the result.
+inline const StageRow& factor(const Stages& s) { return s.gate(); }
+inline bool factor_is_first(const Stages& s) { return factor(s).data && s.gate_first; }
+inline bool factor_is_last(const Stages& s) { return factor(s).data && !s.gate_first; }
+
 template <class A>
-ChainLoop<A> gate_loop(const Gate& gate, int64_t row, int64_t start, const Source<A>& x, const Target<A>& first) {
+ChainLoop<A> factor_loop(const Stages& s, int64_t row, int64_t start, const Source<A>& x, const Target<A>& first) {
   ChainLoop<A> loop;
   loop.combine = Combine::kGate;
-  loop.activation = gate.activation;
-  loop.a = from(row_at<A>(gate.type, gate.data, gate.rows, row), start);
+  loop.activation = s.gate_activation;
+  loop.a = from(row_at<A>(factor(s).type, factor(s).data, factor(s).rows, row), start);
   loop.b = x;
   loop.first = first;
   return loop;
 }
 
-// y = x * activation(gate) of a chunk, which begins at column `start` of a row.
+// y = x * factor of a chunk, which begins at column `start` of a row.
 template <class A>
-KF_STAGE void apply_gate(const Gate& gate, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
-  run_values(gate_loop(gate, row, start, x, y), n);
+KF_STAGE void apply_factor(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
+  run_values(factor_loop(s, row, start, x, y), n);
 }
 
 // Its gradients; either may be absent.
 template <class A>
-KF_STAGE void gate_gradients(const Gate& gate, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Source<A>& dy,
-                             const Target<A>& dgate, const Target<A>& dx) {
-  ChainLoop<A> loop = gate_loop(gate, row, start, x, dgate);
+KF_STAGE void factor_gradients(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Source<A>& dy,
+                               const Target<A>& dfactor, const Target<A>& dx) {
+  ChainLoop<A> loop = factor_loop(s, row, start, x, dfactor);
   loop.dy = dy;
   loop.second = dx;
   run_gradients(loop, n);

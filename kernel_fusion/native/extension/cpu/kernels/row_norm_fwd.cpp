@@ -92,17 +92,17 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u or x * activation(gate)
+// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u or x * factor
 // without a residual. It lies in memory already, or else in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
-  if (!s.residual && !s.pre_activation && !s.dropout && !s.gate.is_first) return x;
+  if (!s.residual && !s.pre_activation && !s.dropout && !factor_is_first(s)) return x;
   const int64_t first = row * c.cols;
   const Target<A> h =
       s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
-    if (s.gate.is_first) apply_gate(s.gate, row, start, n, from(x, start), from(h, start));
+    if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), from(h, start));
     else before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
   });
   return {h.type, h.data};
@@ -116,7 +116,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const auto y = results.open<AnyResults<A>>(element(c.y_type, c.y, row * c.cols + start));
     Chunk<A> z;
-    const auto out = s.activation || s.gate.is_last() ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
+    const auto out = s.activation || factor_is_last(s) ? AnyResults<A>::at(kDtypeOf<A>, z) : y;
     if (s.rounds()) normalize_rounded(s, h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
     else normalize(h + start, mean, rstd, from(weight, start), from(bias, start), n, out);
     if (s.activation) {
@@ -127,7 +127,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
       activate.first = y.target;
       run_values(activate, n);
     }
-    if (s.gate.is_last()) apply_gate(s.gate, row, start, n, {kDtypeOf<A>, z}, y.target);
+    if (factor_is_last(s)) apply_factor(s, row, start, n, {kDtypeOf<A>, z}, y.target);
     results.close(n);
   });
 }

@@ -1,0 +1,177 @@
+"""The stages around a norm in C++, for headers.py: options and rows, and an operator's arguments for both."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+
+from kernel_fusion.core.fields import Names, kinds
+from kernel_fusion.core.spec import FOLLOWING, ROWS, Stages
+from kernel_fusion.core.stages import ALONE, ARGUMENTS, TENSORS, Argument
+
+_TYPES = {"str": "std::string_view", "float": "double", "bool": "bool", "Tensor?": "const OptionalTensor&"}
+_OPTIONS = [each for each in ARGUMENTS if each.type != "Tensor?"]
+
+
+def _is_activation(each: Argument) -> bool:
+    return isinstance(each.kind, Names) and each.kind == kinds(Stages)["activation"]
+
+
+def _names(each: Argument) -> str:
+    """The C++ list of the names that an argument may have."""
+    return "kActivationNames" if _is_activation(each) else f"k{each.kind.cpp}Names"
+
+
+def _member(each: Argument) -> str:
+    """What a call has of an argument that is no tensor."""
+    if each.type == "float":
+        return f"Dropout {each.stage};"
+    if each.type == "bool":
+        return f"bool {each.stage} = false;"
+    return f"int32_t {each.stage} = 0;" if _is_activation(each) else f"{each.kind.cpp} {each.stage}{{}};"
+
+
+def _value(each: Argument) -> str:
+    """The same, made of the argument; a name that is none raises also where it does not count."""
+    if each.type == "float":
+        return f"dropout_of({each.name}, {each.owner})"
+    value = each.name
+    if each.type == "str":
+        value = (
+            f"code_of({each.name})"
+            if _is_activation(each)
+            else f'named<{each.kind.cpp}>({_names(each)}, {each.name}, "{each.name}")'
+        )
+    return f"if_present({each.owner}, {value})" if each.owner else value
+
+
+def _argument(each: Argument) -> str:
+    """The argument, made of what a call has."""
+    if each.kind == "seed":
+        return "o.dropout ? t.seed() : kAbsent"
+    if each.type == "Tensor?":
+        return f"t.{each.name}()"
+    if each.type == "float":
+        return f"o.{each.stage}.p()"
+    return f"{_names(each)}[static_cast<int>(o.{each.stage})]" if each.type == "str" else f"o.{each.stage}"
+
+
+def _together() -> str:
+    """Whether no row meets a stage that it goes without."""
+    bad = []
+    for row, goes_with in ALONE.items():
+        others = [each for each in _OPTIONS if each.owner != row and each.name not in goes_with]
+        rows = [other for other in ROWS if other not in (row, *goes_with)]
+        met = ["has_residual", *(_is_there(each) for each in others), *(f"present(t.{other}())" for other in rows)]
+        bad.append(f"!(present(t.{row}()) && ({' || '.join(met)}))")
+    return " && ".join(bad) or "true"
+
+
+def _follows() -> str:
+    there = {each.name: _is_there(each) for each in _OPTIONS} | {row: f"present(t.{row}())" for row in ROWS}
+    return " || ".join(
+        f"({there[name]} && !o.{unless})" if unless else there[name] for name, unless in FOLLOWING.items()
+    )
+
+
+def _is_there(each: Argument) -> str:
+    return f"o.{each.stage}" if each.type in ("bool", "float") or _is_activation(each) else f"o.{each.stage} != {{}}"
+
+
+def _fill(each: Argument) -> str:
+    if each.kind == "row":
+        return f"spec.{each.stage} = dtype_or_absent(dtype_of(t.{each.name}()));"
+    return f"spec.{each.stage} = {'bool(o.dropout)' if each.type == 'float' else f'o.{each.stage}'};"
+
+
+def _list(texts: list[str], indent: str = "    ") -> str:
+    """Joined by commas, in lines that are not too long."""
+    return f"\n{indent}".join(wrap(", ".join(texts), 120, break_long_words=False))
+
+
+def options() -> str:
+    """What is no tensor, and a list of something for each row; needs no library."""
+    accessors = "".join(f"  const T& {row}() const {{ return rows[{i}]; }}\n" for i, row in enumerate(ROWS))
+    members = "\n".join(f"  {_member(each)}" for each in _OPTIONS)
+    return f"""// What is no tensor; at its default where a stage, or the tensor that it belongs to, is absent.
+struct StageOptions {{
+{members}
+
+  bool operator==(const StageOptions&) const = default;
+}};
+
+// Something for each tensor of the input's shape.
+template <class T> struct StageRows {{
+  std::array<T, {len(ROWS)}> rows{{}};
+{accessors}}};
+"""
+
+
+def arguments() -> str:
+    """The tensors of a call, and both ways between an operator's arguments and a call."""
+    names = {each.kind.cpp: each.kind.names for each in _OPTIONS if each.type == "str" and not _is_activation(each)}
+    lists = "".join(
+        f"inline constexpr std::string_view k{cpp}Names[] = {{{', '.join(f'{chr(34)}{n}{chr(34)}' for n in known)}}};\n"
+        for cpp, known in names.items()
+    )
+    accessors = "".join(
+        f"  const OptionalTensor& {name}() const {{ return *all[{i}]; }}\n" for i, name in enumerate(TENSORS)
+    )
+    parameters = _list([f"{_TYPES[each.type]} {each.name}" for each in ARGUMENTS])
+    given = {each.name: f"&{each.name}" if each.kind == "row" else "o.dropout ? &seed : &kAbsent" for each in ARGUMENTS}
+    fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
+    return f"""{lists}
+// Of a call; absent where it does not count.
+struct StageTensors {{
+  static constexpr int kCount = {len(TENSORS)};
+  std::array<const OptionalTensor*, kCount> all{{{_list(["&kAbsent" for _ in TENSORS])}}};
+
+{accessors}
+  // The one that has the input's shape. It is read beside the input, and its gradient is that of the other row.
+  const OptionalTensor& row() const {{
+    for (const auto* each : {{{_list([f"all[{TENSORS.index(row)}]" for row in ROWS])}}})
+      if (present(*each)) return *each;
+    return kAbsent;
+  }}
+}};
+
+using StageArguments = Types<{_list([_TYPES[each.type] for each in ARGUMENTS])}>;
+
+struct Stages {{
+  StageOptions options;
+  StageTensors tensors;
+}};
+inline Stages stages_of({parameters}) {{
+  const StageOptions o{{{_list([_value(each) for each in _OPTIONS])}}};
+  return {{o, {{{{{_list([given[name] for name in TENSORS])}}}}}}};
+}}
+
+// f(the arguments that make these).
+template <class F> auto with_stages(const StageOptions& o, const StageTensors& t, F&& f) {{
+  return f({_list([_argument(each) for each in ARGUMENTS])});
+}}
+
+// f(every option).
+template <class F> auto with_options(const StageOptions& o, F&& f) {{
+  return f({_list([f"o.{each.stage}" for each in _OPTIONS])});
+}}
+
+// Whether these go with each other, and with a residual if there is one.
+inline bool go_together(const StageOptions& o, const StageTensors& t, bool has_residual) {{
+  return {_together()};
+}}
+
+// Whether something follows norm(x) * weight + bias, so that backward computes that again.
+inline bool follows(const StageOptions& o, const StageTensors& t) {{
+  return {_follows()};
+}}
+
+// What a kernel is compiled for.
+template <class Spec> void describe(const StageOptions& o, const StageTensors& t, Spec& spec) {{
+{fills}
+}}
+
+// make(each tensor that has the input's shape).
+template <class T, class F> StageRows<T> rows_of_stages(const StageTensors& t, F&& make) {{
+  return {{{{{_list([f"make(t.{row}())" for row in ROWS])}}}}};
+}}
+"""

@@ -1,0 +1,20 @@
+"""The rows of which stages make factors: the factor and its slope, which are all that the kernels know of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.activations import times_slope, value
+
+
+@triton.jit
+def factor(row, C: tl.constexpr):
+    """The factor that a tile of the row is: gate_activation(gate)."""
+    return value(row, C.gate_activation)
+
+
+@triton.jit
+def times_factor_slope(g, row, C: tl.constexpr):
+    """The gradient at the row, from that at the factor."""
+    return times_slope(g, row, C.gate_activation)

@@ -1,0 +1,137 @@
+"""The arguments that operators have for the stages around a norm, made of their list: `Stages` in core/spec.py.
+
+A name, a flag and a row are an argument each, dropout is two. Schemas, checks, the definition and Triton take them from
+here, C++ from what backends/cuda/headers.py writes.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.fields import Names, kinds, marks
+from kernel_fusion.core.spec import ROWS, Stages, dtype_name
+
+# What a verb's name begins with, by the row that it takes.
+VERBS = {"residual": "add_", "gate": "gated_"}
+# A row that goes with no residual and no stage but its own options and these.
+ALONE = {"gate": ("rounding",)}
+
+
+class Argument(NamedTuple):
+    """One argument.
+
+    Attributes:
+        name: in the schema.
+        stage: the field of `Stages` that it stands for.
+        type: in the schema.
+        default: that of a stage that is not there.
+        kind: `Names` of one that is a name; for a tensor "row" or "seed"; None for the rest.
+    """
+
+    name: str
+    stage: str
+    type: str
+    default: Any
+    kind: Any = None
+
+    @property
+    def owner(self) -> str | None:
+        """The tensor whose option it is: without that it does not count."""
+        if self.type == "float":
+            return "seed"
+        return next((row for row in ROWS if self.name.startswith(f"{row}_")), None)
+
+
+def _arguments() -> Iterator[Argument]:
+    for field in fields(Stages):
+        name, kind, mark = field.name, kinds(Stages)[field.name], marks(Stages).get(field.name)
+        if mark == "dropout":
+            yield Argument(f"{name}_p", name, "float", 0.0)
+            yield Argument("seed", name, "Tensor?", None, "seed")
+        elif mark == "row":
+            yield Argument(name, name, "Tensor?", None, "row")
+        elif isinstance(kind, Names):
+            yield Argument(name, name, "str", field.default, kind)
+        else:
+            yield Argument(name, name, "bool", field.default)
+
+
+ARGUMENTS = tuple(_arguments())
+TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
+# What each argument that is a name may be.
+NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
+ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
+SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
+_tuple_of: Any = namedtuple  # of names that only the list knows, which a checker of types cannot follow
+
+
+class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
+    """An operator's arguments for stages, by name and in this order; those left out have their defaults."""
+
+    __slots__ = ()
+
+
+def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator would be given, of a verb's arguments by their names: a seed where one would be drawn."""
+    given = {each.name: each.default for each in ARGUMENTS}
+    given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
+    return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
+
+
+def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Stages`, for which kernels are compiled, of arguments by their names; they may lack defaults."""
+    found = {}
+    for each in ARGUMENTS:
+        value = given.get(each.name, each.default)
+        if each.owner is not None and given.get(each.owner) is None:
+            value = each.default
+        if each.kind == "seed":
+            value = value is not None
+        elif each.kind == "row" and value is not None:
+            value = dtype_name(value.dtype)
+        if each.type != "float":
+            found[each.stage] = value
+    return found
+
+
+def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | None:
+    """An argument that is there beside a row that goes without it, and that row; a residual is a tensor or True."""
+    for row, goes_with in ALONE.items():
+        if given.get(row) is None:
+            continue
+        if residual is not None and residual is not False:
+            return "residual", row
+        for each in ARGUMENTS:
+            its_own = row in (each.name, each.owner) or each.name in goes_with
+            if not its_own and each.type != "float" and given.get(each.name, each.default) != each.default:
+                return each.name, row
+    return None
+
+
+def around(compiled: Mapping[str, Any]) -> bool:
+    """Whether, with the fields of `Stages` as they are here, something stands around a norm."""
+    return Stages(**{field.name: compiled[field.name] for field in fields(Stages)}).any
+
+
+def rows_in(dtype: torch.dtype, given: Given) -> Given:
+    """`Given`, with its rows in this dtype."""
+    rows = {name: getattr(given, name) for name in ROWS}
+    changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
+    return changed
+
+
+def other_row(given: Given, residual: Tensor | None) -> Tensor | None:
+    """The row beside the input: the one of `ROWS` that is given, or the residual."""
+    at = row_at(given)
+    return residual if at is None else given[at]
+
+
+def row_at(given: Given) -> int | None:
+    """Where the one of `ROWS` that is given stands among the arguments; None where there is none."""
+    return next((i for i, each in enumerate(ARGUMENTS) if each.kind == "row" and given[i] is not None), None)
