@@ -103,7 +103,7 @@ def test_commands_exist() -> None:
     shown = "\n".join([README, *(block for page in with_blocks("sh") for block in blocks(page, "sh"))])
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", shown, re.MULTILINE)) <= targets
-    commands = set(re.findall(r"(?:^|`)kernel-fusion ([a-z]+)", shown, re.MULTILINE))
+    commands = set(re.findall(r"(?:^|`)kernel-fusion ([a-z-]+)", shown, re.MULTILINE))
     assert commands <= set(typer.main.get_command(app).commands)
 
 
