@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.fields import Names, kinds, marks
-from kernel_fusion.core.spec import ROWS, Stages, dtype_name
+from kernel_fusion.core.spec import ALONE, ROWS, Stages, dtype_name
 
 FIRST = 9  # where they begin among the arguments of `staged_row_norm`
-# What a verb's name begins with, by the row that it takes.
-VERBS = {"residual": "add_", "gate": "gated_"}
-# A row that goes with no residual and no stage but its own options and these.
-ALONE = {"gate": ("rounding",)}
 
 
 class Argument(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
-from kernel_fusion.core.spec import ROWS
-from kernel_fusion.core.stages import PLACES, VERBS
+from kernel_fusion.core.spec import ROWS, VERBS
+from kernel_fusion.core.stages import PLACES
 
 # The axis of each dimension of a tensor; None is a dimension of size 1 that belongs to none.
 Axes = tuple[int | None, ...]
