@@ -28,6 +28,7 @@ from kernel_fusion import operators
 from kernel_fusion.core.activations import IDENTITY, formula
 from kernel_fusion.core.checks import FLOATING
 from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import TENSORS, Given
 from kernel_fusion.operators import schemas
 
 _RMS_OPSET = 23  # in which RMSNormalization is new
@@ -58,8 +59,11 @@ def translation_table(opset_version: int = 18) -> dict[Any, Callable[..., Any]]:
 def _staged_row_norm(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """The operator as a plain norm between its stages; a gate, dropout or other roundings go to the definition."""
     given = schemas.bind(schemas.overload("staged_row_norm"), args, kwargs)
-    x, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, before, after, _, seed, rounding, gate, *_ = given
-    if seed is not None or gate is not None or rounding != "once" or x.dtype not in FLOATING:
+    x, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = given
+    s = Given(*stages)
+    before, after = s.pre_activation, s.activation
+    tensors = any(getattr(s, name) is not None for name in TENSORS)
+    if tensors or Given(before, after) != s or x.dtype not in FLOATING:
         return schemas.reference_call("staged_row_norm", *given)  # type: ignore[no-any-return]
     wide, out_dtype = compute_dtype(x.dtype), out_dtype or x.dtype
     h, summed = x, x.new_empty(0)

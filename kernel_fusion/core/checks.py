@@ -15,8 +15,8 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
-from kernel_fusion.core.spec import ROUNDINGS, ROWS
-from kernel_fusion.core.stages import VERBS, Given
+from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
+from kernel_fusion.core.stages import Given
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASKS = (torch.bool, *FLOATING)

@@ -121,6 +121,10 @@ class Stages:
 ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
 # What follows norm(x) * weight + bias, and the option that moves it to x.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
+# A row that goes with no residual and no stage but its own options and these.
+ALONE = {"gate": ("rounding",)}
+# What a verb's name begins with, by the row that it takes.
+VERBS = {"residual": "add_", "gate": "gated_"}
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.fields import Names, kinds, marks
-from kernel_fusion.core.spec import ROWS, Stages, dtype_name
+from kernel_fusion.core.spec import ALONE, ROWS, Stages, dtype_name
 
-# What a verb's name begins with, by the row that it takes.
-VERBS = {"residual": "add_", "gate": "gated_"}
-# A row that goes with no residual and no stage but its own options and these.
-ALONE = {"gate": ("rounding",)}
+FIRST = 9  # where they begin among the arguments of `staged_row_norm`
 
 
 class Argument(NamedTuple):
@@ -67,6 +64,8 @@ TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
 # What each argument that is a name may be.
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
 ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
+# Where tensors stand among the arguments of `staged_row_norm`.
+PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
 _tuple_of: Any = namedtuple  # of names that only the list knows, which a checker of types cannot follow
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
+from kernel_fusion.core.spec import ROWS, VERBS
+from kernel_fusion.core.stages import PLACES
 
 # The axis of each dimension of a tensor; None is a dimension of size 1 that belongs to none.
 Axes = tuple[int | None, ...]
@@ -55,15 +57,14 @@ def rms_norm(*args: Any) -> Call:
 
 def staged_row_norm(*args: Any) -> Call:
     """As for layer_norm; residual and gate are rows as well, and h is one where there is a residual."""
-    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4, "gate": 14}
-    return _norm(args, positions, num_dims=args[2], rms=args[8], seed=12)
+    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4} | {name: PLACES[name] for name in ROWS}
+    return _norm(args, positions, num_dims=args[2], rms=args[8], seed=PLACES["seed"])
 
 
 def _norm(args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bool, seed: int | None = None) -> Call:
     given = {name: args[i] for name, i in positions.items() if i < len(args) and args[i] is not None}
-    input, gate, residual = given["input"], given.get("gate"), given.get("residual")
-    weight, bias = given.get("weight"), given.get("bias")
-    _check_norm(input, residual, gate, weight, bias, num_dims, rms)
+    input, residual = given["input"], given.get("residual")
+    _check_norm(given, num_dims, rms)
     axes = tuple(range(input.dim()))
     operands = {positions[name]: axes[input.dim() - t.dim() :] for name, t in given.items()}
     results = (axes, axes if residual is not None else None)
@@ -71,20 +72,13 @@ def _norm(args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bo
     return Call(tuple(input.shape), operands, results, rows, frozenset(axes) - rows, seed)
 
 
-def _check_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_dims: int,
-    rms: bool,
-) -> None:
+def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool) -> None:
     """Raise of shapes that don't fit: ranks whose parts fit by chance would go on, and wait for the others."""
-    verb = "rms_norm" if rms else "layer_norm"
-    checks.other_row(f"add_{verb}", "residual", input, residual)
-    checks.other_row(f"gated_{verb}", "gate", input, gate)
-    shape = checks.parameter_shape(input, num_dims, gate is not None, weight, bias)
+    input, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    for name, prefix in VERBS.items():
+        checks.other_row(prefix + ("rms_norm" if rms else "layer_norm"), name, input, given.get(name))
+    row = next((given[name] for name in ROWS if name in given), None)
+    shape = checks.parameter_shape(input, num_dims, row, weight, bias)
     if not checks.parameters_fit(shape, weight, bias):
         w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (weight, bias))
         x = torch.empty(input.shape, device="meta")

@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
-from kernel_fusion.core.activations import IDENTITY, formula
-from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.spec import Stages, compute_dtype
+from kernel_fusion.core.stages import Given, compiled_in, rows_in
 from kernel_fusion.errors import BackendUnavailableError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -74,7 +74,7 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype)).eps
     affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
-    return _staged_row_norm(groups, input, None, *affine, IDENTITY, IDENTITY, 0.0, None)[0]
+    return _staged_row_norm(groups, input, None, *affine)[0]
 
 
 def _staged_row_norm(
@@ -88,34 +88,24 @@ def _staged_row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
     rms: bool,
-    pre_activation: str,
-    activation: str,
-    dropout_p: float,
-    seed: Tensor | None,
-    rounding: str = "once",
-    gate: Tensor | None = None,
-    gate_activation: str = IDENTITY,
-    gate_first: bool = False,
+    *stages: Any,
 ) -> tuple[Tensor, Tensor]:
     """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
-    checks.staged_row_norm(input, residual, gate, weight, bias, weight_offset, out_dtype, rms)
-    wide = compute_dtype(input.dtype)
-    factor = None if gate is None else formula(gate_activation)(gate.to(wide))
+    s = Given(*stages)
+    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    wide, around = compute_dtype(input.dtype), Stages(**compiled_in(s._asdict()))
+    s = rows_in(wide, s)
     h, summed = input, input.new_empty(0)
-    if pre_activation != IDENTITY or seed is not None or residual is not None or (factor is not None and gate_first):
-        h = formula(pre_activation)(input.to(wide))
-        h = h * factor if factor is not None and gate_first else h
-        h = h if seed is None else eager.dropout(h.contiguous(), dropout_p, seed)
+    if around.changes_x or residual is not None:
+        h = eager.before_norm(input.to(wide), s, lambda u: eager.dropout(u.contiguous(), s.dropout_p, s.seed))
     if residual is not None:
         h = summed = (h + residual.to(wide)).to(residual.dtype)
-    goes_on = activation != IDENTITY or (factor is not None and not gate_first)
     result = out_dtype or input.dtype
-    rounds_to = (input if residual is None else residual).dtype if rounding == "hf" else None
-    norm = _Norm(num_dims, eps, weight_offset, rms, wide if goes_on else result, rounds_to)
+    rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
+    norm = _Norm(num_dims, eps, weight_offset, rms, wide if around.follows else result, rounds_to)
     apply: Callable[..., Tensor] = _JoinedNorm.apply
     y = apply(h, weight, bias, norm, groups)
-    y = y * factor if factor is not None and not gate_first else y
-    return formula(activation)(y).to(result), summed
+    return eager.after_norm(y, s).to(result), summed
 
 
 class _JoinedNorm(torch.autograd.Function):

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_fusion.core.spec import ROWS
+from kernel_fusion.core.stages import PLACES
+
 
 def has_rows(value: Any) -> bool:
     """Whether `value` is a jagged tensor whose `values()` are the rows of its examples and nothing else."""
@@ -62,7 +65,8 @@ def _norm(input: Tensor, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
 
 
 def _staged_norm(input: Tensor, residual: Tensor | None, num_dims: int, *rest: Any) -> tuple[Any, ...] | None:
-    rows = (t for t in (input, residual, *rest[11:12]) if t is not None)  # the last one is the gate
+    of_stages = (rest[PLACES[name] - 3] for name in ROWS if PLACES[name] - 3 < len(rest))
+    rows = (t for t in (input, residual, *of_stages) if t is not None)
     return (input, residual, num_dims, *rest) if all(has_rows_of(t, num_dims) for t in rows) else None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from textwrap import wrap
 
 from kernel_fusion.core.fields import Names, kinds
-from kernel_fusion.core.spec import FOLLOWING, ROWS, Stages
-from kernel_fusion.core.stages import ALONE, ARGUMENTS, TENSORS, Argument
+from kernel_fusion.core.spec import ALONE, FOLLOWING, ROWS, Stages
+from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Argument
 
 _TYPES = {"str": "std::string_view", "float": "double", "bool": "bool", "Tensor?": "const OptionalTensor&"}
 _OPTIONS = [each for each in ARGUMENTS if each.type != "Tensor?"]

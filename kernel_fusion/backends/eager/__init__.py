@@ -9,10 +9,12 @@ from __future__ import annotations
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.pointwise import pointwise
 from kernel_fusion.backends.eager.reduce import reduce
-from kernel_fusion.backends.eager.row_norm import pytorch_row_norm, row_norm, staged_row_norm
+from kernel_fusion.backends.eager.row_norm import after_norm, before_norm, pytorch_row_norm, row_norm, staged_row_norm
 from kernel_fusion.backends.eager.softmax import causal_mask, softmax
 
 __all__ = [
+    "after_norm",
+    "before_norm",
     "causal_mask",
     "draw_seed",
     "dropout",

@@ -74,13 +74,13 @@ def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
     return v if gate is None else v * formula(s.gate_activation)(gate)
 
 
-def _before(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
+def before_norm(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
     """u, of which h is made: the stages before the sum with a residual; `drop` is the dropout."""
     u = _gated(formula(s.pre_activation)(x), s.gate if s.gate_first else None, s)
     return u if s.seed is None else drop(u)
 
 
-def _after(n: Tensor, s: Given) -> Tensor:
+def after_norm(n: Tensor, s: Given) -> Tensor:
     """y, of norm(h) * weight + bias."""
     return formula(s.activation)(_gated(n, None if s.gate_first else s.gate, s))
 
@@ -115,14 +115,14 @@ def staged_row_norm(
     checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
     wide = compute_dtype(input.dtype)
     s = rows_in(wide, s)
-    h = _before(input.to(wide), s, lambda u: dropout(u.contiguous(), s.dropout_p, s.seed))
+    h = before_norm(input.to(wide), s, lambda u: dropout(u.contiguous(), s.dropout_p, s.seed))
     summed = input.new_empty(0)
     if residual is not None:
         summed = (h + residual.to(wide)).to(residual.dtype)
         h = summed.to(wide)
     rounds_to = (input if residual is None else residual).dtype if s.rounding == "hf" else None
     n = _normalize(h, num_dims, *affine, rms, rounds_to)
-    return _after(n, s).to(out_dtype or input.dtype), summed
+    return after_norm(n, s).to(out_dtype or input.dtype), summed
 
 
 def _foreign(
@@ -138,9 +138,9 @@ def _foreign(
     """The same by PyTorch's calls, in its words or by its rules for dtypes that we have no kernels for."""
     normalized_shape = list(input.shape[input.dim() - num_dims :])
     apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, *affine[:2])
-    h = _before(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
+    h = before_norm(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
     h = h if residual is None else h + residual
-    y = _after(pytorch_row_norm(h, normalized_shape, *affine, out_dtype, rms, apart), s)
+    y = after_norm(pytorch_row_norm(h, normalized_shape, *affine, out_dtype, rms, apart), s)
     return y, torch.empty(0, dtype=y.dtype, device=y.device) if residual is None else h
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Given, other_row, row_at
+from kernel_fusion.core.stages import ARGUMENTS, FIRST, TENSORS, Given, other_row, row_at
 
 # The most programs along an axis of the grid but the first.
 _MOST_GROUPS = 65535
-_BEFORE_STAGES = 9  # arguments of the operator that stand before those of the stages
 
 
 class StagedRowNorm(torch.autograd.Function):
@@ -36,7 +35,7 @@ class StagedRowNorm(torch.autograd.Function):
         ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
         ctx.stages = s._replace(**dict.fromkeys(TENSORS))
         at = row_at(s)
-        ctx.other = 1 if at is None else _BEFORE_STAGES + at  # where the other row stands among the arguments
+        ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
         ctx.stored, ctx.input_dtype = stored, input.dtype
         return y, h
 
@@ -45,7 +44,7 @@ class StagedRowNorm(torch.autograd.Function):
         """Gradients of input, the other row, weight and bias."""
         dy, dh = grads
         places = 0, ctx.other, 3, 4
-        found: list[Tensor | None] = [None] * (_BEFORE_STAGES + len(ARGUMENTS))
+        found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
         if dy is None and dh is None:
             return tuple(found)
         wants = [ctx.needs_input_grad[i] for i in places]
