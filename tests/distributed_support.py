@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+# PyTorch's interleaved shards, and second derivatives of its `to_local` and `from_local`, are not older.
+since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.13 brings what it needs")
+
 _DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = 60
+_TIMEOUT = 60  # seconds that a collective waits for the other ranks
+_PATIENCE = 1500  # that a test waits for an answer; on a busy machine training takes its time
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -72,7 +73,7 @@ class Ranks:
 
     def _answer(self, rank: int) -> str | None:
         try:
-            if self._connections[rank].poll(2 * TIMEOUT):
+            if self._connections[rank].poll(_PATIENCE):
                 error: str | None = self._connections[rank].recv()
                 return error and f"rank {rank}: {error}"
             return f"rank {rank} did not answer"
@@ -98,7 +99,7 @@ def _work(rank: int, world: int, device: str, store: Path, connection: Connectio
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=_TIMEOUT),
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     while (task := connection.recv()) is not None:

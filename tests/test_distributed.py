@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from distributed_support import cotangents_like, four_ranks, ranks, spread, target, whole
+from distributed_support import cotangents_like, four_ranks, ranks, since_2_13, spread, target, whole
 from ranks import Ranks, mesh
 from support import EAGER, Draw, Target, assert_draws_as_accurate
 from torch import Tensor
@@ -325,6 +325,7 @@ def _check_twice(device: str) -> None:
         torch.testing.assert_close(whole(one), same)
 
 
+@since_2_13
 def test_double_backward(ranks: Ranks) -> None:
     """Gradients of gradients are those of the whole call."""
     ranks(_check_twice)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_support import four_ranks, ranks, spread, whole
+from distributed_support import four_ranks, ranks, since_2_13, spread, whole
 from ranks import Ranks, mesh
 from support import Draw, assert_draws_as_accurate
 from torch import Tensor
@@ -239,6 +239,7 @@ def _check_refusals(device: str) -> None:
     assert empty.shape == (0, 32)
 
 
+@since_2_13
 def test_what_cannot_be_had_says_so(ranks: Ranks) -> None:
     """A backend without such kernels, a group beside a DTensor, and second derivatives are errors; no rows are fine."""
     ranks(_check_refusals)

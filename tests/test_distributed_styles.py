@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from distributed_support import four_ranks, ranks, target, whole
+from distributed_support import four_ranks, ranks, since_2_13, target, whole
 from ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +135,7 @@ def _check_residual(device: str) -> None:
     assert ours[2] == theirs[2] == {}
 
 
+@since_2_13  # before, hooks of modules broke the gradient of a DTensor that nobody uses
 def test_a_residual_is_sharded_too(ranks: Ranks) -> None:
     """The style for norms with two inputs gives what the sum and the plain norm give, and sends nothing."""
     ranks(_check_residual)
@@ -212,6 +213,7 @@ def _check_packed(device: str, use_local_output: bool) -> None:
     assert sum(ours[2].values()) <= sum(theirs[2].values()), (ours[2], theirs[2])
 
 
+@since_2_13
 @pytest.mark.parametrize("use_local_output", [True, False])
 def test_a_packed_projection(ranks: Ranks, use_local_output: bool) -> None:
     """Ranks have the same part of gate and value: the unsharded results, no more collectives than two projections."""
@@ -245,6 +247,7 @@ def _check_unequal(device: str) -> None:
         parallelize_module(nn.Embedding(4, 4, device=device), mesh(device), PackedColwiseParallel(2))
 
 
+@since_2_13
 def test_unequal_parts_are_refused(ranks: Ranks) -> None:
     """A packed projection that ranks cannot share equally, and a module that is none, are errors."""
     ranks(_check_unequal)
@@ -358,6 +361,7 @@ def _check_checkpoint(device: str, folder: Path) -> None:
     _check_round_trip(model, weights, folder / "again")
 
 
+@since_2_13
 def test_packed_weights_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     """A distributed checkpoint has a packed weight as `nn.Linear` has it, for parallel and plain models alike."""
     ranks(_check_checkpoint, tmp_path)
@@ -395,6 +399,7 @@ def _check_fsdp_of_parts(device: str, folder: Path) -> None:
     assert_same([y, inputs.grad, *(p.grad for p in model.parameters())], [plain[0], *plain[1]])
 
 
+@since_2_13
 @pytest.mark.slow
 def test_packed_weights_under_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
     """FSDP2 over data-parallel ranks shards a packed weight once more, and checkpoints have it in its order."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_support import four_ranks, ranks, target
+from distributed_support import four_ranks, ranks, since_2_13, target
 from ranks import Ranks, mesh
 from support import ROOT
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ def _check_sharded(device: str, tp: int, checkpointing: bool) -> None:
     _assert_close(losses, expected)
 
 
+@since_2_13
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fsdp_or_tensor_and_sequence_parallel(ranks: Ranks, tp: int) -> None:
@@ -77,6 +78,7 @@ def test_fsdp_or_tensor_and_sequence_parallel(ranks: Ranks, tp: int) -> None:
     ranks(_check_sharded, tp, False)
 
 
+@since_2_13
 @pytest.mark.slow
 def test_fsdp_and_tensor_and_sequence_parallel(four_ranks: Ranks) -> None:
     """The same with both, over two by two ranks, and with activation checkpointing."""
@@ -212,6 +214,7 @@ def test_pipeline_stages(ranks: Ranks) -> None:
     ranks(_check_pipeline)
 
 
+@since_2_13
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_example(tp: str) -> None:

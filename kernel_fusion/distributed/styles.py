@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -115,7 +116,7 @@ class PackedColwiseParallel(ColwiseParallel):
     for state dicts, and a bias has none.
 
     Raises:
-        NotImplementedError: the module is no `nn.Linear`.
+        NotImplementedError: the module is no `nn.Linear`; or PyTorch, older than 2.13, cannot redistribute such parts.
         ValueError: the ranks cannot have equal parts.
 
     Example:
@@ -131,6 +132,8 @@ class PackedColwiseParallel(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise NotImplementedError(f"PackedColwiseParallel is for nn.Linear, got {type(module).__name__}")
+        if torch.__version__ < "2.13":
+            raise NotImplementedError(f"PackedColwiseParallel needs PyTorch 2.13 or newer, this is {torch.__version__}")
         if module.out_features % (self.parts * device_mesh.size()):
             raise ValueError(
                 f"PackedColwiseParallel: `out_features` must be a multiple of {self.parts} parts times "
