@@ -212,12 +212,13 @@ def compiles(architecture: Architecture, model: Any) -> str | None:
     inputs = architecture.inputs(model, 0)
     patched = copy.deepcopy(model)
     kf.patch(patched)
+    reset: Any = torch.compiler.reset
     with torch.no_grad():
         expected = _logits(patched(**inputs))
-        torch.compiler.reset()  # type: ignore[no-untyped-call]
+        reset()
         with _original():
             torch.compile(model, backend="eager", fullgraph=True)(**inputs)
-        torch.compiler.reset()  # type: ignore[no-untyped-call]
+        reset()
         compiled = _logits(torch.compile(patched, backend="eager", fullgraph=True)(**inputs))
     unit = torch.finfo(compiled.dtype).eps * float(expected.abs().max())
     return None if float((compiled - expected).abs().max()) <= 64 * unit else "compiled, it computes another result"
@@ -294,6 +295,12 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without the libraries' warnings, and on one thread: such small tensors take longer on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -25,7 +25,8 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         f"`{command}` wrote this page on {facts['cpu']} ({facts['os']}), with {_versions()}.",
         "",
         f"Small models of {len(found)} classes were tried; {len(made)} could be made and trained without a download, "
-        f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when patched.",
+        f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when "
+        "patched.",
         "",
         "What the columns check is on the page [Your model in one line](models.md#how-it-was-checked). An empty cell "
         "is a check that does not apply: the unpatched model fails it, or has no such method.",

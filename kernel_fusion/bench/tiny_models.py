@@ -30,7 +30,8 @@ _SIZES: list[tuple[int, str]] = [
     (
         _INNER,
         "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff "
-        "mlp_hidden_size shared_expert_intermediate_size dense_intermediate_size shared_intermediate_size decoder_intermediate_size",
+        "mlp_hidden_size shared_expert_intermediate_size dense_intermediate_size shared_intermediate_size "
+        "decoder_intermediate_size",
     ),
     (
         _LAYERS,

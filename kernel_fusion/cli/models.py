@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import track
 
@@ -26,7 +25,6 @@ def models(
     chosen = [architecture for architecture in found if not names or architecture.name in names]
     if output is not None:
         writable(output.absolute().parent)
-    torch.set_num_threads(1)  # such small tensors take longer on several
     outcomes = [
         model_coverage.examine(architecture, compile=compile_every > 0 and index % compile_every == 0)
         for index, architecture in enumerate(

@@ -32,8 +32,8 @@ class CudaAutocast(TorchFunctionMode):
     """What CUDA's autocast does to the functions that norms are written in, for tensors of the CPU."""
 
     WIDENED = frozenset(
-        ("pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal")
-        + ("__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "rms_norm", "group_norm")
+        {"pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal"}
+        | {"__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "rms_norm", "group_norm"}
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
