@@ -64,20 +64,8 @@ def test_module_and_console_script_are_the_same() -> None:
     command = [sys.executable, "-m", "kernel_fusion", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Usage: kernel-fusion" in result.stdout
-    commands = (
-        "info",
-        "verify",
-        "bench",
-        "compare",
-        "plot",
-        "report",
-        "profile",
-        "tune",
-        "warmup",
-        "cache",
-        "hf-kernel",
-    )
-    for name in commands:
+    commands = ["info", "verify", "models", "bench", "compare", "plot", "report", "profile", "tune", "warmup", "cache"]
+    for name in (*commands, "hf-kernel"):
         assert re.search(rf"\b{name}\b", result.stdout), name
 
 

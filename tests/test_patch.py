@@ -1,5 +1,6 @@
 """`kf.patch`: a model computes the same with our kernels, keeps all that it had, and what does not fit is left."""
 
+# ruff: noqa: D102 (the docstring of a module here says what its forward computes)
 from __future__ import annotations
 
 import copy

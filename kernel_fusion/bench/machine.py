@@ -49,8 +49,8 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "nvrtc": nvrtc_version(),
-        "cuda_core": _installed("cuda-core"),
-        "triton": _installed("triton"),
+        "cuda_core": installed("cuda-core"),
+        "triton": installed("triton"),
     }
     return {name: version for name, version in found.items() if version is not None}
 
@@ -106,7 +106,8 @@ def git_commit() -> str | None:
     return lines[1] + ("+changes" if edited else "")
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -22,40 +22,70 @@ _LARGEST = 3e7
 # Sizes by the names that configurations give them.
 _SIZES: list[tuple[int, str]] = [
     (VOCABULARY, "vocab_size src_vocab_size tgt_vocab_size"),
-    (_HIDDEN, "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size emb_dim hidden_dim "
-    "lru_width attention_hidden_size n_embed projection_dim decoder_hidden_size"),
-    (_INNER, "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff mlp_hidden_size "
-    "shared_expert_intermediate_size dense_intermediate_size shared_intermediate_size decoder_intermediate_size"),
-    (_LAYERS, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "decoder_num_hidden_layers n_dense_layers"),
-    (_HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "mamba_num_heads decoder_num_attention_heads"),
-    (2, "num_key_value_heads num_kv_heads n_groups mamba_n_groups num_experts_per_tok moe_topk num_experts_per_token "
-    "moe_k moe_top_k top_k num_codebooks"),
-    (16, "head_dim d_kv kv_lora_rank qk_nope_head_dim v_head_dim state_size mamba_d_state ssm_state_size mamba_head_dim "
-    "attention_head_size linear_key_head_dim linear_value_head_dim mamba_d_head d_head time_step_rank index_head_dim "
-    "chunk_size mamba_chunk_size global_head_dim partial_head_dim swa_head_dim"),
+    (
+        _HIDDEN,
+        "hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size emb_dim hidden_dim "
+        "lru_width attention_hidden_size n_embed projection_dim decoder_hidden_size",
+    ),
+    (
+        _INNER,
+        "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff "
+        "mlp_hidden_size shared_expert_intermediate_size dense_intermediate_size shared_intermediate_size "
+        "decoder_intermediate_size",
+    ),
+    (
+        _LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+        "decoder_num_hidden_layers n_dense_layers",
+    ),
+    (
+        _HEADS,
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+        "mamba_num_heads decoder_num_attention_heads",
+    ),
+    (
+        2,
+        "num_key_value_heads num_kv_heads n_groups mamba_n_groups num_experts_per_tok moe_topk num_experts_per_token "
+        "moe_k moe_top_k top_k num_codebooks",
+    ),
+    (
+        16,
+        "head_dim d_kv kv_lora_rank qk_nope_head_dim v_head_dim state_size mamba_d_state ssm_state_size mamba_head_dim "
+        "attention_head_size linear_key_head_dim linear_value_head_dim mamba_d_head d_head time_step_rank "
+        "index_head_dim chunk_size mamba_chunk_size global_head_dim partial_head_dim swa_head_dim",
+    ),
     (8, "qk_rope_head_dim patch_size hidden_size_per_layer_input mamba_n_heads rotary_dim"),
-    (32, "moe_intermediate_size q_lora_rank expert_dim image_size moe_shared_expert_intermediate_size expert_ffn_hidden_size "
-    "expert_hidden_size"),
-    (4, "num_experts num_local_experts n_routed_experts moe_num_experts n_experts linear_num_key_heads linear_num_value_heads "
-    "index_n_heads"),
-    (1, "n_group topk_group n_shared_experts num_nextn_predict_layers num_shared_experts moe_num_shared_experts "
-    "first_k_dense_replace"),
+    (
+        32,
+        "moe_intermediate_size q_lora_rank expert_dim image_size moe_shared_expert_intermediate_size "
+        "expert_ffn_hidden_size expert_hidden_size",
+    ),
+    (
+        4,
+        "num_experts num_local_experts n_routed_experts moe_num_experts n_experts linear_num_key_heads "
+        "linear_num_value_heads index_n_heads",
+    ),
+    (
+        1,
+        "n_group topk_group n_shared_experts num_nextn_predict_layers num_shared_experts moe_num_shared_experts "
+        "first_k_dense_replace",
+    ),
     (64, "max_position_embeddings n_positions max_seq_len n_ctx"),
     (VOCABULARY, "vocab_size_per_layer_input"),
 ]
 _FIELDS = {name: size for size, names in _SIZES for name in names.split()}
-# Token numbers that lie in the small vocabulary; dropout and the loss of a router's balance off, so that runs compare.
+# Token numbers that lie in the small vocabulary.
 _FIELDS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 _NO_DROPOUT = ("dropout", "drop_path_rate", "layerdrop", "pdrop")
 
 # What the sizes above do not say, by the type of the configuration.
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "convnext": {"image_size": 64},
+    "convnextv2": {"image_size": 64},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "donut-swin": {"embed_dim": 48},
+    "donut-swin": {"embed_dim": 48, "window_size": 4},
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -71,6 +101,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "mobilevitv2": {"image_size": 128},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
@@ -81,6 +112,8 @@ _MORE: dict[str, dict[str, Any]] = {
     "swinv2": {"embed_dim": 48},
     "t5": {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -155,6 +188,10 @@ def _shrunk(default: Any) -> dict[str, Any]:
         if name in _FIELDS and (value is None or isinstance(value, int | float)) and not isinstance(value, bool):
             if value is not None or name.endswith("token_id"):
                 fields[name] = _FIELDS[name]
+        elif name in ("depths", "layer_depths") and isinstance(value, list | tuple):
+            fields[name] = [1] * len(value)
+        elif name in ("hidden_sizes", "embed_dims", "stage_out_channels") and isinstance(value, list | tuple):
+            fields[name] = [size // 4 for size in value]
         elif any(part in name for part in _NO_DROPOUT) and isinstance(value, float):
             fields[name] = 0.0
         elif isinstance(value, Mapping) and name.endswith("config") and hasattr(getattr(default, name), "to_dict"):

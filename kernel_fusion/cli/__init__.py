@@ -14,6 +14,7 @@ from kernel_fusion.cli.common import in_sentences
 from kernel_fusion.cli.compare import compare, plot, report
 from kernel_fusion.cli.hf import hf_kernel
 from kernel_fusion.cli.info import info
+from kernel_fusion.cli.models import models
 from kernel_fusion.cli.prepare import cache, warmup
 from kernel_fusion.cli.profile import profile
 from kernel_fusion.cli.tune import tune
@@ -22,7 +23,7 @@ from kernel_fusion.cli.verify import verify
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
-for command in (info, verify, bench, compare, plot, report, profile, tune, warmup, cache, hf_kernel):
+for command in (info, verify, models, bench, compare, plot, report, profile, tune, warmup, cache, hf_kernel):
     app.command(context_settings=_HELP)(in_sentences(command))
 
 

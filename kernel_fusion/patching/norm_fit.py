@@ -32,8 +32,8 @@ class CudaAutocast(TorchFunctionMode):
     """What CUDA's autocast does to the functions that norms are written in, for tensors of the CPU."""
 
     WIDENED = frozenset(
-        "pow __pow__ __rpow__ square sum norm vector_norm rsqrt reciprocal __rtruediv__ exp log softplus softmax "
-        "cumsum prod layer_norm rms_norm group_norm".split()
+        {"pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal"}
+        | {"__rtruediv__", "exp", "log", "softplus", "softmax", "layer_norm", "rms_norm", "group_norm"}
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +156,9 @@ def _hypotheses(examination: Examination, gate_name: str) -> Iterator[NormForm]:
         roles = [(names[0], None), (None, names[0])]
     elif len(names) == 2:
         roles = [(names[0], names[1]), (names[1], names[0])]
-    attributes = [name for name, value in vars(examination.module).items() if isinstance(value, float) and value > 0]
+    attributes: list[str | float] = [
+        name for name, value in vars(examination.module).items() if isinstance(value, float) and value > 0
+    ]
     for eps, rms, (weight, bias), gate in itertools.product(
         (*attributes, *_EPS), (True, False), roles, _gates(examination, gate_name)
     ):

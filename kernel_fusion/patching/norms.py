@@ -87,9 +87,10 @@ class NormForm:
         shape = self.shape or x.shape[-1:]
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
         if self.gate is not None:
+            gated: Callable[..., Tensor] = gated_rms_norm if self.rms else gated_layer_norm
             options |= {"gate_activation": self.gate.activation, "gate_first": self.gate.first}
             options |= {"group_size": self.gate.group_size, "weight": weight, "bias": bias, "eps": eps}
-            return (gated_rms_norm if self.rms else gated_layer_norm)(x, *gate, shape, **options)
+            return gated(x, *gate, shape, **options)
         if self.rms:
             return rms_norm(x, shape, weight, eps, bias=bias, **options)
         return layer_norm(x, shape, weight, bias, eps, **options)
@@ -111,7 +112,8 @@ def _case(cases: Mapping[Key, Case], x: Tensor, weight: Tensor | None) -> Case |
 
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
-    cases, add = dict(form.cases), add_rms_norm if form.rms else add_layer_norm
+    cases = dict(form.cases)
+    add: Callable[..., Any] = add_rms_norm if form.rms else add_layer_norm
 
     def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
         """The norm; with a residual, the pair of the norm of their sum and that sum."""
@@ -129,7 +131,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
             return original.forward(self, h), h
         shape = form.shape or x.shape[-1:]
         options = {"bias": bias, "eps": eps, "weight_offset": form.weight_offset, **case._asdict()}
-        return add(x, residual, shape, weight, **options)  # type: ignore[arg-type]
+        return add(x, residual, shape, weight, **options)
 
     return forward
 

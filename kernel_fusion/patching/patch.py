@@ -180,7 +180,7 @@ class _Walk:
         """Rewrite the gated products of a module's methods, and the additions before norms."""
         if plan_of(module) is not None:
             return
-        found = rewrite.search(type(module))
+        found = rewrite.search(original_class(type(module)))
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )

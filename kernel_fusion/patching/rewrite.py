@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from kernel_fusion.patching import sites
+from kernel_fusion.patching.swap import original_class
 
 _GATED, _ADD_NORM, _SUM = "_kf_gated", "_kf_add_norm", "_kf_normed"
 
@@ -43,7 +44,7 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
 
 
 @functools.cache
-def search(kind: type[nn.Module]) -> dict[str, Found]:
+def search(kind: Any) -> dict[str, Found]:
     """The methods of a class that have something to rewrite, and what."""
     result = {}
     for name, function in methods_of(kind).items():
@@ -184,13 +185,13 @@ class _Rewriter:
 
     def _sums(self, block: list[ast.stmt]) -> None:
         """`h = a + b` with `norm(h)` in the next statement, copies of h aside; and `norm(a + b)`."""
-        for index, statement in enumerate(list(block)):
+        for statement in list(block):
             for holder, call in list(_children(statement, ast.Call)):
                 if _call(call) is None:
                     continue
                 argument = call.args[0]
                 if _is_sum(argument) and self.norms(ast.unparse(call.func)):
-                    made = _made(_ADD_NORM, call.func, argument.left, argument.right)  # type: ignore[attr-defined]
+                    made = _made(_ADD_NORM, call.func, argument.left, argument.right)
                     self._put(holder, call, ast.Subscript(made, ast.Constant(0), ast.Load()))
                 elif isinstance(argument, ast.Name) and isinstance(statement, ast.Assign | ast.Return | ast.Expr):
                     addition = _addition(block, block.index(statement), argument.id)
@@ -303,6 +304,6 @@ class RewriteForm:
         acts = {text: (known, name) for text, known, name in self.acts}
         return {
             name: rewritten(found.function, acts, self.norms)
-            for name, found in search(original).items()
+            for name, found in search(original_class(original)).items()
             if found.acts & acts.keys() or found.norms & self.norms
         }

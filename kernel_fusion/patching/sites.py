@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernel_fusion.functional import gated_act
 from kernel_fusion.patching.norms import NormForm
-from kernel_fusion.patching.swap import is_bare, is_changed, original_class
+from kernel_fusion.patching.swap import is_bare, is_changed, original_class, plan_of
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,7 +44,7 @@ def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
     if (
         isinstance(norm, nn.Module)
         and is_changed(norm)
-        and isinstance(form := type(norm)._kf_plan, NormForm)
+        and isinstance(form := plan_of(norm), NormForm)
         and form.gate is None
         and is_bare(norm)
         and _floating(a)

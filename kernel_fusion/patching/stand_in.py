@@ -45,6 +45,7 @@ class StandIn:
         own.update(parameters)
 
     def __call__(self, *inputs: Any) -> Any:
+        """What the module's forward returns."""
         return self.kind.forward(self.module, *inputs)
 
 
@@ -53,7 +54,7 @@ def _on_cpu(buffer: Tensor) -> Tensor:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """The numbers, names and flags that a module keeps as plain attributes: with its class, what decides its forward."""
+    """The numbers, names and flags among the attributes of a module, which with its class decide its forward."""
     plain = (bool, int, float, str, tuple, type(None), torch.dtype)
     return {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
 

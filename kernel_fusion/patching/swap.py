@@ -7,14 +7,14 @@ undoes it. Copies and pickles hold the original class and the plan, and make the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
-class Plan(Protocol):
+class Plan(Hashable, Protocol):
     """What is done to modules of a class: hashable, comparable, and picklable, since pickles of modules hold it."""
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
@@ -22,9 +22,9 @@ class Plan(Protocol):
         ...
 
 
-def original_class(kind: type) -> type:
+def original_class(kind: type) -> Any:
     """The class that a changed class was made from; any other class is its own."""
-    return kind.__dict__.get("_kf_original", kind)  # type: ignore[no-any-return]
+    return kind.__dict__.get("_kf_original", kind)
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -39,7 +39,8 @@ def plan_of(module: nn.Module) -> Plan | None:
 
 def change(module: nn.Module, plan: Plan) -> None:
     """Give a module the class that carries out `plan`."""
-    module.__class__ = changed_class(type(module), plan)
+    kind: Any = type(module)
+    module.__class__ = changed_class(kind, plan)
 
 
 def restore(module: nn.Module) -> None:
@@ -48,21 +49,23 @@ def restore(module: nn.Module) -> None:
 
 
 @functools.cache
-def changed_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
+def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
     """The subclass of `original` that carries out `plan`: one for each pair, so compiled code is shared."""
     names = ("__module__", "__qualname__", "__doc__")
     members: dict[str, Any] = {name: getattr(original, name) for name in names}
     members |= {"_kf_original": original, "_kf_plan": plan, "__reduce_ex__": _reduce}
-    return type(original)(original.__name__, (original,), members | dict(plan.methods(original)))
+    kind: type[nn.Module] = type(original)(original.__name__, (original,), members | dict(plan.methods(original)))
+    return kind
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and copy the original class and the plan in place of a class that nobody can import."""
-    _, (_, *args), *state = super(type(self), self).__reduce_ex__(max(2, int(protocol)))  # type: ignore[misc]
+    reduced: Any = super(type(self), self).__reduce_ex__(max(2, int(protocol)))
+    _, (_, *args), *state = reduced
     return _new, (original_class(type(self)), plan_of(self), *args), *state
 
 
-def _new(original: type[nn.Module], plan: Plan, *args: Any) -> nn.Module:
+def _new(original: Any, plan: Plan, *args: Any) -> nn.Module:
     kind = changed_class(original, plan)
     return kind.__new__(kind, *args)
 

@@ -1,0 +1,69 @@
+"""`models`: patches small models of transformers, diffusers and timm, and checks them beside the unpatched ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from kernel_fusion.bench import model_coverage, model_table, tiny_models, tiny_others
+from kernel_fusion.cli.common import console, progress_console, writable
+
+
+def models(
+    names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM. Default: all.")] = None,
+    compile_every: Annotated[int, typer.Option(help="Compile each so manieth, too, if it compiles unpatched.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="How many processes share the work.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write the page of results there, as Markdown.")] = None,
+) -> None:
+    """Patch small models of installed libraries, and check that each computes the same and works as before."""
+    found = [*tiny_models.architectures(), *tiny_others.architectures()]
+    if unknown := set(names or ()) - {architecture.name for architecture in found}:
+        raise typer.BadParameter(f"no such model: {', '.join(sorted(unknown))}")
+    chosen = [architecture for architecture in found if not names or architecture.name in names]
+    if output is not None:
+        writable(output.absolute().parent)
+    tasks = [(a, compile_every > 0 and index % compile_every == 0) for index, a in enumerate(chosen)]
+    outcomes = list(
+        track(_examined(tasks, jobs), "models", len(tasks), console=progress_console(), disable=len(tasks) == 1)
+    )
+    for outcome in outcomes:
+        state = f"not made: {outcome.not_made}" if outcome.not_made else "agrees" if outcome.agrees else "FAILS"
+        counts = ", ".join(f"{count} {name}" for name, count in outcome.replaced.items() if count)
+        console().print(f"{outcome.name}: {state}" + (f" ({counts})" if counts else ""))
+        for name, reason in outcome.checks.items():
+            if reason:
+                console().print(f"    {name}: {reason}")
+    if output is not None:
+        options = [*(names or ()), *(["--compile-every", str(compile_every)] if compile_every else [])]
+        options += ["--jobs", str(jobs)] if jobs > 1 else []
+        command = shlex.join(["kernel-fusion", "models", *options, "--output", output.name])
+        output.write_text(model_table.page(outcomes, command))
+    if not all(outcome.agrees for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+Task = tuple[tiny_models.Architecture, bool]
+
+
+def _examined(tasks: list[Task], jobs: int) -> Iterator[model_coverage.Outcome]:
+    """The outcomes, in order; the processes are forks, since what makes a model cannot be sent to another program."""
+    global _tasks
+    if jobs == 1:
+        yield from (model_coverage.examine(*task) for task in tasks)
+        return
+    _tasks = tasks
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_examine, range(len(tasks)))
+
+
+_tasks: list[Task] = []
+
+
+def _examine(index: int) -> model_coverage.Outcome:
+    return model_coverage.examine(*_tasks[index])
