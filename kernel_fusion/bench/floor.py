@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench.workloads import Call, Direction, Inputs, Traffic, Workload
+from kernel_fusion.bench.workloads import Call, Direction, Inputs, Part, Traffic, Workload
 
 # What a kernel that only reads reaches, in bytes per second, by a part of the device's name; measured on large tensors.
 READ_BANDWIDTH = {"H200": 4.5e12}
@@ -69,7 +68,7 @@ def _reads_only(traffic: Traffic) -> bool:
     return traffic.written * _READ_ONLY_FROM <= traffic.read and traffic.read > 0
 
 
-_PARTS: dict[Direction, tuple[Literal["forward", "backward"], ...]] = {
+_PARTS: dict[Direction, tuple[Part, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
     "forward+backward": ("forward", "backward"),

@@ -80,15 +80,15 @@ class Provider:
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
         """The results and the gradients by name, to be judged; of a provider without backward the results."""
         if not self.differentiable:
-            (y,) = workload.result_names
+            (y,) = workload.what.results
             return {y: torch.utils.dlpack.from_dlpack(self.prepare("forward", workload, inputs)())}
         inputs = self.accepted(workload, inputs)
-        backend = self.backend if workload.has_kernels else None
+        backend = self.backend if workload.what.has_kernels else None
         with a_kernel_must_run(backend):
             results = self._run(partial(inputs.call, self.function(workload)))
         with a_kernel_must_run(backend):
             gradients = self._run(partial(inputs.gradients, results))
-        named = dict(zip(workload.result_names, (r.detach() for r in results), strict=True))
+        named = dict(zip(workload.what.results, (r.detach() for r in results), strict=True))
         return named | dict(zip(inputs.leaves, gradients, strict=True))
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
@@ -114,8 +114,8 @@ def call_of(
 ) -> Call:
     """A call that does the work of `direction`; forward alone is the inference path, of converted arguments."""
     if direction == "forward":
-        detached = (None if t is None else t.detach() for t in inputs.arguments.values())
-        return partial(function, *(t if t is None or convert is None else convert(t) for t in detached))
+        detached = (t.detach() for t in inputs.arguments.values())
+        return partial(function, *(t if convert is None else convert(t) for t in detached))
     if direction == "backward":
         results = inputs.call(function)
         return partial(inputs.gradients, results, retain_graph=True)

@@ -14,15 +14,12 @@ from typing import Literal, Protocol
 import torch
 
 from kernel_fusion.bench import operations
-from kernel_fusion.bench.operation_workload import Operation, OperationWorkload
-from kernel_fusion.bench.row_norms import VERBS as NORMS
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
-from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
 from kernel_fusion.core.spec import dtype_name
-from kernel_fusion.testing.oracle import RowNormCase
 
+NORMS = ("layer_norm", "rms_norm")
 Kind = Literal["kernels", "host", "memory", "steps"]
 PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
@@ -70,11 +67,9 @@ class Norms:
         return Norms(_always([_plain(*s) for s in sizes]))
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`. RMSNorm has no bias here, since PyTorch's has none."""
-        weight = weights or dtype
-        bias = weight if verb == "layer_norm" else None
+        """See `Part`."""
         return [
-            RowNorm(shape.name, RowNormCase(verb, shape.sizes, dtype, weight=weight, bias=bias, layout=shape.layout))
+            Workload(shape.name, operations.bare_norm(verb, weights or dtype, shape.layout), shape.sizes, dtype, False)
             for shape in self.shapes(device, dtype)
         ]
 
@@ -84,7 +79,7 @@ class Operations:
     """A `Part`: operations at the same shapes.
 
     Attributes:
-        grouped: as in `OperationWorkload`.
+        grouped: as in `Workload`.
         batch: the first dimension of all shapes, where they have three.
     """
 
@@ -106,7 +101,7 @@ class Operations:
         """See `Part`. Parameters are in the dtype of the input."""
         wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
         return [
-            OperationWorkload(shape.name, operation, shape.sizes, dtype, self.grouped)
+            Workload(shape.name, operation, shape.sizes, dtype, self.grouped)
             for shape in self.shapes(device, dtype)
             for operation in wanted
         ]

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.operation_workload import DROPOUT_P, Dropout, Operation
-from kernel_fusion.bench.workloads import Argument
+from kernel_fusion.bench.workloads import DROPOUT_P, Argument, Dropout, Operation
 
 _EPS = 1e-5
 # Gate and value together, in hidden sizes.

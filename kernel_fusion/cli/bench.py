@@ -16,8 +16,7 @@ from kernel_fusion.bench import machine, plot, providers, run_suite, summary, ta
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
-from kernel_fusion.bench.row_norms import VERBS as NORMS
-from kernel_fusion.bench.suites import SUITES, VERBS, Suite
+from kernel_fusion.bench.suites import NORMS, SUITES, VERBS, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction
 from kernel_fusion.cli.common import (
