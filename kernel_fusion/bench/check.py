@@ -1,8 +1,7 @@
 """Correctness before speed: results at the shape that will be timed are compared with float64.
 
-Comparing all elements of a large tensor would take longer than timing it. So rows spread evenly over the tensor are
-compared, the first and the last among them, and cotangents are zero in the others: they add nothing to gradients of
-parameters. A reduction over rows is computed in float64 as a whole, and only rows of its gradient are picked.
+Evenly spread rows are compared, since all of a large tensor would take longer than timing it. Cotangents are zero in
+the other rows, so that these add nothing to gradients of parameters.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class _Judge:
     """What providers of one workload are compared with.
 
     Attributes:
-        rows: those that are compared.
+        rows: those compared.
         masked: the inputs, with cotangents that are zero in all other rows.
-        few: the rows alone, or everything where the results have no rows.
-        reference, pytorch: results and gradients in float64, and PyTorch's; those that all providers are judged by.
+        few: those rows of the inputs, or everything where results have no rows.
+        reference, pytorch: results and gradients in float64, and PyTorch's.
     """
 
     workload: Workload

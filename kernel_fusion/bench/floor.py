@@ -1,8 +1,7 @@
-"""The floor: PyTorch's elementwise kernels moving the bytes that a workload must move, and the bare matrix products.
+"""The floor: one PyTorch kernel that moves the bytes of a workload, and the bare matrix products.
 
-One kernel stands for the whole traffic of a direction: `torch.neg` where about as much is written as read, `torch.add`
-where nearly twice as much is read. Where next to nothing is written, the floor is the time of reading: computed on
-devices whose read bandwidth is known, else that of PyTorch's sum.
+`torch.neg` where about as much is written as read, `torch.add` where nearly twice as much is read. Where next to
+nothing is written, the time of reading: computed where the read bandwidth is known, else that of PyTorch's sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Host time per call: what a call costs before the device has done anything, as a function and as a module.
-
-Ours is called as users call it, without naming a backend.
-"""
+"""What the host does for a call, as a function and as a module; ours is called without naming a backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The operations of the suites `fused-ops`, `relu-layernorm` and `memory`: each verb with its variants, as data.
-
-An operation is PyTorch's calls, our call and the arguments of both. Two-dimensional inputs are (rows, columns); scores
-are (batch, rows, columns).
-"""
+"""The operations that suites measure, as data: each verb with its variants, PyTorch's calls beside ours."""
 
 from __future__ import annotations
 
@@ -266,10 +262,7 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
 
 @lru_cache
 def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Operation:
-    """A norm alone, called as its users call it, without a bias for RMSNorm, as in PyTorch.
-
-    Weight and bias are as good as nothing beside x, so their bytes do not count.
-    """
+    """A norm alone, called as its users call it. The bytes of weight and bias, little beside x, do not count."""
     rms = verb == "rms_norm"
     own: Function = F.rms_norm if rms else F.layer_norm
     ours: Function = kf.rms_norm if rms else kf.layer_norm

@@ -1,7 +1,6 @@
-"""Other libraries, measured beside ours where they are installed. A new one is one more entry of `PEERS`.
+"""Other libraries, measured where they are installed, with arguments under which they compute what PyTorch does.
 
-Each is imported only when asked for, and is given the arguments under which it computes what PyTorch computes. One is
-ours: the portable build of the CPU kernels, the baseline that the vectorised ones are compared with.
+A new one is an entry of `PEERS`. One is ours: the portable build of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -187,10 +186,9 @@ def _flash_attn() -> Provider:
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Those of Triton's configurations whose threads have registers for the elements of a row alone.
+    """Triton's configurations whose threads have registers for a row.
 
-    flash-attn's autotuner tries 1 to 32 warps on any row. With too few of them all is spilled to memory, and to compile
-    one such configuration takes up to seven minutes (rows of 64 KB, backward).
+    flash-attn's autotuner also tries too few warps, which spill; one such compilation takes up to seven minutes.
     """
     columns = (named_args | kwargs)["BLOCK_N"]
     return [config for config in configs if columns <= 255 * 32 * config.num_warps]

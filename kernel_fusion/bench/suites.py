@@ -1,8 +1,7 @@
-"""The suites, as data: named shapes, and the dtypes they are measured in. A new suite is one more entry of `SUITES`.
+"""The suites, as data; a new one is an entry of `SUITES`.
 
-`kind` says what is measured: the time of kernels, the host's time per call, memory, or whole training steps
-(`runner.MEASURES`). A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or
-models.
+A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or models. `kind` says what is
+measured of them (`runner.MEASURES`).
 """
 
 from __future__ import annotations
@@ -112,17 +111,15 @@ class Suite:
     """What is measured together.
 
     Attributes:
-        name: what the command line calls it.
-        title: what tables and plots call it.
-        about: what it is for, in a sentence.
-        kind: what is measured of each workload.
-        parts: what is measured.
-        dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
-        quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
+        name, title: what the command line calls it, and what tables and pictures do.
+        about: what it is for, in a few words.
+        kind, parts: what is measured of which workloads.
+        dtypes, quick_dtypes: by device type, the defaults.
+        quick_verbs, quick_parts: what `--quick` leaves, if not all.
         directions: those measured by default.
-        peers, quick_peers: those measured by default and under `--quick`.
-        backends: by device type, those of ours that are measured by default, if not the device's own alone.
-        plots: the kinds of plots that a run draws.
+        peers, quick_peers: those measured by default.
+        backends: by device type, those of ours, if not the device's own alone.
+        plots: the pictures that a run draws.
         single_thread: whether a CPU is measured with one thread, too.
         settles_memory: as in `Setup`.
     """

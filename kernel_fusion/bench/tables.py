@@ -1,8 +1,7 @@
-"""Tables of results: one short table per verb and dtype for the terminal, all of them for the files.
+"""Tables of results: a short one per verb and dtype for the terminal, all of them for the files.
 
-A single operation has a table with a row per contender, everything else has tables with a row per cell. Each place has
-tables of its own; PyTorch's and our times in all places stand side by side in one more. A ratio of times that vary too
-much is marked and no part of a mean.
+A single operation has a row per contender, everything else a row per cell. Ratios of times that vary too much are
+marked and part of no mean.
 """
 
 from __future__ import annotations

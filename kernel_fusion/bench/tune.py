@@ -1,7 +1,7 @@
-"""Tuning: climbs from the plan that a norm has, knob by knob, as long as the GPU at hand is faster for it.
+"""Tuning: climbs from the plan that a norm has, knob by knob, while the GPU at hand is faster for it.
 
-Every trial is measured beside the present plan, at the number of rows of a model and at one that fills the device; its
-results must have the present bits. What wins is measured again, for longer, before it is believed.
+Every trial is timed beside the present plan, at a model's number of rows and at many; its results must have the same
+bits. What wins is measured again, for longer.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ class Outcome:
     """What came of a cell.
 
     Attributes:
-        kernel: the one that was timed.
         rows: the numbers of rows that it was timed at.
-        present, best: times per call at each; without a better plan, both are the present ones.
-        choice: what makes it better; empty where nothing does.
+        present, best: times per call at each.
+        choice: what makes the best one better; empty where nothing does.
         trials: how many were measured.
     """
 

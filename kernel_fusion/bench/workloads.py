@@ -1,8 +1,7 @@
 """What can be measured: an operation at one shape and dtype, and the tensors that it is measured on.
 
-An operation has PyTorch's calls and ours, and says which bytes must move. PyTorch's calls are written once. Timed,
-their dropout is PyTorch's; as the reference they run in float64 with the mask that the results of a contender show, so
-that every contender is judged by its own mask.
+PyTorch's calls are written once. As the reference they run in float64, with the dropout mask that the results of a
+contender show.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class Argument:
     """A random tensor to be drawn.
 
     Attributes:
-        layout: as in `RowNormCase`; or "first half" of the columns of a wider tensor, whose "second half" is the next
-            argument.
+        layout: as in `RowNormCase`; or "first half" of a wider tensor, whose "second half" is the next argument.
         values: "normal"; "mask" (three of four are True, the first column all); "causal" (the lower triangle).
         shared: whether all rows read it; it is then the same in every set.
         gradient: whether a gradient is taken for it.
