@@ -1,7 +1,7 @@
 """The suites, as data; a new one is an entry of `SUITES`.
 
-A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or models. `kind` says what is
-measured of them (`runner.MEASURES`).
+A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or models. `kind` says what
+is measured of them (`runner.MEASURES`).
 """
 
 from __future__ import annotations
