@@ -15,12 +15,15 @@ from torch import Tensor
 import kernel_fusion as kf
 from kernel_fusion.bench.workloads import DROPOUT_P, Argument, Call, Dropout, Function, Inputs, Operation, Workload
 from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing import oracle, unfused
 from kernel_fusion.testing.oracle import RowNormCase
 
 Shape = tuple[int, ...]
 Arguments = Callable[[Shape, torch.dtype], Sequence[Argument]]
 
+NORMS = ("layer_norm", "rms_norm")
+SCORES_BATCH = 16  # scores are (batch, rows, columns)
 _EPS = 1e-6
 _HEAD = 64  # the size of query and key
 _HALF = (torch.float16, torch.bfloat16)
@@ -309,3 +312,23 @@ _BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 # maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
 RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
+
+# Single workloads, by name: the bare norms, and all operations.
+CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*OPERATIONS, *SCORES)))))
+
+
+def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
+    """The workload of `CASES` called `name`, of so many rows and columns.
+
+    Raises:
+        ValueError: there is none, or not in this dtype.
+    """
+    if name not in CASES:
+        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
+    if name in NORMS:
+        return Workload("x".join(map(str, sizes)), bare_norm(name, dtype), sizes, dtype, grouped=False)
+    what = next(operation for operation in (*OPERATIONS, *SCORES) if operation.name == name)
+    if what.dtypes is not None and dtype not in what.dtypes:
+        raise ValueError(f"{name} has no {dtype_name(dtype)}")
+    shape = (SCORES_BATCH, *sizes) if what in SCORES else sizes
+    return Workload("x".join(map(str, shape)), what, shape, dtype)

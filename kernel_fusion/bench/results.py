@@ -298,10 +298,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """The results in a JSON file that `Results.write_json` wrote; ValueError, which names file and field, for others.
-
-    OSError where the file cannot be read.
-    """
+    """The results in a JSON file of `Results.write_json`; ValueError, which names file and field, for others."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST_FILE + 1)

@@ -13,19 +13,16 @@ from typing import Literal, Protocol
 import torch
 
 from kernel_fusion.bench import operations
+from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
-from kernel_fusion.core.spec import dtype_name
 
-NORMS = ("layer_norm", "rms_norm")
 Kind = Literal["kernels", "host", "memory", "steps"]
 PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
-# Scores are (batch, rows, columns).
-_SCORES_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
 
 def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
     """Of the published size; a fraction of it on a CPU, where a single product takes long."""
-    return [_plain(_SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+    return [_plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
@@ -311,7 +308,7 @@ def _sweep_suite() -> Suite:
 
 def _fused_ops() -> Suite:
     plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
-    batches = Operations(scores, _scores, batch=(_SCORES_BATCH,))
+    batches = Operations(scores, _scores, batch=(operations.SCORES_BATCH,))
     parts = Operations(plain, _fixed((2048, 2048), (8192, 8192))), batches
     return Suite(
         "fused-ops",
@@ -332,7 +329,7 @@ def _memory() -> Suite:
     parts = (
         Norms(_fixed(*_MEMORY)),
         Operations(plain, _fixed((4096, 4096))),
-        Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
+        Operations(scores, _fixed((operations.SCORES_BATCH, 1024, 1024)), batch=(operations.SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
     about = "bytes saved for backward and peak of a training step, of every verb and of a transformer block"
@@ -391,25 +388,3 @@ SUITES = {
 }
 # Of all suites.
 VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))
-
-# Single workloads, by name: the bare norms, and all operations.
-CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*operations.OPERATIONS, *operations.SCORES)))))
-
-
-def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """The workload of `CASES` called `name`, of so many rows and columns.
-
-    Raises:
-        ValueError: there is none, or not in this dtype.
-    """
-    if name not in CASES:
-        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
-    part: Part = Norms(_fixed(sizes))
-    if name not in NORMS:
-        wanted = next(o for o in (*operations.OPERATIONS, *operations.SCORES) if o.name == name)
-        batch = (_SCORES_BATCH,) if wanted in operations.SCORES else ()
-        part = Operations((wanted,), _fixed((*batch, *sizes)))
-    found = part.workloads("", dtype, name if name in NORMS else part.verbs[0], None)
-    if not found:
-        raise ValueError(f"{name} has no {dtype_name(dtype)}")
-    return found[0]

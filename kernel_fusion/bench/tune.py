@@ -25,7 +25,8 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.backends.cuda.trials import Choice, Kernel
 from kernel_fusion.bench import providers, timing
 from kernel_fusion.bench.changes import beyond_noise
-from kernel_fusion.bench.suites import SUITES, case_workload
+from kernel_fusion.bench.operations import case_workload
+from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import FULL, QUICK, Effort, Timing
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
 from kernel_fusion.core.spec import RowNormSpec, dtype_name
