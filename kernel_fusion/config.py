@@ -1,6 +1,7 @@
 """Everything that can be configured, and the only module that reads the environment.
 
-Three environment variables exist, all optional: `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
+Four environment variables exist, all optional: `KERNEL_FUSION_DISABLE=1` sends every call that names no backend to
+PyTorch's operations; `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
 `XDG_CACHE_HOME`), `CXX` names the C++ compiler and may add arguments to it, `KERNEL_FUSION_TUNED=0` has the tables of
 `kernel-fusion tune` ignored. `ATEN_CPU_CAPABILITY` is PyTorch's own; PyTorch says which instruction set our CPU kernels
 have, so that it limits them too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run on the CPU, slowly,
@@ -18,14 +19,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_ON, _OFF = ("1", "true", "on", "yes", "y"), ("0", "false", "off", "no", "n")
 BACKENDS = ("cuda", "triton", "cpu", "eager")
+
+
+def default_backend() -> str | None:
+    """What calls take that name no backend: "eager" where the library is switched off, else the automatic choice."""
+    return "eager" if os.environ.get("KERNEL_FUSION_DISABLE", "").lower() in _ON else None
 
 
 class _State(threading.local):
     """Per-thread settings. `threading.local`, because `contextvars` break torch.compile's tracing."""
 
     def __init__(self) -> None:  # by every thread; not a default of the class, which torch.compile would guard against
-        self.backend: str | None = None
+        self.backend: str | None = default_backend()
 
 
 state = _State()
@@ -54,7 +61,7 @@ def use_backend(name: str | None) -> Iterator[None]:
         ...     y = kf.layer_norm(torch.randn(4, 8), (8,))
     """
     check_backend_name(name)
-    previous, state.backend = state.backend, name
+    previous, state.backend = state.backend, name or default_backend()
     try:
         yield
     finally:
@@ -76,7 +83,7 @@ def cache_dir() -> Path:
 
 def uses_tuned_tables() -> bool:
     """Whether plans follow the tables that `kernel-fusion tune` wrote to the cache folder."""
-    return os.environ.get("KERNEL_FUSION_TUNED", "").lower() not in ("0", "false", "off", "no", "n")
+    return os.environ.get("KERNEL_FUSION_TUNED", "").lower() not in _OFF
 
 
 def _folder(variable: str) -> Path | None:
@@ -121,4 +128,4 @@ def environment(**changes: str) -> dict[str, str]:
 
 def triton_is_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on CPU tensors too."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _ON

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from kernel_fusion.bench import providers
+from kernel_fusion.bench.operations import bare_norm
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Measurement, Results
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import Effort, Setup, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Function, Workload
-from kernel_fusion.testing.oracle import RowNormCase
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
-CASE = RowNormCase("layer_norm", (48, 96), FP32, weight=FP32, bias=FP32)
-NORM = RowNorm("a", CASE)
 EFFORT = Effort(min_rounds=2, max_rounds=2, max_seconds=0.0, replays=2, host_rounds=2, max_checked=1 << 20)
 ABOUT = {
     "command": "kernel-fusion bench large",
@@ -29,6 +26,14 @@ ABOUT = {
     "peers": {"quack": "absent: ModuleNotFoundError"},
     "method": {"time": "a clock"},
 }
+
+
+def norm(shape: tuple[int, ...], dtype: torch.dtype = FP32, verb: str = "layer_norm") -> Workload:
+    """A bare norm, whose parameters have the dtype of its input."""
+    return Workload("a", bare_norm(verb, dtype), shape, dtype, grouped=False)
+
+
+NORM = norm((48, 96))
 
 
 def scaled(name: str, factor: float, backend: str | None = None) -> Provider:

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import BF16, CASE, CPU, EFFORT, FP32, NORM, empty, scaled, setup
+from bench_support import BF16, CPU, EFFORT, FP32, NORM, empty, norm, scaled, setup
 from support import TRITON
 from torch import Tensor
 
 from kernel_fusion.bench import check, host, memory, page_faults, peers, providers, runner, timing
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import Effort, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Function, Inputs, Workload
 from kernel_fusion.operators import loader
-from kernel_fusion.testing.oracle import RowNormCase
 
 
 class Clock:
@@ -54,9 +52,8 @@ def effort(**changes: Any) -> Effort:
     return replace(EFFORT, **({"min_rounds": 1, "max_rounds": 100, "max_seconds": 1e9} | changes))
 
 
-def checked(provider: Provider, case: RowNormCase = CASE, max_elements: int = 1 << 20) -> Any:
+def checked(provider: Provider, workload: Workload = NORM, max_elements: int = 1 << 20) -> Any:
     """The verdict on one provider."""
-    workload = RowNorm("a", case)
     (inputs,) = workload.input_sets(CPU, 1)
     return check.check(workload, [provider], inputs, max_elements)[provider]
 
@@ -187,13 +184,14 @@ def test_models_suite_is_the_published_table() -> None:
     """Eleven configurations, by rows and hidden size, in every dtype and verb asked for."""
     workloads = SUITES["models"].workloads("cpu", [BF16, FP32], ["layer_norm", "rms_norm"])
     assert len(workloads) == 44
-    sizes = {w.name: (w.case.shape[0] * w.case.shape[1], w.case.shape[2]) for w in workloads}
+    sizes = {w.name: (w.shape[0] * w.shape[1], w.shape[2]) for w in workloads}
+    assert all((w.num_rows, w.shape[2]) == sizes[w.name] for w in workloads)
     assert sizes["BERT-Base"] == (16384, 768)
     assert sizes["GPT-3 XXL"] == (1024, 8192)
     assert sizes["GPT-3 175B"] == (512, 12288)
-    mixes = {(w.case.verb, w.case.dtype, w.case.weight, w.case.bias) for w in workloads}
-    layer_norms = {("layer_norm", dtype, dtype, dtype) for dtype in (BF16, FP32)}
-    assert mixes == layer_norms | {("rms_norm", dtype, dtype, None) for dtype in (BF16, FP32)}
+    mixes = {(w.verb, w.dtype, *(a.dtype for a in w.arguments.values())) for w in workloads}
+    layer_norms = {("layer_norm", dtype, dtype, dtype, dtype) for dtype in (BF16, FP32)}
+    assert mixes == layer_norms | {("rms_norm", dtype, dtype, dtype) for dtype in (BF16, FP32)}
 
 
 def test_cpu_suite_has_the_published_shapes() -> None:
@@ -210,31 +208,31 @@ def test_cpu_suite_has_the_published_shapes() -> None:
 def test_sweep_suite_goes_over_the_published_lengths() -> None:
     """4096 rows of 256 to 32768 elements, fewer on a CPU; every backend that has kernels for the device."""
     for device, rows in (("cuda", 4096), ("cpu", 512)):
-        sizes = [w.case.shape for w in SUITES["sweep"].workloads(device, [FP32], ["rms_norm"])]
+        sizes = [w.shape for w in SUITES["sweep"].workloads(device, [FP32], ["rms_norm"])]
         assert {size[0] for size in sizes} == {rows}
         lengths = [size[1] for size in sizes]
         assert lengths == sorted(lengths)
         assert (lengths[0], lengths[-1], len(set(lengths))) == (256, 32768, 15)
         assert {256 << power for power in range(8)} < set(lengths)
     quick = SUITES["sweep"].quick().workloads("cuda", [FP32], ["layer_norm"])
-    assert [w.case.shape[1] for w in quick] == [256 << power for power in range(8)]
+    assert [w.shape[1] for w in quick] == [256 << power for power in range(8)]
 
 
 def test_weights_have_the_dtype_asked_for() -> None:
     """fp32 parameters beside bf16 data."""
     (workload, *_) = SUITES["large"].workloads("cuda", [BF16], ["layer_norm"], FP32)
-    assert (workload.name, workload.case.dtype) == ("131072x256", BF16)
-    assert workload.case.weight == workload.case.bias == FP32
+    assert (workload.name, workload.dtype) == ("131072x256", BF16)
+    assert workload.arguments["weight"].dtype == workload.arguments["bias"].dtype == FP32
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_odd_suite_has_tensors_of_128_megabytes(dtype: torch.dtype) -> None:
     """Whatever the dtype; and one shape whose rows lie apart, under the same row length as an even one."""
-    cases = [w.case for w in SUITES["odd"].workloads("cuda", [dtype], ["layer_norm"])]
+    cases = SUITES["odd"].workloads("cuda", [dtype], ["layer_norm"])
     assert [case.shape[1] for case in cases] == [255, 1000, 1023, 3000, 5000, 7168, 14336, 50257, 4096]
     for case in cases:
         assert case.shape[0] * case.shape[1] * dtype.itemsize == pytest.approx(128e6, rel=1e-3)
-    (inputs,) = RowNorm("a", replace(cases[-1], shape=(5, 4096))).input_sets(CPU, 1)
+    (inputs,) = replace(cases[-1], shape=(5, 4096)).input_sets(CPU, 1)
     assert inputs.arguments["x"].stride() == (4097, 1)
     assert inputs.cotangents[0].is_contiguous()
 
@@ -272,7 +270,7 @@ def test_input_sets_do_not_share_memory() -> None:
 def test_cpu_memory_of_pytorch() -> None:
     """Saved: mean and rstd, the saved input not counted. Training: with y, dx and the two sums."""
     (inputs,) = NORM.input_sets(CPU, 1)
-    rows, cols = CASE.shape
+    rows, cols = NORM.shape
     saved, training = 4 * 2 * rows, 4 * (2 * rows * cols + 2 * cols + 2 * rows)
     provider = providers.pytorch()
     assert memory.saved_bytes(provider, NORM, inputs) == saved
@@ -294,9 +292,9 @@ def test_host_suite_times_functions_and_modules() -> None:
     """PyTorch and ours in both forms and every mode; a peer, which has no module, as a function."""
     assert loader.load(), loader.error()
     results = empty()
-    case = RowNormCase("rms_norm", (1, 64), FP32, weight=FP32)
+    workload = replace(norm((1, 64), verb="rms_norm"), name="1x64")
     before = loader.launches("cpu_forward")
-    list(host.measure(results, RowNorm("1x64", case), setup(providers.ours("cpu"), scaled("peer", 1.0))))
+    list(host.measure(results, workload, setup(providers.ours("cpu"), scaled("peer", 1.0))))
     assert not results.failures
     for form, names in {"function": {"pytorch", "peer", "kf-cpu"}, "module": {"pytorch", "kf-cpu"}}.items():
         for mode in host.MODES:
@@ -381,7 +379,7 @@ def test_a_provider_that_fails_in_one_direction_is_timed_in_the_others() -> None
     """Its reason names the direction."""
 
     def function(workload: Workload) -> Function:
-        def training_only(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        def training_only(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
             if not x.requires_grad:
                 raise RuntimeError("no inference here")
             return workload.unfused()(x, weight, bias)
@@ -390,8 +388,9 @@ def test_a_provider_that_fails_in_one_direction_is_timed_in_the_others() -> None
 
     results = empty()
     list(runner.run(results, "kernels", NORM, setup(Provider("peer", "0", function))))
+    where = f"a (layer_norm-48x96-f32) on cpu, {torch.get_num_threads()} threads"
     assert [str(failure) for failure in results.failures] == [
-        f"peer, a ({CASE}) on cpu, {torch.get_num_threads()} threads: forward: RuntimeError: no inference here"
+        f"peer, {where}: forward: RuntimeError: no inference here"
     ]
     timed = [m.direction for m in results.measurements if m.provider == "peer"]
     assert timed == ["backward", "forward+backward"]
@@ -403,7 +402,7 @@ def test_a_workload_that_fails_altogether_does_not_end_the_run(monkeypatch: pyte
     def out_of_memory(*_: Any) -> list[Inputs]:
         raise torch.OutOfMemoryError("tried to allocate 3 TB")
 
-    monkeypatch.setattr(RowNorm, "input_sets", out_of_memory)
+    monkeypatch.setattr(Workload, "input_sets", out_of_memory)
     results = empty()
     assert list(runner.run(results, "kernels", NORM, setup())) == []
     assert results.failures[0].reason == "OutOfMemoryError: tried to allocate 3 TB"
@@ -498,9 +497,8 @@ def test_torch_compile_runs_in_every_direction() -> None:
     """More shapes than its limit on recompilations, each right, and backward more than once over one graph."""
     (provider,), _ = peers.find(["torch.compile"], CPU)
     for rows in range(2, 12):
-        case = replace(CASE, shape=(rows, 32))
-        assert not isinstance(checked(provider, case), str)
-    workload = RowNorm("a", case)
+        workload = norm((rows, 32))
+        assert not isinstance(checked(provider, workload), str)
     (inputs,) = workload.input_sets(CPU, 1)
     backward = provider.prepare("backward", workload, inputs)
     torch.testing.assert_close(backward(), backward())
@@ -511,8 +509,7 @@ def test_quack_takes_fp32_parameters_whatever_the_case() -> None:
     """The leaves are the widened ones; other verbs keep theirs."""
     provider = replace(scaled("quack", 1.0), f32_weights=("layer_norm",))
     for verb, dtype in (("layer_norm", FP32), ("rms_norm", BF16)):
-        case = RowNormCase(verb, (4, 8), BF16, weight=BF16)
-        workload = RowNorm("a", case)
+        workload = norm((4, 8), BF16, verb)
         (inputs,) = workload.input_sets(CPU, 1)
         gradients = provider.prepare("backward", workload, inputs)()
         assert gradients[1].dtype == dtype
@@ -521,8 +518,8 @@ def test_quack_takes_fp32_parameters_whatever_the_case() -> None:
 def test_pytorch_serves_the_mixes_that_it_refuses() -> None:
     """bf16 data with fp32 parameters gives bf16, from fp32 arithmetic, in both verbs."""
     for verb in ("layer_norm", "rms_norm"):
-        case = RowNormCase(verb, (8, 64), BF16, weight=FP32)
-        comparisons = checked(providers.pytorch(), case)
+        mixed = norm((8, 64), FP32, verb)
+        comparisons = checked(providers.pytorch(), replace(mixed, dtype=BF16))
         assert not isinstance(comparisons, str)
         assert all(c.ok for c in comparisons)
 

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from kernel_fusion.bench import check, floor, memory, operations, peers, plot, providers, runner, tables, timing
 from kernel_fusion.bench.floor import Floor
-from kernel_fusion.bench.operation_workload import OperationWorkload
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import Measurement, Results
 from kernel_fusion.bench.suites import SUITES
@@ -33,14 +32,14 @@ ROWS, COLS = 24, 51
 MAX_CHECKED = 10 * COLS
 
 
-def of_suite(suite: str, dtype: torch.dtype = FP32) -> Iterator[OperationWorkload]:
+def of_suite(suite: str, dtype: torch.dtype = FP32) -> Iterator[Workload]:
     """The operations of a suite, at the small size."""
     small = SUITES[suite].with_shapes([(ROWS, COLS)])
     workloads = small.workloads("cpu", [dtype], small.verbs)
-    return (workload for workload in workloads if isinstance(workload, OperationWorkload))
+    return (workload for workload in workloads if not workload.what.bare)
 
 
-def operation(name: str, dtype: torch.dtype = FP32) -> OperationWorkload:
+def operation(name: str, dtype: torch.dtype = FP32) -> Workload:
     """The operation of that name."""
     return next(c for suite in ("fused-ops", "memory") for c in of_suite(suite, dtype) if c.what.name == name)
 
@@ -64,18 +63,18 @@ ALL = [
 
 
 @pytest.mark.parametrize("workload", ALL, ids=str)
-def test_every_operation_is_right_in_both_forms(workload: OperationWorkload) -> None:
+def test_every_operation_is_right_in_both_forms(workload: Workload) -> None:
     """PyTorch's calls and our verb, by its definition, give the same numbers within the budget of ours."""
     (inputs,) = workload.input_sets(CPU, 1)
     both = [providers.pytorch(), providers.ours("eager")]
     for comparisons in check.check(workload, both, inputs, MAX_CHECKED).values():
         assert not isinstance(comparisons, str), comparisons
-        assert {c.name for c in comparisons} == {*workload.result_names, *inputs.leaves}
+        assert {c.name for c in comparisons} == {*workload.what.results, *inputs.leaves}
 
 
 # A thousandth is less than the 2 % that a peer may be off, and more than the budget of ours in fp32.
 @pytest.mark.parametrize("workload", [c for c in ALL if c.dtype == FP32], ids=str)
-def test_a_wrong_contender_of_any_operation_is_found(workload: OperationWorkload) -> None:
+def test_a_wrong_contender_of_any_operation_is_found(workload: Workload) -> None:
     """One column of y, or all of it where it is one number: a thousandth off for ours, ten times as much for a peer."""
     assert "times its error budget off" in verdict(workload, scaled("kf-eager", 1.001, "eager"))
     assert "y is off by" in verdict(workload, scaled("peer", 10.0))
@@ -269,15 +268,14 @@ def numpy_as_cupy() -> Provider:
     """NumPy in the place of CuPy, whose calls it has."""
 
     def function(workload: Workload) -> Function:
-        make = workload.cupy()
-        assert make is not None
-        return make(np)
+        assert workload.what.cupy is not None
+        return workload.what.cupy(np)
 
     return Provider(
         "cupy",
         "0",
         function,
-        measures=lambda workload: workload.cupy() is not None,
+        measures=lambda workload: workload.what.cupy is not None,
         convert=lambda t: t.numpy(),
         differentiable=False,
         in_graphs=False,

@@ -16,14 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_support import CPU, EFFORT, FP32
+from bench_support import CPU, EFFORT, FP32, norm
 from torch import Tensor
 
 from kernel_fusion.bench import check, operations, peers
-from kernel_fusion.bench.operation_workload import OperationWorkload
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.workloads import Workload
-from kernel_fusion.testing.oracle import RowNormCase
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -118,10 +115,8 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert provider.version == "unknown version"
     assert states[name].startswith("unknown version")
     assert ("weight and bias in fp32 for layer_norm" in states[name]) == (name == "quack")
-    bias = FP32 if verb == "layer_norm" else None
-    case = RowNormCase(verb, (6, 4, 32), FP32, weight=FP32, bias=bias)
-    _assert_right(provider, RowNorm("a", case))
-    assert not provider.measures(OperationWorkload("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
+    _assert_right(provider, norm((6, 4, 32), verb=verb))
+    assert not provider.measures(Workload("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
 
 
 @pytest.mark.parametrize(
@@ -149,16 +144,14 @@ def test_flash_attn_has_rows_up_to_64_kb(
     """Longer ones are not measured, since it refuses them."""
     _install(monkeypatch, _flash_attn())
     ((provider,), _) = peers.find(["flash-attn"], torch.device("cuda"))
-    assert (
-        provider.measures(RowNorm("a", RowNormCase("layer_norm", (2, cols), dtype, weight=dtype, bias=dtype))) is wanted
-    )
+    assert provider.measures(norm((2, cols), dtype)) is wanted
 
 
 def test_quack_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its inference keeps no statistics."""
     _install(monkeypatch, _quack())
     ((provider,), _) = peers.find(["quack"], torch.device("cuda"))
-    workload = RowNorm("a", RowNormCase("layer_norm", (6, 32), FP32, weight=FP32, bias=FP32))
+    workload = norm((6, 32))
     (inputs,) = workload.input_sets(CPU, 1)
     y = provider.prepare("forward", workload, inputs)()
     torch.testing.assert_close(y, workload.unfused()(*inputs.arguments.values()).detach())
@@ -183,6 +176,6 @@ def test_cupy_runs_on_the_stream_of_the_others(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     ((provider,), states) = peers.find(["cupy"], torch.device("cuda"))
     assert states == {"cupy": "13"}
-    assert not provider.measures(OperationWorkload("a", operations.OPERATIONS[0], (4, 8), FP32))
-    _assert_right(provider, OperationWorkload("a", operations.RELU_LAYER_NORM, (6, 32), FP32))
+    assert not provider.measures(Workload("a", operations.OPERATIONS[0], (4, 8), FP32))
+    _assert_right(provider, Workload("a", operations.RELU_LAYER_NORM, (6, 32), FP32))
     assert streams == [7, -7]

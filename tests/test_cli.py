@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from bench_support import measured
 from bench_support import run as results_of
-from support import ROOT
+from support import ROOT, python
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from kernel_fusion.cli import app, main
 from kernel_fusion.cli.common import shown_dtype
 from kernel_fusion.config import BACKENDS
 from kernel_fusion.core import cache, checks
+from kernel_fusion.native import build
 from kernel_fusion.operators import loader
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import Inputs, RowNormCase
@@ -421,3 +423,58 @@ def test_hf_kernel_writes_a_folder_once(tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "write to a new folder" in again.stderr
+
+
+def test_an_exported_cache_serves_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another interpreter, without a compiler and with that folder alone, has the kernels and builds nothing."""
+    assert loader.load(), loader.error()
+    # The library of this machine stands for one of all processors, which takes minutes to build.
+    monkeypatch.setattr(build, "built_library", lambda say, every_variant: build.kept_library())
+    folder = tmp_path / "exported"
+    result = run("cache", "--export", str(folder))
+    assert result.exit_code == 0, result.output
+    assert f"KERNEL_FUSION_CACHE_DIR={folder}" in result.stdout
+    code = """
+        import torch, kernel_fusion as kf
+        from kernel_fusion.operators import loader
+        x = torch.randn(4, 8)
+        y = kf.layer_norm(x, 8)
+        print(torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6), loader.launches("cpu_forward"))
+    """
+    there = python(code, env={"KERNEL_FUSION_CACHE_DIR": str(folder), "CXX": "no-such-compiler"})
+    assert there.stdout.split() == ["True", "1"]
+    assert there.stderr == ""
+
+
+def test_disabled_calls_take_pytorchs_operations() -> None:
+    """In every thread and under `use_backend(None)`; nothing is loaded; a named backend is still that one."""
+    code = """
+        import threading, torch, kernel_fusion as kf
+        from kernel_fusion.operators import loader
+        x = torch.randn(4, 8)
+        found = []
+        def call():
+            with kf.use_backend(None):
+                y = kf.layer_norm(x, 8)
+            found.append(torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6))
+        call()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        print(*found, loader.is_loaded())
+        print(kf.explain(kf.softmax, x).backend, kf.explain(kf.softmax, x, backend="cpu").backend)
+    """
+    result = python(code, env={"KERNEL_FUSION_DISABLE": "1"})
+    assert result.stdout.split() == ["True", "True", "False", "eager", "cpu"]
+
+
+def test_a_compilation_is_logged_on_request(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line at level INFO of the logger kernel_fusion for each kernel; none for one from the cache."""
+    command = ("warmup", "--hidden", "64", "--dtypes", "fp32", "--arch", "90")
+    with caplog.at_level(logging.INFO, logger="kernel_fusion"):
+        assert run(*command).exit_code == 0
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == len(cache.CUBINS.entries())
+        assert all(re.fullmatch(r"compiled \S+ for sm_90 in \d+\.\d\d s", line) for line in lines)
+        assert run(*command).exit_code == 0
+    assert len(caplog.records) == len(lines)

@@ -16,7 +16,7 @@ from support import CPU as TARGET_CPU
 from support import TRITON, Target
 from typer.testing import CliRunner
 
-from kernel_fusion.bench import providers, suites, trace
+from kernel_fusion.bench import operations, providers, trace
 from kernel_fusion.bench.trace import Launch, Trace
 from kernel_fusion.bench.workloads import Inputs
 from kernel_fusion.cli import app
@@ -86,8 +86,8 @@ def test_every_operation_can_be_traced(target: Target, case: str, tmp_path: Path
 
 def test_cases_are_the_norms_and_all_operations() -> None:
     """Each can be made, at the shape asked for, and is what its name says."""
-    for name in suites.CASES:
-        workload = suites.case_workload(name, (6, 4), torch.bfloat16)
+    for name in operations.CASES:
+        workload = operations.case_workload(name, (6, 4), torch.bfloat16)
         assert workload.facts.get("operation") in (name, None)
         assert workload.facts["cols"] == 4
         assert workload.verb == name or name not in ("layer_norm", "rms_norm")

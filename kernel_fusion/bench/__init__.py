@@ -1,9 +1,7 @@
-"""The benchmark harness: suites are data, workloads and providers small objects, and one module does the timing.
+"""The benchmark harness. A provider is timed only after its results were compared with float64.
 
-A provider is timed only after its results were compared with float64, and every time stands beside its floor: the time
-in which PyTorch's own kernels move the same bytes. The way of a measurement: suites → workloads (bare norms, or
-operations) → runner (or host, memory) → check → timing → results → tables, plot, report, compare.
-`run_suite` goes all of that way, for the command line as for any program. `trace` looks into a single workload.
+The way of a measurement: suites → workloads → runner (or host, memory) → check → timing → results → tables, summary,
+plot, report, changes. `run_suite` goes all of that way; `compare` times functions of one's own.
 """
 
 from kernel_fusion.bench.functions import Times, compare

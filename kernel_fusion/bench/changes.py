@@ -47,8 +47,8 @@ class Comparison:
 
     Attributes:
         cells: how many cells of ours both have.
-        faster, slower: where they differ beyond noise, the largest change first.
-        floor: the geometric mean of the floor's time after over before; how far it is from 1 is the machine's doing.
+        faster, slower: differences beyond noise, the largest first.
+        floor: the geometric mean of the floor's times, after over before: how much the machine changed.
     """
 
     cells: int

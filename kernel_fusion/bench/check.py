@@ -1,8 +1,7 @@
 """Correctness before speed: results at the shape that will be timed are compared with float64.
 
-Comparing all elements of a large tensor would take longer than timing it. So rows spread evenly over the tensor are
-compared, the first and the last among them, and cotangents are zero in the others: they add nothing to gradients of
-parameters. A reduction over rows is computed in float64 as a whole, and only rows of its gradient are picked.
+Evenly spread rows are compared, since all of a large tensor would take longer than timing it. Cotangents are zero in
+the other rows, so that these add nothing to gradients of parameters.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class _Judge:
     """What providers of one workload are compared with.
 
     Attributes:
-        rows: those that are compared.
+        rows: those compared.
         masked: the inputs, with cotangents that are zero in all other rows.
-        few: the rows alone, or everything where the results have no rows.
-        reference, pytorch: results and gradients in float64, and PyTorch's; those that all providers are judged by.
+        few: those rows of the inputs, or everything where results have no rows.
+        reference, pytorch: results and gradients in float64, and PyTorch's.
     """
 
     workload: Workload
@@ -104,7 +103,7 @@ class _Judge:
             zero.flatten(0, workload.lead - 1)[rows] = picked(cotangent)
             return zero
 
-        if workload.reduces_rows:
+        if workload.what.reduces_rows:
             few = inputs
         else:
             few = inputs.map(lambda name, t: t if name in workload.shared else picked(t))
@@ -127,7 +126,7 @@ class _Judge:
             if problem := self._wrong_rate(kept):
                 return problem
             expected, theirs = self.workload.references(self.few, kept)
-        if self.workload.reduces_rows:
+        if self.workload.what.reduces_rows:
             index = self.rows.cpu().numpy()
             expected = {name: values if self._whole(name) else values[index] for name, values in expected.items()}
             theirs = {name: self._rows_of(name, t) for name, t in theirs.items()}
@@ -139,7 +138,9 @@ class _Judge:
 
     def _whole(self, name: str) -> bool:
         """Whether a result or gradient is compared as a whole, having no rows."""
-        return name[1:] in self.workload.shared or (self.workload.reduces_rows and name in self.workload.result_names)
+        return name[1:] in self.workload.shared or (
+            self.workload.what.reduces_rows and name in self.workload.what.results
+        )
 
     def _rows_of(self, name: str, t: Tensor) -> Tensor:
         return t.detach() if self._whole(name) else t.detach().flatten(0, self.workload.lead - 1)[self.rows]
@@ -148,7 +149,7 @@ class _Judge:
         """What is wrong with how many elements dropout kept, of those where that would show."""
         visible = self.workload.kept(self.pytorch, self.few)
         assert visible is not None
-        count, expected = int(visible.sum()), 1 - self.workload.dropout_p
+        count, expected = int(visible.sum()), 1 - self.workload.what.dropout_p
         share = float((kept & visible).sum()) / count
         if abs(share - expected) <= _DEVIATIONS * math.sqrt(expected * (1 - expected) / count):
             return None

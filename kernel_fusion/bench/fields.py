@@ -1,8 +1,4 @@
-"""Values that come from files: each is checked once, where it is read, and an error names its field.
-
-Names are short and printable, and times lie between bounds, so that whatever is made of them later (tables, plots,
-ratios, texts on a terminal) needs no checks of its own.
-"""
+"""Values that come from files: each is checked once, where it is read, and an error names its field."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
-"""The floor: PyTorch's elementwise kernels moving the bytes that a workload must move, and the bare matrix products.
+"""The floor: one PyTorch kernel that moves the bytes of a workload, and the bare matrix products.
 
-One kernel stands for the whole traffic of a direction: `torch.neg` where about as much is written as read, `torch.add`
-where nearly twice as much is read. Where next to nothing is written, the floor is the time of reading: computed on
-devices whose read bandwidth is known, else that of PyTorch's sum.
+`torch.neg` where about as much is written as read, `torch.add` where nearly twice as much is read. Where next to
+nothing is written, the time of reading: computed where the read bandwidth is known, else that of PyTorch's sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernel_fusion.bench.workloads import Call, Direction, Inputs, Traffic, Workload
+from kernel_fusion.bench.workloads import Call, Direction, Inputs, Part, Traffic, Workload
 
 # What a kernel that only reads reaches, in bytes per second, by a part of the device's name; measured on large tensors.
 READ_BANDWIDTH = {"H200": 4.5e12}
@@ -69,7 +67,7 @@ def _reads_only(traffic: Traffic) -> bool:
     return traffic.written * _READ_ONLY_FROM <= traffic.read and traffic.read > 0
 
 
-_PARTS: dict[Direction, tuple[Literal["forward", "backward"], ...]] = {
+_PARTS: dict[Direction, tuple[Part, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
     "forward+backward": ("forward", "backward"),

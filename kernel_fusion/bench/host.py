@@ -1,7 +1,4 @@
-"""Host time per call: what a call costs before the device has done anything, as a function and as a module.
-
-Ours is called as users call it, without naming a backend.
-"""
+"""What the host does for a call, as a function and as a module; ours is called without naming a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ import kernel_fusion as kf
 from kernel_fusion.bench import check, timing
 from kernel_fusion.bench.providers import Provider, ours
 from kernel_fusion.bench.results import OURS, REFERENCE, Results
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import Setup
 from kernel_fusion.bench.workloads import Call, Inputs, Workload
 
@@ -30,7 +26,6 @@ Form = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is called, and wh
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
     """Time functions, then the modules of PyTorch and ours, in each of `MODES`; yields each time."""
-    assert isinstance(workload, RowNorm)
     (inputs,) = workload.input_sets(setup.device, 1)
     others = [provider for provider in setup.providers if provider.backend is None]
     setup = replace(setup, providers=[*others, ours(setup.device.type, explicit=False)])
@@ -48,16 +43,15 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
             yield f"{name}, {mode}"
 
 
-def _function(provider: Provider, workload: RowNorm, inputs: Inputs) -> Form:
+def _function(provider: Provider, workload: Workload, inputs: Inputs) -> Form:
     inputs = provider.accepted(workload, inputs)
     return partial(provider.function(workload), *inputs.arguments.values()), tuple(inputs.leaves.values())
 
 
-def _module(provider: Provider, workload: RowNorm, inputs: Inputs) -> Form:
+def _module(provider: Provider, workload: Workload, inputs: Inputs) -> Form:
     modules: dict[str, Any] = _PYTORCH if provider.backend is None else _OURS
-    case, x = workload.case, inputs.arguments["x"]
-    assert x is not None
-    module = modules[case.verb](case.normalized_shape, device=x.device, dtype=case.weight)
+    x, weight = inputs.arguments["x"], inputs.arguments["weight"]
+    module = modules[workload.verb](weight.shape, device=x.device, dtype=weight.dtype)
     return partial(module, x), (x, *module.parameters())
 
 

@@ -1,7 +1,6 @@
-"""Memory in training: what autograd keeps between forward and backward, and what a training step takes at its peak.
+"""Memory in training: what autograd keeps for backward, and what a step takes at its peak, inputs apart.
 
-A CUDA device reports its peak. The CPU allocator reports nothing, so there the bytes are counted that must exist at
-once: what autograd saved, the outputs and the gradients. Inputs are counted nowhere.
+A CUDA device reports its peak. On a CPU it is the bytes of saved tensors, outputs and gradients.
 """
 
 from __future__ import annotations

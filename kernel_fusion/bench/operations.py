@@ -1,28 +1,29 @@
-"""The operations of the suites `fused-ops`, `relu-layernorm` and `memory`: each verb with its variants, as data.
-
-An operation is PyTorch's calls, our call and the arguments of both. Two-dimensional inputs are (rows, columns); scores
-are (batch, rows, columns).
-"""
+"""The operations that suites measure, as data: each verb with its variants, PyTorch's calls beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.operation_workload import DROPOUT_P, Arguments, Dropout, Operation
-from kernel_fusion.bench.workloads import Argument, Call, Function, Inputs
+from kernel_fusion.bench.workloads import DROPOUT_P, Argument, Call, Dropout, Function, Inputs, Operation, Workload
 from kernel_fusion.core.activations import ACTIVATIONS
-from kernel_fusion.testing import unfused
+from kernel_fusion.core.spec import dtype_name
+from kernel_fusion.testing import oracle, unfused
+from kernel_fusion.testing.oracle import RowNormCase
 
 Shape = tuple[int, ...]
+Arguments = Callable[[Shape, torch.dtype], Sequence[Argument]]
 
+NORMS = ("layer_norm", "rms_norm")
+SCORES_BATCH = 16  # scores are (batch, rows, columns)
 _EPS = 1e-6
 _HEAD = 64  # the size of query and key
 _HALF = (torch.float16, torch.bfloat16)
@@ -241,7 +242,7 @@ def _scores() -> list[Operation]:
             return [partial(torch.bmm, query, key.mT)]
         return [partial(torch.bmm, dy, key), partial(torch.bmm, dy.mT, query)]
 
-    scores = Operation("attention scores", "attention_scores", arguments, pytorch, fused, products=products)
+    scores = Operation("attention scores", "attention_scores", arguments, pytorch, fused, products=products, row_dims=2)
     return [
         replace(scores, has_kernels=False, product_pass=False),
         replace(
@@ -262,6 +263,46 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
     return call
 
 
+@lru_cache
+def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Operation:
+    """A norm alone, called as its users call it. The bytes of weight and bias, little beside x, do not count."""
+    rms = verb == "rms_norm"
+    own: Function = F.rms_norm if rms else F.layer_norm
+    ours: Function = kf.rms_norm if rms else kf.layer_norm
+
+    def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
+        affine = {"weight": 1.0} if rms else {"weight": 1.0, "bias": 0.5}
+        x = Argument("x", shape, dtype, 0.5, 2.0, layout)
+        return [x, *(Argument(n, shape[-1:], weight, mean, shared=True, moved=False) for n, mean in affine.items())]
+
+    def pytorch(_: Dropout, x: Tensor, *affine: Tensor) -> Any:
+        if x.dtype == weight:
+            return own(x, x.shape[-1:], *affine)
+        # PyTorch refuses mixed dtypes; its users compute in the widest and round.
+        wide = torch.promote_types(x.dtype, weight)
+        return own(x.to(wide), x.shape[-1:], *(t.to(wide) for t in affine)).to(x.dtype)
+
+    def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Any:
+        if backend is None:
+            return ours(x, x.shape[-1:], *affine)
+        return ours(x, x.shape[-1:], *affine, backend=backend)
+
+    def judged(workload: Workload, inputs: Inputs) -> tuple[oracle.Reference, dict[str, Tensor]]:
+        x, *affine = inputs.arguments.values()
+        part = replace(case_of(workload), shape=tuple(x.shape), layout="contiguous")
+        tensors = oracle.Inputs(x, *affine, *[None] * (2 - len(affine)), *inputs.cotangents)
+        return oracle.reference(part, tensors), oracle.pytorch(part, tensors)
+
+    return Operation(verb, verb, arguments, pytorch, fused, backward_writes=("x",), judged=judged, bare=True)
+
+
+def case_of(workload: Workload) -> RowNormCase:
+    """The oracle's case of a bare norm, which has its numbers and budgets, in float64 too."""
+    x, *affine = workload.arguments.values()
+    weight, bias = [a.dtype for a in affine] + [None] * (2 - len(affine))
+    return RowNormCase(workload.verb, workload.shape, workload.dtype, weight=weight, bias=bias, layout=x.layout)
+
+
 # Two-dimensional.
 OPERATIONS = [*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), *_softmaxes()]
 # Of shape (batch, rows, columns).
@@ -271,3 +312,23 @@ _BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 # maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
 RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
+
+# Single workloads, by name: the bare norms, and all operations.
+CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*OPERATIONS, *SCORES)))))
+
+
+def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
+    """The workload of `CASES` called `name`, of so many rows and columns.
+
+    Raises:
+        ValueError: there is none, or not in this dtype.
+    """
+    if name not in CASES:
+        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
+    if name in NORMS:
+        return Workload("x".join(map(str, sizes)), bare_norm(name, dtype), sizes, dtype, grouped=False)
+    what = next(operation for operation in (*OPERATIONS, *SCORES) if operation.name == name)
+    if what.dtypes is not None and dtype not in what.dtypes:
+        raise ValueError(f"{name} has no {dtype_name(dtype)}")
+    shape = (SCORES_BATCH, *sizes) if what in SCORES else sizes
+    return Workload("x".join(map(str, shape)), what, shape, dtype)

@@ -1,9 +1,7 @@
-"""Page faults, and what a call on a CPU costs without them: the memory that results are written to.
+"""Settles which results of a CPU are in memory that is new to the process, and counts page faults.
 
-Memory that is new to a process is given to it page by page, as it is first written: a fault each, in which the system
-clears the page. A result pays for that whenever its memory was handed back in between, which glibc does with blocks
-above a threshold. The threshold grows with what a program frees, and a hole in the heap may take a block of any size,
-so that a time would depend on what was measured before. Here it is settled which results are in new memory.
+The system clears each new page at its first write, which a result pays for. Left alone, glibc decides by what was
+freed before which results are new, so that a time would depend on the measurements before it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ def faults() -> int:
 
 @contextmanager
 def settled(largest: int = _THRESHOLD) -> Iterator[None]:
-    """Within, tensors on the CPU up to `largest` bytes are in memory that was freed before, larger ones in new memory.
+    """Within, tensors up to `largest` bytes are in memory freed before, larger ones in new memory.
 
     Raises:
         BuildError: the extension, which sees to it, cannot be loaded.

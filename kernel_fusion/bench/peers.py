@@ -1,7 +1,6 @@
-"""Other libraries, measured beside ours where they are installed. A new one is one more entry of `PEERS`.
+"""Other libraries, measured where they are installed, with arguments under which they compute what PyTorch does.
 
-Each is imported only when asked for, and is given the arguments under which it computes what PyTorch computes. One is
-ours: the portable build of the CPU kernels, the baseline that the vectorised ones are compared with.
+A new one is an entry of `PEERS`. One is ours: the portable build of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernel_fusion.bench.operations import case_of
 from kernel_fusion.bench.providers import Provider, ours
 from kernel_fusion.bench.results import BASELINE
-from kernel_fusion.bench.row_norms import RowNorm
 from kernel_fusion.bench.timing import reason
 from kernel_fusion.bench.workloads import Function, Workload
 from kernel_fusion.errors import BuildError
@@ -83,9 +82,8 @@ def _cupy() -> Provider:
     cupy = importlib.import_module("cupy")
 
     def function(workload: Workload) -> Function:
-        make = workload.cupy()
-        assert make is not None
-        call = make(cupy)
+        assert workload.what.cupy is not None
+        call = workload.what.cupy(cupy)
 
         def on_stream(*arrays: Any) -> Any:
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
@@ -97,7 +95,7 @@ def _cupy() -> Provider:
         "cupy",
         cupy.__version__,
         function,
-        measures=lambda workload: workload.cupy() is not None,
+        measures=lambda workload: workload.what.cupy is not None,
         convert=cupy.from_dlpack,
         differentiable=False,
         in_graphs=False,
@@ -113,7 +111,7 @@ def _liger() -> Provider:
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
         # No offset; everything in fp32, rounded once, as PyTorch does; and dy is not overwritten.
-        return lambda x, weight, bias: rms_norm(x, weight, eps, 0.0, "gemma", False)
+        return lambda x, weight: rms_norm(x, weight, eps, 0.0, "gemma", False)
 
     return _of_norms("liger", _version("liger-kernel"), norm)
 
@@ -126,7 +124,7 @@ def _quack() -> Provider:
         eps = default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
-        return lambda x, weight, bias: module.rmsnorm(x, weight, eps=eps)
+        return lambda x, weight: module.rmsnorm(x, weight, eps=eps)
 
     return _of_norms("quack", _version("quack-kernels"), norm, f32_weights=("layer_norm",))
 
@@ -165,7 +163,7 @@ def _apex() -> Provider:
         shape, eps = case.normalized_shape, default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: module.fused_layer_norm_affine(x, weight, bias, shape, eps)
-        return lambda x, weight, bias: module.fused_rms_norm_affine(x, weight, shape, eps)
+        return lambda x, weight: module.fused_rms_norm_affine(x, weight, shape, eps)
 
     return _of_norms("apex", _version("apex"), norm)
 
@@ -180,16 +178,17 @@ def _flash_attn() -> Provider:
         autotuned.early_config_prune = holding_a_row
 
     def norm(case: RowNormCase) -> Function:
-        return partial(module.layer_norm_fn if case.verb == "layer_norm" else module.rms_norm_fn, eps=default_eps(case))
+        if case.verb == "layer_norm":
+            return partial(module.layer_norm_fn, eps=default_eps(case))
+        return lambda x, weight: module.rms_norm_fn(x, weight, None, eps=default_eps(case))
 
     return _of_norms("flash-attn", _version("flash-attn"), norm, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Those of Triton's configurations whose threads have registers for the elements of a row alone.
+    """Triton's configurations whose threads have registers for a row.
 
-    flash-attn's autotuner tries 1 to 32 warps on any row. With too few of them all is spilled to memory, and to compile
-    one such configuration takes up to seven minutes (rows of 64 KB, backward).
+    flash-attn's autotuner also tries too few warps, which spill; one such compilation takes up to seven minutes.
     """
     columns = (named_args | kwargs)["BLOCK_N"]
     return [config for config in configs if columns <= 255 * 32 * config.num_warps]
@@ -205,13 +204,10 @@ def _of_norms(
     """A library that has the bare norms, of rows up to `longest` bytes."""
 
     def measures(workload: Workload) -> bool:
-        if not isinstance(workload, RowNorm):
-            return False
-        return math.prod(workload.case.normalized_shape) * workload.dtype.itemsize <= longest
+        return workload.what.bare and workload.shape[-1] * workload.dtype.itemsize <= longest
 
     def function(workload: Workload) -> Function:
-        assert isinstance(workload, RowNorm)
-        return norm(workload.case)
+        return norm(case_of(workload))
 
     return Provider(name, version, function, None, f32_weights, measures)
 

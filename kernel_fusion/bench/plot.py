@@ -1,7 +1,6 @@
-"""Pictures of results, as files: how much faster, how long, how fast memory moved, how much memory training took.
+"""Pictures of results, as files; each says which way is better, and machine, versions and date.
 
-Every picture says which direction is better, on which machine, with which versions and when it was measured. Cells
-whose times vary too much stay empty and say so. No line joins categories; only row lengths are an axis of numbers.
+Cells whose times vary too much stay empty and say so. Lines join points over row lengths, never categories.
 """
 
 from __future__ import annotations

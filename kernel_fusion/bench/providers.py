@@ -1,7 +1,4 @@
-"""Who is measured: PyTorch and our backends. Each turns one set of inputs into a call without arguments.
-
-Other libraries are providers too, and stand in `peers`; the floor has a module of its own.
-"""
+"""Who is measured: PyTorch and our backends; `peers` has other libraries, `floor` the floor."""
 
 from __future__ import annotations
 
@@ -44,15 +41,14 @@ class Provider:
 
     Attributes:
         name, version: see `Contender`.
-        function: the function that does a workload's call, which autograd can differentiate.
+        function: from a workload to the function that does its call, which autograd can differentiate.
         backend: ours, whose kernels must run; None for everybody else.
-        f32_weights: the verbs for which weight and bias are given in float32 whatever the workload says.
+        f32_weights: the verbs for which it takes weight and bias in float32 alone.
         measures: whether it has anything for a workload.
-        convert: what its function is given in place of a tensor; None for tensors. Converted once, outside the timing.
+        convert: from a tensor to what its function takes, outside the timing; None for tensors.
         differentiable: whether it has a backward pass.
-        in_graphs: whether its calls can be captured in a CUDA graph.
-        variant: the build of our CPU kernels that its calls run; None for the best one. To switch takes less than a
-            microsecond, which counts as part of the call.
+        in_graphs: whether CUDA graphs can capture its calls.
+        variant: the build of our CPU kernels that it runs; None for the best.
     """
 
     name: str
@@ -80,15 +76,15 @@ class Provider:
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
         """The results and the gradients by name, to be judged; of a provider without backward the results."""
         if not self.differentiable:
-            (y,) = workload.result_names
+            (y,) = workload.what.results
             return {y: torch.utils.dlpack.from_dlpack(self.prepare("forward", workload, inputs)())}
         inputs = self.accepted(workload, inputs)
-        backend = self.backend if workload.has_kernels else None
+        backend = self.backend if workload.what.has_kernels else None
         with a_kernel_must_run(backend):
             results = self._run(partial(inputs.call, self.function(workload)))
         with a_kernel_must_run(backend):
             gradients = self._run(partial(inputs.gradients, results))
-        named = dict(zip(workload.result_names, (r.detach() for r in results), strict=True))
+        named = dict(zip(workload.what.results, (r.detach() for r in results), strict=True))
         return named | dict(zip(inputs.leaves, gradients, strict=True))
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
@@ -114,8 +110,8 @@ def call_of(
 ) -> Call:
     """A call that does the work of `direction`; forward alone is the inference path, of converted arguments."""
     if direction == "forward":
-        detached = (None if t is None else t.detach() for t in inputs.arguments.values())
-        return partial(function, *(t if t is None or convert is None else convert(t) for t in detached))
+        detached = (t.detach() for t in inputs.arguments.values())
+        return partial(function, *(t if convert is None else convert(t) for t in detached))
     if direction == "backward":
         results = inputs.call(function)
         return partial(inputs.gradients, results, retain_graph=True)
@@ -137,9 +133,8 @@ def ours(backend: str, explicit: bool | None = None) -> Provider:
 
     Args:
         backend: its name.
-        explicit: whether calls ask for it, so that nothing else can run in its name, which costs the host some time.
-            False makes the calls that users write, for a backend that is the device's own; that its kernels run is
-            checked before they are timed. None means no on a CPU, where the host's time is part of every measurement.
+        explicit: whether calls name it, which costs the host some time. False makes the calls that users write. None
+            means no on a CPU, where that time is part of every measurement.
     """
     if explicit is None:
         explicit = backend != "cpu"
@@ -152,9 +147,9 @@ def ours(backend: str, explicit: bool | None = None) -> Provider:
 
 @contextmanager
 def kernels_must_run(backend: str | None) -> Iterator[None]:
-    """Raise if not every kind of kernel of `backend` runs within: the eager definition served a call in its name.
+    """Raise if not every kind of kernel of `backend` runs within: something else served the calls.
 
-    A no-op for backends without kernels, and where CUDA kernels are launched without the extension that counts them.
+    Nothing is checked where kernels are not counted.
     """
     with _launches(backend) as counts:
         yield

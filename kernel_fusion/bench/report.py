@@ -1,7 +1,4 @@
-"""A report of runs: one HTML file with a summary, then the tables, plots, machine, versions and commands of each run.
-
-Pictures are in it as data, styles in its head, and nothing is fetched from anywhere, so that it can be sent and kept.
-"""
+"""A report of runs: one HTML file with a summary, tables, plots and facts, which needs no other file."""
 
 from __future__ import annotations
 

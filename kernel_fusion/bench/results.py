@@ -1,7 +1,6 @@
 """Results: every measured value with its unit in its name, and the files that hold them.
 
-The list of measurements is the whole truth; speedups, shares of the floor, tables and plots are derived from it, in a
-run as from a file read back.
+Speedups, tables and pictures are derived from the list of measurements, in a run as from a file read back.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ _NAMED = ("kernel_fusion", "torch", "triton", "gpu_driver")  # the versions that
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender in one cell: a record of the files. What was not measured for it is None.
-
-    The floor, for example, has no results to check.
+    """One contender in one cell. What was not measured for it is None.
 
     Attributes:
         configuration: the name of a shape, or a shape.
@@ -51,7 +48,7 @@ class Measurement:
         bytes_moved: what must move, or what this contender moves where that is known.
         loss: of a model, before it was trained.
         errors: the largest absolute error of each result and gradient, by name.
-        excesses: the errors over the budget of ours; above 1 is a peer whose accuracy is below what is asked of ours.
+        excesses: the errors over the budget of ours.
     """
 
     configuration: str
@@ -141,12 +138,11 @@ class Failure:
 
 @dataclass
 class Results:
-    """A run of one suite, also when it was interrupted.
+    """A run of one suite.
 
     Attributes:
         suite, title: as in `Suite`.
-        quick: whether it was a quick run.
-        about: where, when and how: command, date, machine, versions, peers, method.
+        about: where, when and how, by the names of `ABOUT`; command and date.
         interrupted: whether it has not come to its end.
     """
 
@@ -302,10 +298,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """The results in a JSON file that `Results.write_json` wrote; ValueError, which names file and field, for others.
-
-    OSError where the file cannot be read.
-    """
+    """The results in a JSON file of `Results.write_json`; ValueError, which names file and field, for others."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST_FILE + 1)

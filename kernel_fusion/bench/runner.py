@@ -1,7 +1,6 @@
-"""Runs suites. Results are compared with float64 first, and only who passes is timed, in one process, in turns.
+"""Runs suites: results are compared with float64, and who passes is timed, in one process, in turns.
 
-The command line and users' own programs call the same `run_suite`. Whatever a workload raises, memory that runs out
-included, becomes a failure of that workload, and the run goes on.
+What a workload raises becomes a failure of that workload, and the run goes on.
 """
 
 from __future__ import annotations
@@ -142,10 +141,7 @@ def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Itera
 def time_direction(
     workload: Workload, direction: Direction, contenders: Sequence[Contender], sets: Sequence[Inputs], setup: Setup
 ) -> Outcomes:
-    """Time the contenders against each other in one direction; on a GPU over all sets of inputs, else on the first.
-
-    Where a time is noisy, all are timed once more.
-    """
+    """Time the contenders against each other; on a GPU over all sets of inputs. Noisy times are taken once more."""
     known: Outcomes = {}
     if (ms := floor.computed_ms(direction, workload, setup.device)) is not None:
         known = {Floor().name: Timing(ms, ms, ms, 0, 0)}

@@ -1,8 +1,7 @@
-"""The suites, as data: named shapes, and the dtypes they are measured in. A new suite is one more entry of `SUITES`.
+"""The suites, as data; a new one is an entry of `SUITES`.
 
-`kind` says what is measured: the time of kernels, the host's time per call, memory, or whole training steps
-(`runner.MEASURES`). A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or
-models.
+A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or models. `kind` says what
+is measured of them (`runner.MEASURES`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,16 @@ from typing import Literal, Protocol
 import torch
 
 from kernel_fusion.bench import operations
-from kernel_fusion.bench.operation_workload import Operation, OperationWorkload
-from kernel_fusion.bench.row_norms import VERBS as NORMS
-from kernel_fusion.bench.row_norms import RowNorm
+from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
-from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Workload
-from kernel_fusion.core.spec import dtype_name
-from kernel_fusion.testing.oracle import RowNormCase
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
 
 Kind = Literal["kernels", "host", "memory", "steps"]
 PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # A tensor of the suite `odd`: large enough to leave every cache.
 _ODD_BYTES = 128_000_000
-# Scores are (batch, rows, columns).
-_SCORES_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -70,11 +63,9 @@ class Norms:
         return Norms(_always([_plain(*s) for s in sizes]))
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`. RMSNorm has no bias here, since PyTorch's has none."""
-        weight = weights or dtype
-        bias = weight if verb == "layer_norm" else None
+        """See `Part`."""
         return [
-            RowNorm(shape.name, RowNormCase(verb, shape.sizes, dtype, weight=weight, bias=bias, layout=shape.layout))
+            Workload(shape.name, operations.bare_norm(verb, weights or dtype, shape.layout), shape.sizes, dtype, False)
             for shape in self.shapes(device, dtype)
         ]
 
@@ -84,7 +75,7 @@ class Operations:
     """A `Part`: operations at the same shapes.
 
     Attributes:
-        grouped: as in `OperationWorkload`.
+        grouped: as in `Workload`.
         batch: the first dimension of all shapes, where they have three.
     """
 
@@ -106,7 +97,7 @@ class Operations:
         """See `Part`. Parameters are in the dtype of the input."""
         wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
         return [
-            OperationWorkload(shape.name, operation, shape.sizes, dtype, self.grouped)
+            Workload(shape.name, operation, shape.sizes, dtype, self.grouped)
             for shape in self.shapes(device, dtype)
             for operation in wanted
         ]
@@ -117,17 +108,15 @@ class Suite:
     """What is measured together.
 
     Attributes:
-        name: what the command line calls it.
-        title: what tables and plots call it.
-        about: what it is for, in a sentence.
-        kind: what is measured of each workload.
-        parts: what is measured.
-        dtypes, quick_dtypes: by device type, what is measured by default and under `--quick`.
-        quick_verbs, quick_parts: what `--quick` leaves of verbs and parts, if not all.
+        name, title: what the command line calls it, and what tables and pictures do.
+        about: what it is for, in a few words.
+        kind, parts: what is measured of which workloads.
+        dtypes, quick_dtypes: by device type, the defaults.
+        quick_verbs, quick_parts: what `--quick` leaves, if not all.
         directions: those measured by default.
-        peers, quick_peers: those measured by default and under `--quick`.
-        backends: by device type, those of ours that are measured by default, if not the device's own alone.
-        plots: the kinds of plots that a run draws.
+        peers, quick_peers: those measured by default.
+        backends: by device type, those of ours, if not the device's own alone.
+        plots: the pictures that a run draws.
         single_thread: whether a CPU is measured with one thread, too.
         settles_memory: as in `Setup`.
     """
@@ -247,7 +236,7 @@ def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
 
 def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
     """Of the published size; a fraction of it on a CPU, where a single product takes long."""
-    return [_plain(_SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+    return [_plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
@@ -319,7 +308,7 @@ def _sweep_suite() -> Suite:
 
 def _fused_ops() -> Suite:
     plain, scores = tuple(operations.OPERATIONS), tuple(operations.SCORES)
-    batches = Operations(scores, _scores, batch=(_SCORES_BATCH,))
+    batches = Operations(scores, _scores, batch=(operations.SCORES_BATCH,))
     parts = Operations(plain, _fixed((2048, 2048), (8192, 8192))), batches
     return Suite(
         "fused-ops",
@@ -340,7 +329,7 @@ def _memory() -> Suite:
     parts = (
         Norms(_fixed(*_MEMORY)),
         Operations(plain, _fixed((4096, 4096))),
-        Operations(scores, _fixed((_SCORES_BATCH, 1024, 1024)), batch=(_SCORES_BATCH,)),
+        Operations(scores, _fixed((operations.SCORES_BATCH, 1024, 1024)), batch=(operations.SCORES_BATCH,)),
         Operations((BLOCK, BLOCK_WITH_DROPOUT), _blocks, grouped=False),
     )
     about = "bytes saved for backward and peak of a training step, of every verb and of a transformer block"
@@ -399,25 +388,3 @@ SUITES = {
 }
 # Of all suites.
 VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))
-
-# Single workloads, by name: the bare norms, and all operations.
-CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*operations.OPERATIONS, *operations.SCORES)))))
-
-
-def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """The workload of `CASES` called `name`, of so many rows and columns.
-
-    Raises:
-        ValueError: there is none, or not in this dtype.
-    """
-    if name not in CASES:
-        raise ValueError(f"no case is called {name}; there are: {', '.join(map(repr, CASES))}")
-    part: Part = Norms(_fixed(sizes))
-    if name not in NORMS:
-        wanted = next(o for o in (*operations.OPERATIONS, *operations.SCORES) if o.name == name)
-        batch = (_SCORES_BATCH,) if wanted in operations.SCORES else ()
-        part = Operations((wanted,), _fixed((*batch, *sizes)))
-    found = part.workloads("", dtype, name if name in NORMS else part.verbs[0], None)
-    if not found:
-        raise ValueError(f"{name} has no {dtype_name(dtype)}")
-    return found[0]

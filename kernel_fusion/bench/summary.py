@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_fusion.bench.results import ABOUT, OURS, REFERENCE, Cells, Measurement, Results
-from kernel_fusion.bench.tables import MARKS, markdown, tables
+from kernel_fusion.bench.tables import MARKS, Table, tables
 from kernel_fusion.bench.units import dtype_label
 
 Pair = tuple[Measurement, Measurement]  # ours and PyTorch's
@@ -82,3 +82,14 @@ def heading(
     if interrupted:
         lines += ["Interrupted: what was measured until then.", ""]
     return lines + [f"- {key}: {value}" for part in ABOUT for key, value in about[part].items()]
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table under its title."""
+    lines = ["", f"## {table.title}", "", _markdown_row(table.columns)]
+    lines += [_markdown_row(["---", *["---:"] * (len(table.columns) - 1)])]
+    return lines + [_markdown_row(row) for row in table.rows]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

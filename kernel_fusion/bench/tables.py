@@ -1,8 +1,7 @@
-"""Tables of results: one short table per verb and dtype for the terminal, all of them for the files.
+"""Tables of results: a short one per verb and dtype for the terminal, all of them for the files.
 
-A single operation has a table with a row per contender, everything else has tables with a row per cell. Each place has
-tables of its own; PyTorch's and our times in all places stand side by side in one more. A ratio of times that vary too
-much is marked and no part of a mean.
+A single operation has a row per contender, everything else a row per cell. Ratios of times that vary too much are
+marked and part of no mean.
 """
 
 from __future__ import annotations
@@ -104,15 +103,7 @@ def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | N
     return Table(whole.title, (whole.columns[0], *whole.columns[2:]), tuple((r[0], *r[2:]) for r in whole.rows))
 
 
-def markdown(table: Table) -> list[str]:
-    """The lines of a table under its title."""
-    lines = ["", f"## {table.title}", "", _markdown_row(table.columns)]
-    lines += [_markdown_row(["---", *["---:"] * (len(table.columns) - 1)])]
-    return lines + [_markdown_row(row) for row in table.rows]
-
-
 def _at(results: Results, place: Place) -> str:
-    """The place for a title, where there are several."""
     return f", {place}" if len(results.places) > 1 else ""
 
 
@@ -277,8 +268,6 @@ def _megabytes(provider: str, field: str) -> Value:
 
 
 def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
-    """Bytes divided by those of another, where both take some."""
-
     def value(cell: Cell) -> float | None:
         mine, theirs = (getattr(cell[p], field) if p in cell else None for p in (provider, over))
         return mine / theirs if mine and theirs else None
@@ -389,7 +378,6 @@ def _share_saved(over: str, provider: str) -> Value:
 
 
 def _best(cell: Cell, providers: Sequence[str]) -> str | None:
-    """The fastest of `providers` in the cell."""
     times = {p: timing.median_ms for p in providers if p in cell and (timing := cell[p].timing)}
     return min(times, key=times.__getitem__, default=None)
 
@@ -409,7 +397,3 @@ def _mean(values: Sequence[str | float | None]) -> str:
 
 def _text(value: str | float | None) -> str:
     return _MISSING if value is None else value if isinstance(value, str) else f"{value:.2f}"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -1,11 +1,8 @@
 """Timing, the one place where it is done: contenders take turns within one process, and medians are reported.
 
-On a CPU one call is one sample, its result freed within it, as in a program; so it is on devices that we have no
-kernels for, which are waited for. On an NVIDIA GPU a sample is a replay of a CUDA graph that holds calls on rotating
-inputs, so that neither launches nor a warm cache are measured: the calls of a graph touch several times what the L2
-cache holds, and every call writes to memory of its own. Host time is that of many calls between two synchronisations.
-
-A contender that raises is left out, and its reason takes the place of its time.
+On a CPU, and on devices without kernels of ours, a sample is one call. On an NVIDIA GPU it is a replay of a CUDA graph
+of calls on rotating inputs, larger together than the L2 cache, so that neither launches nor a warm cache are measured.
+A contender that raises has its reason in the place of its time.
 """
 
 from __future__ import annotations
@@ -57,11 +54,11 @@ class Effort:
     """How long to measure one cell.
 
     Attributes:
-        min_rounds, max_rounds: samples of each contender where single calls are timed, as on a CPU.
-        max_seconds: for the cell, all contenders together; `min_rounds` comes first.
+        min_rounds, max_rounds: samples of each contender where single calls are timed.
+        max_seconds: for all contenders together, after `min_rounds`.
         replays: samples of each contender on a GPU.
         host_rounds: samples of each contender's host time.
-        max_checked: elements of the largest tensor whose results are compared with float64.
+        max_checked: elements of a tensor that are compared with float64.
     """
 
     min_rounds: int
@@ -91,14 +88,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Setup:
-    """Who is measured, where, in which directions (where a suite has a choice), and how long.
+    """Who is measured, where, in which directions, and how long.
 
     Attributes:
-        providers, directions, effort: see there.
-        device: whose kernels are timed.
         threads: of a CPU; None for as many as PyTorch has.
-        settles_memory: whether it is settled which results of a CPU are in new memory, and forward also timed in reused
-            memory; see `page_faults`.
+        settles_memory: whether a CPU's results lie where `page_faults` says, and forward is timed in reused memory too.
     """
 
     providers: Sequence[Provider]
@@ -120,9 +114,8 @@ class Timing:
     """Time per call over `iterations` samples of `calls_per_iteration` calls each.
 
     Attributes:
-        median_ms, q1_ms, q3_ms: median and quartiles.
-        page_faults: of the process in a call, the median; None where they say nothing about the calls.
-        reused_median_ms: the median in reused memory, where that was timed; see `page_faults`.
+        page_faults: of the process in a call, the median; None where they say nothing.
+        reused_median_ms: the median in reused memory; see `page_faults`.
     """
 
     median_ms: float
@@ -263,9 +256,8 @@ def time_cuda(  # pragma: gpu
 ) -> Outcomes:
     """Time contenders, each given as a function that makes its calls, one per set of inputs.
 
-    The function runs on the stream of the capture: autograd runs a backward on the stream of its forward. The calls of
-    those in `not_captured` are launched one by one on that stream, so that their time has gaps where the host is slower
-    than the device.
+    The function runs on the stream of the capture, as autograd runs a backward on the stream of its forward. Calls of
+    those in `not_captured` are launched one by one.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -334,10 +326,7 @@ def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeat
 
 @contextmanager
 def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:  # pragma: gpu
-    """After a capture that failed, make the allocator leave the pool of the graph.
-
-    Not every version of PyTorch does so itself, and then no memory could be freed or captured any more.
-    """
+    """After a capture that failed, make the allocator leave the graph's pool, which PyTorch may forget."""
     try:
         yield
     except BaseException:
@@ -377,10 +366,7 @@ def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cu
 
 
 def _drawn(names: Iterable[str], round: int) -> list[str]:
-    """The names in an order drawn for this round, the same in every run.
-
-    A contender that always followed the same one would be charged for what that one leaves in the caches.
-    """
+    """The names in an order drawn for this round: nobody always follows the same one into the caches."""
     order = list(names)
     random.Random(round).shuffle(order)
     return order

@@ -1,7 +1,6 @@
-"""Chrome traces of a workload by PyTorch's profiler, forward and backward, and what they say, as tables.
+"""Chrome traces of a workload by PyTorch's profiler, forward and backward, and tables of what they show.
 
-A trace is judged by its file, not by what was meant to be in it: the file is read back, and without a launch of the
-backend that it is named after it is an error. Inputs rotate as in a benchmark, so that kernels find no warm cache.
+A trace is judged by its file: without a launch of the backend that it is named after it is an error.
 """
 
 from __future__ import annotations
@@ -51,13 +50,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a contender's file holds.
-
-    Attributes:
-        steps: how many there are, each of a forward and a backward.
-        launches: those of all steps.
-        ours: the names among them that only our backend launches.
-    """
+    """What a contender's file holds: all launches, and which names among them only our backend launches."""
 
     provider: Provider
     path: Path
@@ -88,7 +81,7 @@ def record(provider: Provider, workload: Workload, device: torch.device, folder:
     per_step = workload.bytes_moved("forward+backward", provider.name)
     sets = workload.input_sets(device, timing.rotating_calls(per_step) if device.type == "cuda" else 1)
     steps = max(_STEPS, len(sets))
-    backend = provider.backend if workload.has_kernels else None
+    backend = provider.backend if workload.what.has_kernels else None
     with a_kernel_must_run(backend):
         for index in range(_WARM_UP):
             _step(provider, workload, sets[index % len(sets)], device)
@@ -163,7 +156,7 @@ def _self_times(work: Sequence[dict[str, Any]]) -> list[float]:
 def _ours(launches: Sequence[Launch], backend: str | None, device: str, path: Path) -> list[str]:
     """The names of what `backend` launched; on a device both directions must have some.
 
-    On a CPU kernels are called without the dispatcher in backward, so there it is the operator of the forward.
+    On a CPU only the forward goes through the dispatcher.
     """
     if backend in (None, "eager"):
         return []

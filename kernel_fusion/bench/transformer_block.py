@@ -3,9 +3,7 @@
     h = residual + dropout(x);   n = layer_norm(h);    x = attention(n)
     h = h + dropout(x);          n = layer_norm(h);    x = down(silu(gate(n)) * value(n))
 
-Attention and matrix products are left out of the count: a copy stands for each, widened or narrowed to the product's
-width (that of Llama 3 8B for a hidden size of 4096: 14336). A copy keeps nothing for backward, while a product keeps
-its input, in ours as in PyTorch's block. What the products make is counted where the elementwise part keeps it.
+A copy, which keeps nothing for backward, stands for attention and for each matrix product; widths are Llama 3 8B's.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.operation_workload import DROPOUT_P, Dropout, Operation
-from kernel_fusion.bench.workloads import Argument
+from kernel_fusion.bench.workloads import DROPOUT_P, Argument, Dropout, Operation
 
 _EPS = 1e-5
 # Gate and value together, in hidden sizes.

@@ -1,7 +1,7 @@
-"""Tuning: climbs from the plan that a norm has, knob by knob, as long as the GPU at hand is faster for it.
+"""Tuning: climbs from the plan that a norm has, knob by knob, while the GPU at hand is faster for it.
 
-Every trial is measured beside the present plan, at the number of rows of a model and at one that fills the device; its
-results must have the present bits. What wins is measured again, for longer, before it is believed.
+Every trial is timed beside the present plan, at a model's number of rows and at many; its results must have the same
+bits. What wins is measured again, for longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.backends.cuda.trials import Choice, Kernel
 from kernel_fusion.bench import providers, timing
 from kernel_fusion.bench.changes import beyond_noise
-from kernel_fusion.bench.suites import SUITES, case_workload
+from kernel_fusion.bench.operations import case_workload
+from kernel_fusion.bench.suites import SUITES
 from kernel_fusion.bench.timing import FULL, QUICK, Effort, Timing
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload
 from kernel_fusion.core.spec import RowNormSpec, dtype_name
@@ -78,10 +79,9 @@ class Outcome:
     """What came of a cell.
 
     Attributes:
-        kernel: the one that was timed.
         rows: the numbers of rows that it was timed at.
-        present, best: times per call at each; without a better plan, both are the present ones.
-        choice: what makes it better; empty where nothing does.
+        present, best: times per call at each.
+        choice: what makes the best one better; empty where nothing does.
         trials: how many were measured.
     """
 

@@ -1,44 +1,50 @@
-"""What can be measured: the protocol that every workload follows, and the tensors that it is measured on.
+"""What can be measured: an operation at one shape and dtype, and the tensors that it is measured on.
 
-A workload knows its inputs, PyTorch's call or chain of calls, our verb, the bytes that must move and the numbers that
-are right. Providers, checks, timings, memory, tables and plots know nothing but this protocol.
+PyTorch's calls are written once. As the reference they run in float64, with the dropout mask that the results of a
+contender show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing.oracle import Reference, lay_out
 
+Part = Literal["forward", "backward"]
 Direction = Literal["forward", "backward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
 Call = Callable[[], object]
-# From the arguments in order, None for absent ones, to the result or a tuple of results.
-Function = Callable[..., Any]
+Function = Callable[..., Any]  # from arguments in order to the result or a tuple of results
+Dropout = Callable[[Tensor], Tensor]
+
+DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale of what is kept is PyTorch's to the last bit
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of tensors: the arguments of a call by name and in order, and a cotangent of each result."""
+    """The arguments of a call, by name and in order, and a cotangent of each result."""
 
-    arguments: Mapping[str, Tensor | None]
+    arguments: Mapping[str, Tensor]
     cotangents: tuple[Tensor, ...]
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """The arguments that gradients are taken for, by the gradient's name."""
-        return {f"d{name}": t for name, t in self.arguments.items() if t is not None and t.requires_grad}
+        return {f"d{name}": t for name, t in self.arguments.items() if t.requires_grad}
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the set."""
-        return [t for t in (*self.arguments.values(), *self.cotangents) if t is not None]
+        return [*self.arguments.values(), *self.cotangents]
 
     def call(self, function: Function) -> tuple[Tensor, ...]:
         """The results of `function`."""
@@ -51,103 +57,22 @@ class Inputs:
         return torch.autograd.grad(tuple(results), leaves, self.cotangents, retain_graph=retain_graph)
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
-        """The same set with every argument changed, given its name; gradients are taken for the same ones."""
-
-        def changed(name: str, t: Tensor | None) -> Tensor | None:
-            return None if t is None else change(name, t.detach()).requires_grad_(t.requires_grad)
-
-        return replace(self, arguments={name: changed(name, t) for name, t in self.arguments.items()})
+        """The same set with every argument changed, given its name."""
+        changed = {n: change(n, t.detach()).requires_grad_(t.requires_grad) for n, t in self.arguments.items()}
+        return replace(self, arguments=changed)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that must move through memory: every tensor that is read or written once, and in full."""
+    """The bytes that must be read from and written to memory."""
 
     read: int
     written: int
 
     @property
     def total(self) -> int:
-        """Read and written."""
+        """Both together."""
         return self.read + self.written
-
-
-class Workload(Protocol):
-    """One named call to measure."""
-
-    @property
-    def name(self) -> str:
-        """The configuration, such as a model or a shape."""
-
-    @property
-    def verb(self) -> str:
-        """The verb of ours that is called."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the (first) input."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The fields of a `Measurement` that say what was measured."""
-
-    @property
-    def result_names(self) -> tuple[str, ...]:
-        """What the results are called."""
-
-    @property
-    def lead(self) -> int:
-        """How many first dimensions of the inputs count rows, which are computed independently of each other."""
-
-    @property
-    def shared(self) -> frozenset[str]:
-        """The arguments that all rows read: their gradients are sums over rows."""
-
-    @property
-    def reduces_rows(self) -> bool:
-        """Whether the results have no rows, being reductions over them."""
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels of ours run: not where the vendor's library does all there is to do."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are, in the sense of `lead`."""
-
-    def input_sets(self, device: torch.device, count: int) -> list[Inputs]:
-        """`count` sets of random tensors, drawn on the device; parameters are the same in each."""
-
-    def unfused(self) -> Function:
-        """PyTorch's call, or the chain of calls that its users write."""
-
-    def fused(self, backend: str | None) -> Function:
-        """Our verb, on `backend` or called without naming one."""
-
-    def cupy(self) -> Callable[[Any], Function] | None:
-        """The chain that a user of CuPy writes, given the module, for arrays of its own; None where there is none."""
-
-    def traffic(self, direction: Literal["forward", "backward"]) -> Traffic:
-        """What must move, apart from matrix products."""
-
-    def products(self, direction: Literal["forward", "backward"], inputs: Inputs) -> list[Call]:
-        """The bare matrix products, by the vendor's library."""
-
-    def bytes_moved(self, direction: Direction, provider: str) -> int:
-        """What must move, with the matrix products; of a chain of known passes, what the provider moves."""
-
-    def without_dropout(self) -> Workload:
-        """What is checked in its place: the same without dropout if its masks cannot be seen in the results."""
-
-    def kept(self, results: Mapping[str, Tensor], inputs: Inputs) -> Tensor | None:
-        """Where dropout kept elements, as results and gradients show it; None without dropout."""
-
-    def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
-        """Results and gradients in float64, and those of PyTorch in the dtypes at hand."""
-
-    @property
-    def dropout_p(self) -> float:
-        """The probability of dropout, or 0."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +80,11 @@ class Argument:
     """A random tensor to be drawn.
 
     Attributes:
-        name, shape, dtype: what it is called, and its size.
-        mean, std: of its values.
-        layout: as in `RowNormCase`, or "first half" of the columns of a wider tensor, or the "second half" of the one
-            of which the argument before it is the first.
-        values: "normal"; "mask" (boolean, three of four are True, the first column all); "causal" (the lower triangle).
-        shared: whether all rows read it; it is then also the same in every set.
+        layout: as in `RowNormCase`; or "first half" of a wider tensor, whose "second half" is the next argument.
+        values: "normal"; "mask" (three of four are True, the first column all); "causal" (the lower triangle).
+        shared: whether all rows read it; it is then the same in every set.
         gradient: whether a gradient is taken for it.
-        moved: whether our verb reads it.
+        moved: whether its bytes count.
     """
 
     name: str
@@ -178,15 +100,226 @@ class Argument:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory."""
+        """Its size in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Draw:
+@dataclass(frozen=True)
+class Operation:
+    """What is computed, at any size.
+
+    Attributes:
+        name: what tables call it.
+        verb: ours that computes it.
+        arguments: those of both calls, in order, for a shape and a dtype.
+        pytorch: (dropout, *arguments) -> results, by PyTorch's calls.
+        fused: (*arguments, p=..., backend=...) -> results, by our verb.
+        results: their names.
+        dropout_p: the probability of dropout.
+        kept: from results and gradients, and from arguments, where dropout kept elements; None where that is hidden.
+        backward_reads: the arguments that backward reads, by default all. One that was never an argument stands for a
+            tensor of its size that forward keeps.
+        backward_writes: the arguments whose gradients are written, by default all. The terms of a sum share one.
+        row_dims: how many last dimensions make a row; rows are computed independently.
+        reduces_rows: whether results are reductions over rows, and have none.
+        has_kernels: whether kernels of ours run; not where the vendor's library does everything.
+        products: the bare matrix products of a direction.
+        product_pass: whether more than the products is computed: a pass over their result.
+        passes: how many passes over x a contender of that name makes, where it is known.
+        cupy: from the module, the chain that a user of CuPy writes.
+        judged: results and gradients in float64 and PyTorch's, if not those of `pytorch`.
+        bare: whether it is a norm alone, which other libraries have.
+        dtypes: of the data, if not all.
+    """
+
+    name: str
+    verb: str
+    arguments: Callable[[tuple[int, ...], torch.dtype], Sequence[Argument]]
+    pytorch: Function
+    fused: Function
+    results: tuple[str, ...] = ("y",)
+    dropout_p: float = 0.0
+    kept: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Tensor] | None = None
+    backward_reads: tuple[str, ...] | None = None
+    backward_writes: tuple[str, ...] | None = None
+    row_dims: int = 1
+    reduces_rows: bool = False
+    has_kernels: bool = True
+    products: Callable[[str, Inputs], list[Call]] | None = None
+    product_pass: bool = True
+    passes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    cupy: Callable[[Any], Function] | None = None
+    judged: Callable[[Workload, Inputs], tuple[Reference, dict[str, Tensor]]] | None = None
+    bare: bool = False
+    dtypes: tuple[torch.dtype, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An operation at one shape and dtype.
+
+    Attributes:
+        name: the configuration, such as a model or a shape.
+        what: the operation.
+        grouped: whether its table has other operations of its configuration, rather than other configurations.
+    """
+
+    name: str
+    what: Operation
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grouped: bool = True
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"{self.name} ({self.what.name}-{shape}-{dtype_name(self.dtype)})"
+
+    @property
+    def verb(self) -> str:
+        """The verb of ours that is called."""
+        return self.what.verb
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """What the calls take, by name."""
+        return {a.name: a for a in self.what.arguments(self.shape, self.dtype)}
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The arguments that all rows read: their gradients are sums over rows."""
+        return frozenset(a.name for a in self.arguments.values() if a.shared)
+
+    @property
+    def lead(self) -> int:
+        """How many first dimensions count rows."""
+        return len(self.shape) - self.what.row_dims
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return torch.Size(self.shape[: self.lead]).numel()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a `Measurement` that say what was measured."""
+        arguments = self.arguments
+        dtypes = {name: dtype_name(a.dtype) for name, a in arguments.items() if a.dtype.is_floating_point}
+        layout = next(iter(arguments.values())).layout
+        return {
+            "configuration": self.name,
+            "verb": self.verb,
+            "operation": self.what.name if self.grouped else None,
+            "rows": torch.Size(self.shape[:-1]).numel(),
+            "cols": self.shape[-1],
+            "dtype": dtype_name(self.dtype),
+            "weight_dtype": dtypes.get("weight"),
+            "bias_dtype": dtypes.get("bias"),
+            "layout": "halves" if layout.endswith("half") else layout,
+        }
+
+    def input_sets(self, device: torch.device, count: int) -> list[Inputs]:
+        """`count` sets of random tensors, drawn on the device; what rows share is the same in each."""
+        draw, arguments = _Draw(device), list(self.arguments.values())
+        shared = draw.arguments([a for a in arguments if a.shared], {})
+
+        def one_set() -> Inputs:
+            tensors = draw.arguments(arguments, shared)
+            return Inputs(tensors, tuple(draw.normal(tuple(r.shape), r.dtype) for r in self._results()))
+
+        return [one_set() for _ in range(count)]
+
+    def _results(self) -> tuple[Tensor, ...]:
+        """The results' sizes and dtypes, from PyTorch's calls on tensors without data."""
+        nothing = {name: torch.empty(a.shape, dtype=a.dtype, device="meta") for name, a in self.arguments.items()}
+        return Inputs(nothing, ()).call(partial(self.what.pytorch, _no_dropout))
+
+    def unfused(self) -> Function:
+        """PyTorch's calls, as its users write them."""
+        dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else _no_dropout
+        return partial(self.what.pytorch, dropout)
+
+    def fused(self, backend: str | None) -> Function:
+        """Our verb, on `backend` or called without naming one."""
+        return partial(self.what.fused, p=self.what.dropout_p, backend=backend)
+
+    def traffic(self, part: Part) -> Traffic:
+        """Every argument and result once; where there are products, the passes over their result."""
+        results = sum(r.nbytes for r in self._results())
+        if self.what.products is not None:
+            passes = results if self.what.product_pass else 0
+            return Traffic(passes if part == "forward" else 2 * passes, passes)
+        moved = {name: a.num_bytes for name, a in self.arguments.items() if a.moved}
+        if part == "forward":
+            return Traffic(sum(moved.values()), results)
+        reads = moved if self.what.backward_reads is None else self.what.backward_reads
+        gradients = {name: a.num_bytes for name, a in self.arguments.items() if a.gradient}
+        writes = gradients if self.what.backward_writes is None else self.what.backward_writes
+        return Traffic(sum(moved[name] for name in reads) + results, sum(gradients[name] for name in writes))
+
+    def products(self, part: Part, inputs: Inputs) -> list[Call]:
+        """The bare matrix products, by the vendor's library."""
+        return [] if self.what.products is None else self.what.products(part, inputs)
+
+    def bytes_moved(self, direction: Direction, provider: str) -> int:
+        """What must move, with the matrix products; of a chain of known passes, what the provider moves."""
+        if direction == "forward+backward":
+            return self.bytes_moved("forward", provider) + self.bytes_moved("backward", provider)
+        if direction == "forward" and provider in self.what.passes:
+            return self.what.passes[provider] * next(iter(self.arguments.values())).num_bytes
+        total = self.traffic(direction).total
+        if self.what.products is not None:
+            operands = sum(a.num_bytes for a in self.arguments.values() if a.gradient)
+            scores = sum(r.nbytes for r in self._results())
+            # One product forward; two backward, each of which reads the scores' gradient and one operand.
+            total += operands + scores if direction == "forward" else 2 * operands + 2 * scores
+        return total
+
+    def without_dropout(self) -> Workload:
+        """What is checked in its place: the same without dropout if its mask cannot be seen in the results."""
+        if self.what.kept is not None or not self.what.dropout_p:
+            return self
+        return replace(self, what=replace(self.what, dropout_p=0.0))
+
+    def kept(self, results: Mapping[str, Tensor], inputs: Inputs) -> Tensor | None:
+        """Where dropout kept elements, as results and gradients show it; None without dropout."""
+        if not self.what.dropout_p:
+            return None
+        assert self.what.kept is not None
+        return self.what.kept(results, inputs.arguments)
+
+    def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
+        """Results and gradients in float64, and those of PyTorch in the dtypes at hand; with the mask `kept`.
+
+        Raises:
+            ValueError: the inputs are in float64 already.
+        """
+        if self.what.judged is not None:
+            return self.what.judged(self, inputs)
+        if self.dtype == torch.float64:
+            raise ValueError("results in float64 have nothing wider to be compared with; choose another dtype")
+
+        def dropout(t: Tensor) -> Tensor:
+            return t if kept is None else torch.where(kept, t * (1 / (1 - self.what.dropout_p)), 0.0)
+
+        def results(inputs: Inputs) -> dict[str, Tensor]:
+            outputs = inputs.call(partial(self.what.pytorch, dropout))
+            named = dict(zip(self.what.results, (r.detach() for r in outputs), strict=True))
+            return named | dict(zip(inputs.leaves, inputs.gradients(outputs), strict=True))
+
+        wide = inputs.map(lambda name, t: t.double() if t.is_floating_point() else t)
+        wide = replace(wide, cotangents=tuple(c.double() for c in inputs.cotangents))
+        return {name: t.cpu().numpy() for name, t in results(wide).items()}, results(inputs)
+
+
+def _no_dropout(t: Tensor) -> Tensor:
+    return t
+
+
+class _Draw:
     """Draws tensors on a device, each allocated by itself, so that all are aligned as a program's tensors are."""
 
     def __init__(self, device: torch.device) -> None:
-        # A generator of its own: a failed capture can leave the device's default one unusable.
+        # Not the device's default generator, which a failed capture can leave unusable.
         self._generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -195,7 +328,7 @@ class Draw:
         return values.mul_(std).add_(mean)
 
     def arguments(self, wanted: Sequence[Argument], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of `wanted` by name, those of `given` taken from there."""
+        """The tensors of `wanted` by name; those of `given` are taken from there."""
         drawn: dict[str, Tensor] = {}
         other_half = torch.empty(0)
         for a in wanted:
@@ -221,17 +354,3 @@ class Draw:
         mask = torch.rand(a.shape, device=self._generator.device, generator=self._generator) < 0.75
         mask[..., 0] = True
         return mask
-
-
-def input_sets(
-    arguments: Sequence[Argument], results: Sequence[Tensor], device: torch.device, count: int
-) -> list[Inputs]:
-    """`count` sets: everything new in each but what is shared; contiguous cotangents, of the sizes of `results`."""
-    draw = Draw(device)
-    shared = draw.arguments([a for a in arguments if a.shared], {})
-
-    def one_set() -> Inputs:
-        tensors = draw.arguments(arguments, shared)
-        return Inputs(tensors, tuple(draw.normal(tuple(r.shape), r.dtype) for r in results))
-
-    return [one_set() for _ in range(count)]

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from kernel_fusion.bench import machine, plot, providers, run_suite, summary, tables
+from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
-from kernel_fusion.bench.row_norms import VERBS as NORMS
 from kernel_fusion.bench.suites import SUITES, VERBS, Suite
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction

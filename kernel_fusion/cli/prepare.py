@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -12,7 +13,15 @@ from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.backends.cuda.planner import compile_ahead
-from kernel_fusion.cli.common import CACHES, cache_facts, console, dtype_names, parse_numbers, progress_console
+from kernel_fusion.cli.common import (
+    CACHES,
+    cache_facts,
+    console,
+    dtype_names,
+    parse_numbers,
+    progress_console,
+    writable,
+)
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
@@ -83,8 +92,17 @@ def _target(arch: int | None) -> Device:
     return KNOWN_DEVICES[arch]
 
 
-def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete all entries.")] = False) -> None:
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all entries.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="Copy all to a folder; with it as KERNEL_FUSION_CACHE_DIR no compiler or network is needed."),
+    ] = None,
+) -> None:
     """Show where compiled kernels and the extension are kept, and how much they take."""
+    if export is not None:
+        _export(writable(export), console())
+        return
     if clear:
         for kind in CACHES:
             kind.clear()
@@ -92,3 +110,21 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="Delete all entrie
     for kind in CACHES:
         table.add_row(kind.kind, *cache_facts(kind))
     console().print(table)
+
+
+def _export(folder: Path, out: Console) -> None:
+    """Write the extension, for all processors of this architecture, and every compiled kernel to a folder."""
+    library = build.built_library(say, every_variant=True)
+    payload = EXTENSIONS.read(library.stem)
+    if payload is None:
+        raise BuildError(f"{library} cannot be read")
+    EXTENSIONS.export(folder, build.exported_key(), payload)
+    count = 0
+    for path in CUBINS.entries():
+        if (code := CUBINS.read(path.stem)) is not None:
+            CUBINS.export(folder, path.stem, code)
+            count += 1
+    out.print(
+        f"The extension and {count} CUDA kernels are in {folder}, for PyTorch {torch.__version__}.", soft_wrap=True
+    )
+    out.print(f"Set KERNEL_FUSION_CACHE_DIR={folder} where they are to be used.", soft_wrap=True)

@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kernel_fusion.bench import providers, results, summary, tables, timing, trace
+from kernel_fusion.bench import providers, results, summary, timing, trace
+from kernel_fusion.bench.operations import case_workload
 from kernel_fusion.bench.providers import Provider
-from kernel_fusion.bench.suites import ALL_BACKENDS, case_workload
+from kernel_fusion.bench.suites import ALL_BACKENDS
 from kernel_fusion.bench.trace import Trace
 from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.cli.common import (
@@ -118,6 +119,6 @@ def _write_and_show(traces: list[Trace], workload: Workload, heading: list[str],
         out.print(f"wrote {one.path}", soft_wrap=True)
     if summaries:
         path = folder / "profile.md"
-        lines = [*heading, *(line for each in summaries for line in tables.markdown(each))]
+        lines = [*heading, *(line for each in summaries for line in summary.markdown(each))]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         out.print(f"wrote {path}", soft_wrap=True)

@@ -103,6 +103,13 @@ class Cache:
             return None
         return path
 
+    def export(self, folder: Path, key: str, payload: bytes) -> None:
+        """Store `payload` in another cache folder, which every user may read; OSError where that is impossible."""
+        path = folder / self.kind / (key + self.suffix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, seal(payload, key))
+        path.chmod(0o644)
+
     def folder(self) -> Path:
         """The real path of the folder of this kind, made if need be.
 

@@ -117,20 +117,30 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
     """What a library depends on: PyTorch, compiler, flags, machine, sources."""
-    sources = [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
     flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
-    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *sources)
+    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *_sources())
 
 
-def _keys(compiler: tuple[str, ...]) -> list[str]:
-    """Those of the libraries that serve this process; the last one is what it would build."""
-    return [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())]
+def exported_key() -> str:
+    """The key of a library that was built elsewhere: for this PyTorch, architecture and sources, by any compiler."""
+    return cache.digest("exported", torch.__version__, platform.machine(), *_sources())
+
+
+def _sources() -> list[str | bytes]:
+    return [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
+
+
+def _keys() -> list[str]:
+    """Those of the libraries that serve this process: with a compiler its own, and one that was exported."""
+    compiler = cxx_compiler()
+    own = [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())] if compiler else []
+    return [*own, exported_key()]
 
 
 def kept_library() -> Path | None:
     """The path of a library in the cache that serves this process, or None."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
-        for key in _keys(_compiler()):
+        for key in _keys():
             if cache.EXTENSIONS.read(key) is not None:
                 return cache.EXTENSIONS.path(key)
     return None
@@ -170,8 +180,7 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
         BuildError: there is no compiler, or it failed, or what it built cannot be loaded.
     """
     with _errors_of_builds():
-        keys = _keys(_compiler())
-        for key in keys:
+        for key in _keys():
             file = cache.EXTENSIONS.open(key)
             if file is None:
                 continue
@@ -180,7 +189,7 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
             except OSError as error:
                 say(f"kernel_fusion: {cache.EXTENSIONS.path(key)} cannot be loaded and is built again: {error}")
                 cache.EXTENSIONS.discard(key, file)
-        file = _build(keys[-1], _own_variants(), say)
+        file = _build(_key(_compiler(), _own_variants()), _own_variants(), say)
         try:
             return load(file)
         except OSError as error:

@@ -7,7 +7,9 @@ headers.
 from __future__ import annotations
 
 import io
+import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import cache as memoize
 from pathlib import Path
@@ -18,6 +20,7 @@ from kernel_fusion.errors import CompileError
 _NATIVE = Path(__file__).parents[2] / "native"
 _OPTIONS = ("-std=c++20", "fmad", "no fast math")
 _importing = threading.Lock()
+_log = logging.getLogger("kernel_fusion")
 
 
 @dataclass
@@ -40,8 +43,10 @@ class Counters:
 counters = Counters()
 
 
-def cubin(source: str, arch: int) -> bytes:
+def cubin(source: str, arch: int, name: str | None = None) -> bytes:
     """Machine code of `source` for sm_`arch`, from the disk cache or compiled and stored there.
+
+    The logger "kernel_fusion" says at level INFO what was compiled, by its `name`, and how long that took.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
@@ -51,7 +56,9 @@ def cubin(source: str, arch: int) -> bytes:
     counters.add(from_disk=stored is not None)
     if stored is not None:
         return stored
+    start = time.perf_counter()
     code, _ = compile_source(source, arch)
+    _log.info("compiled %s for sm_%d in %.2f s", name or "a kernel", arch, time.perf_counter() - start)
     cache.CUBINS.write(entry, code)
     return code
 

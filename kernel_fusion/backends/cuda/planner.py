@@ -126,7 +126,7 @@ def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
     """Plan, kernel name and machine code of a spec on a device, compiled or from the disk cache."""
     plan = plan_for(spec, access, device)
     source = source_of(spec, access, plan)
-    return plan, source.name, compiler.cubin(source.text(), device.arch)
+    return plan, source.name, compiler.cubin(source.text(), device.arch, source.name)
 
 
 @contextmanager
