@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernel_fusion as kf
+from kernel_fusion.bench.model_coverage import InFloat64
 
 
 class HubNorm(nn.Module):
@@ -139,7 +140,8 @@ def outcomes(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
 
 def assert_no_worse(model: nn.Module, patched: nn.Module, *inputs: Tensor) -> None:
     """Every result of the patched model is at most twice as far from a float64 run, and one rounding."""
-    exact = outcomes(copy.deepcopy(model).double(), *(x.double() for x in inputs))
+    with InFloat64():
+        exact = outcomes(copy.deepcopy(model).double(), *(x.double() for x in inputs))
     for ours, theirs, true in zip(outcomes(patched, *inputs), outcomes(model, *inputs), exact, strict=True):
         assert ours.dtype == theirs.dtype
         unit = torch.finfo(ours.dtype).eps / 2 * true.norm()
