@@ -48,7 +48,9 @@ templates_path = ["templates"]
 html_additional_pages = {"index": "index.html"}
 
 # Names in annotations that have no page here: PyTorch's, Python's, the harness's, and our abbreviations of types.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|pathlib|kernel_fusion\.bench)\..*|Tensor|.*\._(Shape|Dims)")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|pathlib|kernel_fusion\.(?:bench|patching))\..*|Tensor|.*\._(Shape|Dims)")
+]
 
 _OPTIONS = "<!-- the options of every command -->"
 

@@ -20,7 +20,16 @@ SENTENCE = 18  # words, on the average of a page
 PAGE = 1200
 MANUAL = 22_000  # all pages of docs together, except REFERENCE
 PAGES = {"README.md": 900, "ARCHITECTURE.md": 2000, "CONTRIBUTING.md": 2000, "CHANGELOG.md": 2000}
-REFERENCE = {"verbs.md", "modules.md", "ops.md", "command_line.md", "faults.md", "measured.md", "results.md"}
+REFERENCE = {
+    "verbs.md",
+    "modules.md",
+    "ops.md",
+    "command_line.md",
+    "faults.md",
+    "measured.md",
+    "models_checked.md",
+    "results.md",
+}
 COMMENTS = 150  # words of comments and docstrings per 100 lines that are not empty
 # Public docstrings of these rooms are the reference, and have the length that it needs.
 PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
@@ -35,7 +44,7 @@ ABOVE = {
     "kernel_fusion/bench": 200,
     "kernel_fusion/compiler": 210,
     "kernel_fusion/core": 290,
-    "kernel_fusion/distributed": 260,
+    "kernel_fusion/distributed": 270,
     "kernel_fusion/hf": 230,
     "kernel_fusion/native": 270,
     "kernel_fusion/native/extension": 170,
