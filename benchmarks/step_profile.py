@@ -26,8 +26,8 @@ from kernel_fusion.bench.providers import ours
 from kernel_fusion.bench.results import describe
 from kernel_fusion.bench.step_models import ARCHITECTURES, Step
 from kernel_fusion.bench.steps import Trainee, Training, trainees
-from kernel_fusion.bench.summary import heading
-from kernel_fusion.bench.tables import Table, markdown
+from kernel_fusion.bench.summary import heading, markdown
+from kernel_fusion.bench.tables import Table
 from kernel_fusion.bench.timing import synchronize
 
 REST = "left to fuse"

@@ -83,7 +83,8 @@ def _check_columns(device: str) -> None:
         with CommDebugMode() as collectives, target(device).ran(1, 1):
             y = call(*spreads)
             y.backward(spread(dy, Shard(1)))
-        assert collectives.get_total_counts() == sum(p == Replicate() and t is x for t, p in arguments)
+        gathers = sum(p == Replicate() and t is x for t, p in arguments) if dist.get_world_size() > 1 else 0
+        assert collectives.get_total_counts() == gathers
         assert torch.equal(whole(y), call(*(t for t, _ in arguments)))
 
 
@@ -212,7 +213,8 @@ def _check_sums_to_be_added(device: str) -> None:
         y, _ = kf.add_rms_norm(share, spread(residual, Shard(0)), _COLS)
         kf.rms_norm(share, _COLS)
     counts = {str(op): count for op, count in collectives.get_comm_counts().items()}
-    assert counts == {"c10d_functional.reduce_scatter_tensor": 1, "c10d_functional.all_reduce": 1}
+    sent = {"c10d_functional.reduce_scatter_tensor": 1, "c10d_functional.all_reduce": 1}
+    assert counts == (sent if world > 1 else {})  # PyTorch sends nothing to itself
     torch.testing.assert_close(whole(y), kf.add_rms_norm(x, residual, _COLS).output)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kernels
 import pytest
 import torch
 from support import CPU, python
@@ -26,6 +25,7 @@ from transformers.utils import import_utils
 
 import kernel_fusion as kf
 
+kernels = pytest.importorskip("kernels")
 # What `kernels` says of layers that are in no mapping.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*No kernel mapping found for layer:UserWarning")
 

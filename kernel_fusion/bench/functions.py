@@ -79,7 +79,7 @@ def compare(
         quick: whether to take a tenth of the time, for a first look.
 
     Returns:
-        :class:`Times`; print it.
+        a `Times`; print it.
 
     Raises:
         ValueError: there is no function or tensor, `baseline` names no function, or results have other shapes than the

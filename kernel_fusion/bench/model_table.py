@@ -28,7 +28,7 @@ def page(outcomes: Iterable[Outcome], command: str) -> str:
         f"and {len(agreeing)} of these ({100 * len(agreeing) / max(1, len(made)):.1f} %) passed every check when "
         "patched.",
         "",
-        "What the columns check is on the page [Your model in one line](models.md#how-it-was-checked). An empty cell "
+        "The page [Your model in one line](models.md#how-it-was-checked) says what the columns check. An empty cell "
         "is a check that does not apply: the unpatched model fails it, or has no such method.",
         "",
     ]
