@@ -90,7 +90,7 @@ def step_memory(run: Run, batch: Batch) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a result would hold what saved it, and both would stay for ever
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = run.loss(batch)

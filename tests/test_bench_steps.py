@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,25 @@ def test_first_loss_changes_nothing() -> None:
     trainee = Trainee("pytorch", "", training.model)
     assert training.first_loss(trainee) == training.first_loss(trainee)
     assert all(p.grad is None for p in training.model.parameters())
+
+
+def test_counting_what_is_saved_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the counted step is gone, or its memory would be part of every later peak."""
+    hooks, kept = torch.autograd.graph.saved_tensors_hooks, list[weakref.ref[torch.Tensor]]()
+
+    def watched(pack: Callable[[torch.Tensor], object], unpack: Callable[[object], torch.Tensor]) -> object:
+        def note(t: torch.Tensor) -> object:
+            if t.grad_fn is not None:
+                kept.append(weakref.ref(t))
+            return pack(t)
+
+        return hooks(note, unpack)
+
+    training = _training()
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", watched)
+    assert training.saved_bytes(Trainee("pytorch", "", training.model))
+    assert kept
+    assert all(ref() is None for ref in kept)
 
 
 def test_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def _bytes_kept(provider: Provider, workload: Workload, inputs: Inputs, with_res
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a result would hold what saved it, and both would stay for ever
 
     inputs = provider.accepted(workload, inputs)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):

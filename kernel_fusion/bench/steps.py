@@ -114,7 +114,7 @@ class Training:
 
         def count(t: Tensor) -> Tensor:
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+            return t.detach()  # the result of an operation would hold what saved it, and both would stay for ever
 
         with trainee.during(), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
             loss = self.loss(trainee)
