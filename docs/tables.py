@@ -192,6 +192,25 @@ def host() -> Iterator[str]:
     yield ""
 
 
+_STEPS = {"pytorch": "PyTorch", "kf-patch": "patched", "kf-graph": "graph pass", "liger": "Liger, same scope"}
+
+
+def steps() -> Iterator[str]:
+    """Training steps: ms, PyTorch's over ours, and what autograd keeps."""
+    files = ("steps/llama-3-8b.json", "steps/llama-1024.json")
+    rows = []
+    for file in files:
+        for (name,), cell in cells_of(file, "configuration").items():
+            times = {provider: cell[provider]["median_ms"] for provider in _STEPS}
+            kept = (f"{cell[provider]['saved_bytes'] / 1e9:.2f}" for provider in ("pytorch", "kf-patch"))
+            speedup = f"{times['pytorch'] / times['kf-patch']:.2f}"
+            rows.append([name, *map(digits, times.values()), speedup, " / ".join(kept)])
+    head = ["model", *(f"{name}, ms" for name in _STEPS.values()), "PyTorch ÷ patched", "saved GB: PyTorch / patched"]
+    yield from table(head, rows)
+    yield sources(*files)
+    yield ""
+
+
 TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and name
     ("README.md", "headline"): headline,
     ("docs/cpu.md", "cpu norms"): partial(cpu_norms, "pytorch", [2]),
@@ -213,6 +232,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
         for direction in ("forward", "backward")
     },
     ("docs/measured.md", "host"): host,
+    ("docs/models.md", "steps"): steps,
     ("docs/measured.md", "Triton, sweep"): triton_sweep,
     ("docs/measured.md", "cpu norms, all"): partial(cpu_norms, "pytorch", [1, 16]),
     ("docs/measured.md", "cpu norms, torch.compile"): partial(cpu_norms, "torch.compile", [1, 2, 16]),
