@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernel_fusion.backends import eager
+from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
 from kernel_fusion.core.spec import Stages, compute_dtype
 from kernel_fusion.core.stages import Given, compiled_in, rows_in
@@ -58,6 +59,13 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
             f"`{name}`: backend {backend!r} was requested, but no kernel norms rows that are spread over ranks"
         )
     return partial(_staged_row_norm if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm"), groups)
+
+
+def operator_of_columns(verb: str, backend: str | None, group: dist.ProcessGroup, input: Tensor) -> Callable[..., Any]:
+    """What serves a norm of plain tensors that are this rank's columns of the group's rows."""
+    if is_dtensor(input):
+        raise TypeError(f"`{verb}`: `group` goes with tensors that are a rank's columns; a DTensor knows its own mesh")
+    return operator("staged_row_norm", backend, (group,))
 
 
 def _row_norm(

@@ -26,8 +26,7 @@ _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
 # normalized_shape, weight, bias, eps, weight_offset, out_dtype.
 Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
-# pre_activation, activation, dropout_p, rounding.
-_Stages = tuple[str | None, str | None, float, str]
+_Stages = tuple[str | None, str | None, float, str]  # pre_activation, activation, dropout_p, rounding
 
 
 def layer_norm(
@@ -91,9 +90,8 @@ def layer_norm(
     """
     if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged(
-            "layer_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend, group
-        ).output
+        stages = pre_activation, activation, 0.0, rounding
+        return _staged("layer_norm", input, None, norm, stages, backend, group).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -161,9 +159,8 @@ def rms_norm(
     """
     if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
-        return _staged(
-            "rms_norm", input, None, norm, (pre_activation, activation, 0.0, rounding), backend, group
-        ).output
+        stages = pre_activation, activation, 0.0, rounding
+        return _staged("rms_norm", input, None, norm, stages, backend, group).output
     try:
         if backend is None and state.backend is None:
             num_dims = _num_normalized_dims(input, normalized_shape)
@@ -342,9 +339,9 @@ def _staged(
     post = checks.activation(verb, "activation", activation)
     if not interop.is_tensor(input):
         if interop.records(input):
-            if verb.startswith("add_"):
-                return _recorded(verb, (input, residual), norm, stages, backend, group)  # type: ignore[no-any-return]
-            return NormOutput(_recorded(verb, (input,), norm, stages, backend, group), input)
+            rows = (input, residual) if verb.startswith("add_") else (input,)
+            found = _recorded(verb, rows, norm, stages, backend, group)
+            return found if len(rows) == 2 else NormOutput(found, input)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
             return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend, group)
@@ -357,7 +354,9 @@ def _staged(
         seed = eager.draw_seed(input.device) if dropout_p > 0.0 else None
         serve = operator(verb, "staged_row_norm", backend, input, residual)
         if group is not None:
-            serve = _over_ranks(verb, backend, group, input)
+            from kernel_fusion.distributed import hidden
+
+            serve = hidden.operator_of_columns(verb, backend or state.backend, group, input)
         affine = len(shape), weight, bias, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
@@ -370,23 +369,11 @@ def _staged(
 
 def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, backend: str | None, group: Any) -> Any:
     """A call of the verb, recorded by the first of `rows`."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    pre_activation, activation, dropout_p, rounding = stages
-    options: dict[str, Any] = {"bias": bias, "eps": eps, "pre_activation": pre_activation, "activation": activation}
-    options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "rounding": rounding, "backend": backend}
-    options["group"] = group
-    if verb.startswith("add_"):
-        options["dropout_p"] = dropout_p
-    return interop.recorded(globals()[verb], *rows, normalized_shape, weight, **options)
-
-
-def _over_ranks(verb: str, backend: str | None, group: Any, input: Tensor) -> Callable[..., Any]:
-    """What serves a norm of rows of which each rank of a group has some columns."""
-    if is_dtensor(input):
-        raise TypeError(f"`{verb}`: `group` goes with tensors that are a rank's columns; a DTensor knows its own mesh")
-    from kernel_fusion.distributed import hidden
-
-    return hidden.operator("staged_row_norm", backend or state.backend, (group,))
+    names = "bias", "eps", "weight_offset", "out_dtype", "pre_activation", "activation", "dropout_p", "rounding"
+    options = dict(zip(names, (*norm[2:], *stages), strict=True)) | {"backend": backend, "group": group}
+    if not verb.startswith("add_"):
+        del options["dropout_p"]
+    return interop.recorded(globals()[verb], *rows, *norm[:2], **options)
 
 
 def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:
