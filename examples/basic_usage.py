@@ -310,6 +310,8 @@ def modules(device: torch.device) -> int:
     compare("FusedGatedRMSNorm", lambda: gated_rms(x, residual), lambda: rms(x) * F.silu(residual))
     bias_act = kf.FusedBiasAct(N, "relu_squared", device=device)
     compare("FusedBiasAct", lambda: bias_act(x), lambda: F.relu(x + bias_act.bias).square())
+    linear_act = kf.FusedLinearAct(N, N, activation="silu", device=device)
+    compare("FusedLinearAct", lambda: linear_act(x), lambda: F.silu(F.linear(x, linear_act.weight, linear_act.bias)))
     gated_act = kf.FusedGatedAct("gelu")
     compare("FusedGatedAct", lambda: gated_act(x, residual), lambda: F.gelu(x) * residual)
     softmax = kf.FusedSoftmax(scale=0.125)

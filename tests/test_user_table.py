@@ -191,7 +191,7 @@ def test_a_plan_can_be_overridden_without_the_extension(monkeypatch: pytest.Monk
     """Kernels that are launched from Python are planned anew within the context, and again after it."""
     monkeypatch.setattr(Device, "of", lambda index: H200)
     monkeypatch.setattr(python_launch, "Kernel", lambda plan, name, code, index: SimpleNamespace(plan=plan))
-    monkeypatch.setattr(planner.compiler, "cubin", lambda source, arch: b"")
+    monkeypatch.setattr(planner.compiler, "cubin", lambda source, arch, name: b"")
     kernel = kernels(4096, "forward")[0]
 
     def slots() -> int:
