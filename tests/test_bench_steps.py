@@ -142,6 +142,7 @@ def test_shapes_are_refused() -> None:
     assert "--shape: steps measures models" in result.output
 
 
+@pytest.mark.slow
 def test_profile_counts_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profile of a step finds products, attention, the optimizer and operators of ours, and writes its files."""
     run_script(monkeypatch, ROOT / "benchmarks", "step_profile", "--quick", "--device", "cpu", "--output-dir", tmp_path)
@@ -165,6 +166,7 @@ def test_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert (tmp_path / "training_run.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_training_run_repeats_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ class _Call(nn.Module):
         return self.function(*inputs, self.weight, self.bias)
 
 
+@pytest.mark.slow  # an export takes a second
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module(name: str, tmp_path: Path) -> None:
     """ONNX Runtime computes what the module computes, within the budget of PyTorch's composition."""
@@ -170,6 +171,7 @@ def test_a_residual_is_an_addition_before_the_norm(tmp_path: Path) -> None:
     assert_as_accurate(y, lambda h, w, b: torch.nn.functional.layer_norm(h, (8,), w, b), x + r, *module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, tmp_path: Path) -> None:
     """Each activation is exported, and ONNX Runtime computes its definition."""

@@ -240,6 +240,7 @@ _SHARDED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["patch", "shard"])
 def test_fully_sharded(first: str) -> None:
     """FSDP2 gathers the weights of patched modules as of others, whichever came first."""
