@@ -49,7 +49,7 @@ class _Norm(NamedTuple):
 
 
 def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., Any]:
-    """What serves the operator `name` of a norm for tensors whose normalised dimensions these groups share.
+    """Return the operator `name` of a norm, for tensors whose normalised dimensions these groups share.
 
     Raises:
         BackendUnavailableError: a backend with kernels was asked for; there are none for this.
@@ -62,7 +62,7 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
 
 
 def operator_of_columns(verb: str, backend: str | None, group: dist.ProcessGroup, input: Tensor) -> Callable[..., Any]:
-    """What serves a norm of plain tensors that are this rank's columns of the group's rows."""
+    """Return the operator of a norm whose plain tensors are this rank's columns of a group's rows."""
     if is_dtensor(input):
         raise TypeError(f"`{verb}`: `group` goes with tensors that are a rank's columns; a DTensor knows its own mesh")
     return operator("staged_row_norm", backend, (group,))
