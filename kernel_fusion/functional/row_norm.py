@@ -341,7 +341,7 @@ def _staged(
         if interop.records(input):
             rows = (input, residual) if verb.startswith("add_") else (input,)
             found = _recorded(verb, rows, norm, stages, backend, group)
-            return found if len(rows) == 2 else NormOutput(found, input)  # type: ignore[no-any-return]
+            return found if len(rows) == 2 else NormOutput(found, input)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
             return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend, group)
