@@ -172,6 +172,7 @@ def test_opcheck_of_bits() -> None:
 
 
 # The row count is what varies from call to call; `attention_scores` has as many rows as there are queries.
+@pytest.mark.slow  # training compiles the same ways, once more
 def test_inference_compiles_once(operation: Verb, target: Target) -> None:
     """One full graph serves every row count, with the eager call's bits where they are always the same."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -53,6 +53,7 @@ def _run(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Tensor]) 
     return {"logits": logits.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", _COUNTS)
 def test_models_compute_the_same(name: str, dtype: torch.dtype) -> None:

@@ -139,6 +139,7 @@ def test_a_spill_is_found() -> None:
 
 
 # Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
 @pytest.mark.parametrize(
     "access", [Access(2, 2, 2, 2), Access(4, 8, 16, 2, True, False), Access(strided_x=True, strided_y=True)], ids=str
@@ -151,6 +152,7 @@ def test_every_access_compiles(direction: str, access: Access) -> None:
         assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("direction", ["forward", "backward", "backward_weight"])
 @pytest.mark.parametrize(
     "access", [Access(2, 2, 2, 2, True, True, 4, 2, True, True), Access(4, 8, 16, 2, residual=8)], ids=str
@@ -175,6 +177,7 @@ def test_every_access_compiles_with_stages(direction: str, access: Access) -> No
 
 
 # Grid rationale. As above; a gate of fp32 may begin anywhere, and every kernel that knows groups has them once.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_every_access_compiles_with_a_gate(direction: str, gate_first: bool) -> None:

@@ -409,6 +409,7 @@ def test_vmap_respects_randomness(any_target: Target) -> None:
         assert suspicions((masks[0] == 0), 0.5) == {}
 
 
+@pytest.mark.covering(1)
 def test_compile(drop: Callable[..., Tensor], any_target: Target) -> None:
     """In one full graph, forward and backward share the mask, calls differ, and the same seed repeats."""
     torch._dynamo.reset()

@@ -125,7 +125,7 @@ def test_eight_processes_build_once(compiler: StandIn) -> None:
     assert sum("building its C++ extension" in error for error in errors) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", rest_slow([signal.SIGKILL, signal.SIGTERM]), ids=lambda s: s.name)
 def test_killed_builder(compiler: StandIn, number: signal.Signals) -> None:
     """After a builder is killed half-way the next process, and one that waited for it, build and work."""
     compiler.set_action("sleep 20")
@@ -236,7 +236,7 @@ _NO_PROC = """
 """
 
 
-@pytest.mark.parametrize("before", [_SWAP, _NO_PROC, _NO_PROC + _SWAP], ids=["proc", "copy", "swapped copy"])
+@pytest.mark.parametrize("before", rest_slow([_SWAP, _NO_PROC, _NO_PROC + _SWAP]), ids=["proc", "copy", "swapped copy"])
 def test_what_was_checked_is_what_is_loaded(compiler: StandIn, before: str) -> None:
     """Not what the path leads to by then; where descriptors have no names, a copy, which is gone afterwards."""
     python(_USE, env=compiler.env)

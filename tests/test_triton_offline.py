@@ -94,6 +94,7 @@ _CONSTANTS = """
 """
 
 
+@pytest.mark.slow
 def test_no_constant_depends_on_the_number_of_rows() -> None:
     """What is compiled is the same for any number of rows; of N it knows the block and what divides it."""
     python(_CONSTANTS, _TESTS, env={"TRITON_INTERPRET": None, "PYTHONPATH": str(_TESTS.parent)})
@@ -177,6 +178,7 @@ _TRACE = """
 """
 
 
+@pytest.mark.slow
 def test_torch_compile_sees_the_kernels() -> None:
     """One graph for any number of rows, without a break, in which Inductor finds the kernels and orders them."""
     python(_TRACE, env={"TRITON_INTERPRET": None})
