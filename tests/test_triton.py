@@ -92,7 +92,7 @@ def _affordable(case: Case) -> bool:
 
 
 def _with_marks(case: Case) -> Any:
-    """Wide rows take the interpreter ten seconds or more; `test_norms_take_what_overflows...` has one for the quick set."""
+    """Wide rows take the interpreter ten seconds or more; the quick set has narrower ones."""
     wide = DEVICE != "cuda" and isinstance(case, RowNormCase) and math.prod(case.shape) > 34000
     return pytest.param(case, marks=pytest.mark.slow if wide else ())
 
