@@ -185,7 +185,7 @@ def _softmaxes() -> list[Operation]:
     scale = 0.125
 
     def with_mask(values: Any, moved: bool) -> Callable[[Shape, torch.dtype], list[Argument]]:
-        """x and a boolean mask, True = keep. Our call may be told `causal` instead; then only PyTorch reads the mask."""
+        """x and a boolean mask, True = keep. If our call is told `causal` instead, only PyTorch reads the mask."""
 
         def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
             keep = Argument("keep", shape, torch.bool, values=values, gradient=False, moved=moved)
