@@ -56,7 +56,7 @@ class Layer:
 
 
 def mapping() -> dict[str, dict[str, Layer]]:
-    """Each layer on each device, for `kernels.register_kernel_mapping` or `use_kernel_mapping`, in every mode."""
+    """Each layer on each device, for `kernels.register_kernel_mapping` or `use_kernel_mapping`."""
     return {name: dict.fromkeys(_DEVICES, Layer(name)) for name in LAYERS}
 
 
@@ -64,8 +64,7 @@ def register() -> None:
     """Make `kernels`, and transformers with `use_kernels=True`, use our layers from now on.
 
     Raises:
-        ImportError: `kernels` is missing, or the installed transformers does not accept its version and would silently
-            leave every layer.
+        ImportError: `kernels` is missing, or transformers does not accept its version and would silently do nothing.
     """
     kernels = _kernels()
     kernels.register_kernel_mapping(mapping())

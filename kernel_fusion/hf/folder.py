@@ -1,8 +1,8 @@
 """The folder for an upload to the Hugging Face Hub: our Python sources, as kernels without compiled code.
 
-The Hub requires Python alone, the package's own name in every import, and an operator namespace that no other build
-has. So a folder holds the layers, the definition and the Triton kernels, under a name derived from their contents. C++
-and CUDA sources must be left out, because the Hub's own tool builds those. A CPU gets the definition only.
+The Hub requires pure Python, the package's own name in every import, and a unique operator namespace. So a folder holds
+the layers, the definition and the Triton kernels, under a name derived from their contents. The Hub's own tool compiles
+C++ and CUDA, so these are left out, and a CPU gets the definition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from kernel_fusion.core import cache
 
 _PACKAGE = Path(__file__).parents[1]
-# The parts of the package that the layers need; the rest is compiled, or serves other uses.
+# The parts of the package that the layers need.
 _SOURCES = ("errors.py", "config.py", "core", "backends", "operators", "functional", "hf/layers.py")
 _WITHOUT = ("backends/cuda", "operators/headers.py")
 _INIT = '"""Fused norms and activations for PyTorch, as Triton kernels."""\n\nfrom kernel_fusion.hf import layers\n'
@@ -41,7 +41,7 @@ Fused norms and activations for PyTorch, as Triton kernels: {layers}.
 
 
 def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "xpu")) -> Path:
-    """Write the folder; `kernels.LocalLayerRepository` reads it, and after an upload so does the Hub.
+    """Write the folder, for `kernels.LocalLayerRepository` or an upload.
 
     Args:
         path: created if missing.

@@ -1,7 +1,7 @@
 """Layers for Hugging Face `kernels`: each is a `forward` for a model's own layer, which is `self`.
 
-`kernels` requires them to be stateless: no constructor, no attributes. Layers of one name round differently, so each
-class of a model is tried once, on a few numbers, before it is served.
+`kernels` requires them to be stateless. Layers of one name round differently, so each class of a model is tried once,
+on a few numbers, before it is served.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class GeluTanh(_Layer):
 
 
 class NewGELU(GeluTanh):
-    """GPT-2's name for the same formula."""
+    """GPT-2's name for it."""
 
 
 class FastGELU(GeluTanh):
-    """The same formula, factored differently."""
+    """The same, factored differently."""
 
 
 class QuickGELU(_Layer):
