@@ -102,9 +102,9 @@ def comments_of_python(text: str, public: bool) -> str:
     found = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            text = ast.get_docstring(node) or ""
+            said = ast.get_docstring(node) or ""
             named = public and not isinstance(node, ast.Module) and not node.name.startswith("_")
-            found += [] if named or ">>>" in text else [text]
+            found += [] if named or ">>>" in said else [said]
     return " ".join(found)
 
 
