@@ -1,4 +1,4 @@
-"""Serves calls for which the extension has no kernels: by Triton, CUDA kernels launched from Python, or the definition."""
+"""Serves calls without kernels in the extension: by Triton, CUDA kernels launched from Python, or the definition."""
 
 from __future__ import annotations
 
