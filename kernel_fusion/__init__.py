@@ -46,11 +46,11 @@ from kernel_fusion.patching import Report, patch, unpatch
 
 __version__ = "0.1.0"
 
-# Evaluated when read, each of them: reading one loads the extension, building it if need be. Not in `__all__`, so that
-# `import *` reads neither.
+# Evaluated when read: reading one loads the extension, building it if necessary. Not in `__all__`, so that `import *`
+# reads neither.
 CUDA_AVAILABLE: bool
 EXTENSION_LOADED: bool
-# Imported when read, since no call needs it.
+# Imported when read, because no call needs it.
 bench: ModuleType
 
 __all__ = [

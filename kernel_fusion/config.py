@@ -1,10 +1,9 @@
-"""Everything that can be configured, and the only module that reads the environment.
+"""All configuration, and the only module that reads the environment.
 
-Four environment variables exist, all optional: `KERNEL_FUSION_DISABLE=1` sends every call that names no backend to
-PyTorch's operations; `KERNEL_FUSION_CACHE_DIR` moves the caches (the default follows
-`XDG_CACHE_HOME`), `CXX` names the C++ compiler and may add arguments to it, `KERNEL_FUSION_TUNED=0` has the tables of
-`kernel-fusion tune` ignored. `ATEN_CPU_CAPABILITY` is PyTorch's own; PyTorch says which instruction set our CPU kernels
-have, so that it limits them too. `TRITON_INTERPRET` is Triton's own: with it our Triton kernels run on the CPU, slowly,
+Every variable is optional. `KERNEL_FUSION_DISABLE=1` sends calls that name no backend to PyTorch's operations.
+`KERNEL_FUSION_CACHE_DIR` moves the caches (default: by `XDG_CACHE_HOME`). `CXX` names the C++ compiler and may add
+arguments. `KERNEL_FUSION_TUNED=0` ignores the tables of `kernel-fusion tune`. PyTorch's `ATEN_CPU_CAPABILITY` also
+limits the instruction set of our CPU kernels. Triton's `TRITON_INTERPRET` runs our Triton kernels on the CPU, slowly,
 for tests.
 """
 
@@ -24,14 +23,14 @@ BACKENDS = ("cuda", "triton", "cpu", "eager")
 
 
 def default_backend() -> str | None:
-    """What calls take that name no backend: "eager" where the library is switched off, else the automatic choice."""
+    """The backend of calls that name none: "eager" if the library is switched off, else the automatic choice."""
     return "eager" if os.environ.get("KERNEL_FUSION_DISABLE", "").lower() in _ON else None
 
 
 class _State(threading.local):
     """Per-thread settings. `threading.local`, because `contextvars` break torch.compile's tracing."""
 
-    def __init__(self) -> None:  # by every thread; not a default of the class, which torch.compile would guard against
+    def __init__(self) -> None:  # called by every thread; torch.compile would guard a class default
         self.backend: str | None = default_backend()
 
 
@@ -69,14 +68,14 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """The folder of the compiled extension and kernels, an absolute path; it need not exist."""
+    """The folder of the compiled extension and kernels, an absolute path; it may not exist yet."""
     chosen = _folder("KERNEL_FUSION_CACHE_DIR")
     if chosen is not None:
         return chosen.absolute()
     base = _folder("XDG_CACHE_HOME")
-    if base is None or not base.is_absolute():  # XDG's specification has a relative path ignored
+    if base is None or not base.is_absolute():  # XDG's specification ignores relative paths
         base = Path(os.path.expanduser("~/.cache"))
-    if not base.is_absolute():  # a user without a home
+    if not base.is_absolute():  # the user has no home
         return Path(tempfile.gettempdir(), f"kernel_fusion-{os.getuid()}").absolute()
     return base / "kernel_fusion"
 
@@ -95,19 +94,19 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def cxx_compiler() -> tuple[str, ...] | None:
-    """The command of the C++ compiler, a program and its first arguments, or None where there is no such program."""
+    """The C++ compiler's command, a program and its first arguments, or None if it does not exist."""
     chosen = os.environ.get("CXX", "").strip()
     if not chosen:
         found = next(filter(None, map(shutil.which, _COMPILERS)), None)
         return (found,) if found else None
-    for words in ([chosen], _words(chosen)):  # a path may have spaces of its own
+    for words in ([chosen], _words(chosen)):  # a path may contain spaces
         if program := words and shutil.which(words[0]):
             return (program, *words[1:])
     return None
 
 
 def compilers_tried() -> str:
-    """Where `cxx_compiler` looks, for an error message."""
+    """Where `cxx_compiler` looks, for error messages."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         return f"CXX is {chosen!r}, which names no program here"
@@ -117,7 +116,7 @@ def compilers_tried() -> str:
 def _words(command: str) -> list[str]:
     try:
         return shlex.split(command)
-    except ValueError:  # a quotation without an end
+    except ValueError:  # an unclosed quotation
         return []
 
 

@@ -1,10 +1,10 @@
-"""The exceptions of the library. Each also is the built-in type that the PyTorch call it stands for would raise."""
+"""The exceptions of the library. Each is also the built-in type that the corresponding PyTorch call would raise."""
 
 from __future__ import annotations
 
 
 class KernelFusionError(RuntimeError):
-    """Base class of every error that is about this library rather than about the caller's arguments."""
+    """Base class of errors of this library, as opposed to wrong arguments."""
 
 
 class BackendUnavailableError(KernelFusionError):

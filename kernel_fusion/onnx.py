@@ -1,7 +1,7 @@
-"""What `torch.onnx.export` needs to write models that call our verbs. Importing this needs the package onnxscript.
+"""Lets `torch.onnx.export` write models that call our verbs. Importing this needs the package onnxscript.
 
-The two plain norms are translated, a LayerNorm into one node. The other operators are first decomposed, those with a
-norm in them into a plain norm and what stands around it. So runtimes find the patterns that they know how to fuse.
+The plain norms are translated, a LayerNorm into one node. Other operators are first decomposed, staged norms into a
+plain norm and its stages, so that runtimes find the patterns that they can fuse.
 
 Example:
     >>> import torch, kernel_fusion as kf, kernel_fusion.onnx
@@ -31,13 +31,13 @@ from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import TENSORS, Given
 from kernel_fusion.operators import schemas
 
-_RMS_OPSET = 23  # in which RMSNormalization is new
+_RMS_OPSET = 23  # the first with RMSNormalization
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What `ExportedProgram.run_decompositions` takes before the export: all operators but the plain norms.
+    """The argument of `ExportedProgram.run_decompositions` before an export: all operators but the plain norms.
 
-    And `hypot`, which "squareplus" calls and the exporter does not know.
+    Also `hypot`, which "squareplus" calls and the exporter does not know.
     """
     table = operators.decompositions()
     for name in ("layer_norm", "rms_norm"):
@@ -46,18 +46,18 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def translation_table(opset_version: int = 18) -> dict[Any, Callable[..., Any]]:
-    """What `torch.onnx.export` takes as `custom_translation_table`: the plain norms, in the opset of the export.
+    """The argument `custom_translation_table` of `torch.onnx.export`: the plain norms, in the export's opset.
 
-    A LayerNorm is one LayerNormalization where input, parameters and result have one dtype; else that is computed in
-    float32, between casts. An RMSNorm is one RMSNormalization from opset 23 on. Before, it is the nodes that ONNX
-    Runtime fuses into one SimplifiedLayerNormalization, in float32.
+    A LayerNorm becomes one LayerNormalization; with mixed dtypes it computes in float32, between casts. An RMSNorm
+    becomes one RMSNormalization from opset 23 on. Before, it becomes the nodes, in float32, that ONNX Runtime fuses
+    into one SimplifiedLayerNormalization.
     """
     rms_norm = _rms_norm if opset_version >= _RMS_OPSET else _rms_norm_of_primitives
     return {schemas.overload("layer_norm"): _layer_norm, schemas.overload("rms_norm"): rms_norm}
 
 
 def _staged_row_norm(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The operator as a plain norm between its stages; a gate, dropout or other roundings go to the definition."""
+    """A plain norm between its stages; a gate, dropout or another rounding goes to the definition."""
     given = schemas.bind(schemas.overload("staged_row_norm"), args, kwargs)
     x, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = given
     s = Given(*stages)
@@ -80,7 +80,7 @@ def _hypot(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.abs(), b.abs()
     longer, shorter = torch.maximum(a, b), torch.minimum(a, b)
     ratio = shorter / longer
-    exact = (longer == 0) | torch.isinf(longer)  # of which the ratio is no number
+    exact = (longer == 0) | torch.isinf(longer)  # 0 / 0 or inf / inf
     return torch.where(exact, longer, longer * torch.sqrt(1 + ratio * ratio))
 
 
@@ -139,7 +139,7 @@ def _in_one_dtype(
     weight_offset: float,
     out_dtype: int | None,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Input, weight (ones if there is none) and bias in the dtype to compute in; that, and the dtype of the result."""
+    """Input, weight (ones if there is none) and bias in the dtype to compute in, this dtype, and the result's."""
     out = input.dtype if out_dtype is None else ir.DataType(out_dtype)
     alike = all(v is None or v.dtype == input.dtype for v in (weight, bias)) and out == input.dtype
     dtype = input.dtype if alike and not weight_offset else _wide(input.dtype)

@@ -1,7 +1,7 @@
-"""The benchmark harness. A provider is timed only after its results were compared with float64.
+"""The benchmark harness: nothing is timed before its results were compared with float64.
 
-The way of a measurement: suites → workloads → runner (or host, memory) → check → timing → results → tables, summary,
-plot, report, changes. `run_suite` goes all of that way; `compare` times functions of one's own.
+suites → workloads → runner (or host, memory) → check → timing → results → tables, summary, plot, report, changes.
+`run_suite` runs all of it; `compare` times a user's own functions.
 """
 
 from kernel_fusion.bench.functions import Times, compare

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from kernel_fusion.bench.results import FLOOR, OURS, Measurement, Results
 from kernel_fusion.bench.timing import Timing
 
-# Differences below these are noise, whatever the quartiles say: a share of the time by device, and a time. Single
-# calls, on whatever device, vary as on a CPU.
+# Smaller differences are noise: a share of the time per device type, and a time. Single calls vary as they do on a CPU.
 _NOISE_SHARE = {"cpu": 0.05, "cuda": 0.02}
 _NOISE_MS = 0.3e-3
 
@@ -46,9 +45,9 @@ class Comparison:
     """Two runs, cell by cell.
 
     Attributes:
-        cells: how many cells of ours both have.
+        cells: how many of our cells both runs have.
         faster, slower: differences beyond noise, the largest first.
-        floor: the geometric mean of the floor's times, after over before: how much the machine changed.
+        floor: the floor's time after over before (geometric mean), which shows how the machine changed.
     """
 
     cells: int
@@ -58,7 +57,7 @@ class Comparison:
 
 
 def compare(before: Results, after: Results) -> Comparison:
-    """Our times in the cells that both results have."""
+    """Compare our times in the cells that both results have."""
     old = {(m.cell, m.provider): m.timing for m in before.measurements}
     changes = [
         Change(m, timing, m.timing)

@@ -1,7 +1,7 @@
-"""Correctness before speed: results at the shape that will be timed are compared with float64.
+"""Correctness before speed: results are compared with float64 at the shape that will be timed.
 
-Evenly spread rows are compared, since all of a large tensor would take longer than timing it. Cotangents are zero in
-the other rows, so that these add nothing to gradients of parameters.
+Only evenly spread rows are compared, to save time. Cotangents are zero elsewhere, so that other rows add nothing to the
+gradients of parameters.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kernel_fusion.bench.workloads import Inputs, Workload
 from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import Comparison, Reference
 
-# What is merely inaccurate, such as statistics kept in 16 bits, stays well below this share of the largest value.
+# Merely inaccurate results, such as those from statistics in fp16, stay below this share of the largest value.
 _WRONG = 0.02
-# A right dropout keeps a share this many standard deviations from what is expected once in 500 million checks.
+# A correct dropout is further from its expected share once in 500 million checks.
 _DEVIATIONS = 6
 
 
@@ -39,7 +39,7 @@ def describe(max_elements: int) -> str:
 
 
 def passing(results: Results, workload: Workload, setup: Setup, inputs: Inputs) -> dict[Provider, list[Comparison]]:
-    """The providers whose results are right, with their errors; the others become failures in `results`."""
+    """The providers whose results are right, with their errors; others become failures in `results`."""
     passed = {}
     providers = [provider for provider in setup.providers if provider.measures(workload)]
     for provider, verdict in check(workload, providers, inputs, setup.effort.max_checked).items():
@@ -59,26 +59,26 @@ def check(
     def verdict(provider: Provider) -> list[Comparison] | str:
         try:
             return judge.verdict(provider)
-        except Exception as error:  # whatever it is, it speaks against this provider alone
+        except Exception as error:  # any failure counts against this provider only
             return reason(error)
 
     return {provider: verdict(provider) for provider in providers}
 
 
 def spread_rows(num_rows: int, elements_per_row: int, max_elements: int) -> Tensor:
-    """Indices of evenly spread rows that have at most `max_elements` elements; one row at least, all if they fit."""
+    """Indices of evenly spread rows with at most `max_elements` elements, but at least one row."""
     count = min(num_rows, max(1, max_elements // elements_per_row))
     return torch.linspace(0, num_rows - 1, count, dtype=torch.float64).round().long()
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """What providers of one workload are compared with.
+    """What the providers of one workload are compared with.
 
     Attributes:
-        rows: those compared.
-        masked: the inputs, with cotangents that are zero in all other rows.
-        few: those rows of the inputs, or everything where results have no rows.
+        rows: the rows that are compared.
+        masked: the inputs, with zero cotangents in all other rows.
+        few: the compared rows of the inputs, or all of them if results have no rows.
         reference, pytorch: results and gradients in float64, and PyTorch's.
     """
 
@@ -91,7 +91,7 @@ class _Judge:
 
     @classmethod
     def of(cls, workload: Workload, inputs: Inputs, max_elements: int) -> _Judge:
-        """The judge of `workload`; without dropout in what it compares with."""
+        """Make the judge of `workload`; its references are without dropout."""
         per_row = max(t.numel() for t in inputs.tensors) // workload.num_rows
         rows = spread_rows(workload.num_rows, max(1, per_row), max_elements).to(inputs.cotangents[0].device)
 
@@ -111,7 +111,7 @@ class _Judge:
             inputs = replace(inputs, cotangents=tuple(map(masked, inputs.cotangents)))
         judge = cls(workload, rows, inputs, few, *workload.references(few, None))
         if workload.products("forward", inputs):
-            # Of products of another size the vendor's library makes other kernels, with other errors.
+            # The vendor's library chooses kernels by size, so a smaller product has other errors.
             theirs = pytorch().results(workload, inputs)
             judge = replace(judge, pytorch={name: judge._rows_of(name, t) for name, t in theirs.items()})
         return judge
@@ -137,7 +137,7 @@ class _Judge:
         return _problem(provider, comparisons, expected) or comparisons
 
     def _whole(self, name: str) -> bool:
-        """Whether a result or gradient is compared as a whole, having no rows."""
+        """Whether a result or gradient has no rows and is compared as a whole."""
         return name[1:] in self.workload.shared or (
             self.workload.what.reduces_rows and name in self.workload.what.results
         )
@@ -146,7 +146,7 @@ class _Judge:
         return t.detach() if self._whole(name) else t.detach().flatten(0, self.workload.lead - 1)[self.rows]
 
     def _wrong_rate(self, kept: Tensor) -> str | None:
-        """What is wrong with how many elements dropout kept, of those where that would show."""
+        """Say if dropout kept too many or too few of the elements where that shows."""
         visible = self.workload.kept(self.pytorch, self.few)
         assert visible is not None
         count, expected = int(visible.sum()), 1 - self.workload.what.dropout_p
@@ -160,9 +160,9 @@ def _problem(provider: Provider, comparisons: list[Comparison], expected: Mappin
     if provider.backend is not None:
         wrong = [f"{c.name} is {c.excess:.3g} times its error budget off" for c in comparisons if not c.ok]
     else:
-        # The error of PyTorch's own call makes the budgets: its bf16 weight gradients on a CPU are sums kept in bf16.
+        # PyTorch defines the budgets and is never wrong by them; on a CPU it sums bf16 weight gradients in bf16.
         share = _WRONG if provider.name != REFERENCE else 1.0
         scales = {name: float(np.abs(values).max()) for name, values in expected.items()}
-        # Negated, so that an error that is NaN is wrong too.
+        # Negated, so that a NaN error is wrong too.
         wrong = [f"{c.name} is off by {c.error:.3g}" for c in comparisons if not c.error <= share * scales[c.name]]
     return "; ".join(wrong) or None

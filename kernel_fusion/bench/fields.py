@@ -1,4 +1,4 @@
-"""Values that come from files: each is checked once, where it is read, and an error names its field."""
+"""Values read from files: each is checked once, and an error names its field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORTEST_MS, _LONGEST_MS = 1e-9, 1e12
 
 
 class Rule(NamedTuple):
-    """A demand on a value, in words and as a test."""
+    """A condition on a value, in words and as a test."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -25,7 +25,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    # JSON can spell halves of a surrogate pair, which no file and no terminal takes.
+    # JSON can spell half a surrogate pair, which no file or terminal accepts.
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -44,7 +44,7 @@ TIME = Rule(
     f"a number of milliseconds from {_SHORTEST_MS:g} to {_LONGEST_MS:g}",
     lambda value: _is_number(value) and _SHORTEST_MS <= value <= _LONGEST_MS,
 )
-# A peer can be wrong by infinity, and by NaN.
+# A peer's error can be infinite or NaN.
 ERROR = Rule("a number from 0 on, or NaN", lambda value: isinstance(value, float | int) and not value < 0)
 FACT = Rule("a text, a number, true, false or null", lambda v: v is None or isinstance(v, int | float) or _is_text(v))
 OBJECT = Rule("an object", lambda value: isinstance(value, dict))
@@ -56,21 +56,21 @@ _REQUIRED, _OPTIONAL = object(), " | None"
 
 @dataclass(frozen=True)
 class Fields:
-    """An object of a file.
+    """An object read from a file.
 
     Attributes:
-        values: what it holds, by name.
-        where: what stands before a name in errors, such as "measurements[3].".
+        values: its values by name.
+        where: the prefix of a name in errors, such as "measurements[3].".
     """
 
     values: dict[str, Any]
     where: str = ""
 
     def get(self, name: str, rule: Rule, default: Any = _REQUIRED) -> Any:
-        """The value called `name`, which must be as `rule` says.
+        """The value called `name`, checked by `rule`.
 
         Raises:
-            ValueError: it is not, or the value is missing and has no default.
+            ValueError: the rule fails, or the value is missing and has no default.
         """
         value = self.values.get(name)
         if value is None and default is not _REQUIRED:
@@ -84,13 +84,13 @@ class Fields:
         return Fields(self.get(name, OBJECT, default), f"{self.where}{name}.")
 
     def objects(self, name: str) -> Iterator[Fields]:
-        """Those of the list called `name`."""
+        """The objects of the list called `name`."""
         for index, value in enumerate(self.get(name, LIST)):
             where = f"{self.where}{name}[{index}]"
             yield Fields(checked(value, OBJECT, where), f"{where}.")
 
     def facts(self, name: str, default: Any = _REQUIRED) -> dict[str, Any]:
-        """The values of the object called `name`; each can be printed."""
+        """The values of the object called `name`; all can be printed."""
         found = self.object(name, default)
         for key in found.values:
             checked(key, NAME, f"{self.where}{name}")
@@ -98,7 +98,7 @@ class Fields:
         return found.values
 
     def of(self, kind: type, *names: str) -> dict[str, Any]:
-        """The fields called `names` of the dataclass `kind`; one that may be None may be missing."""
+        """The fields `names` of the dataclass `kind`; optional ones may be missing."""
         types = {f.name: str(f.type) for f in dataclasses.fields(kind) if f.name in names}
         return {
             name: self.get(name, _rule(name, annotation), None if annotation.endswith(_OPTIONAL) else _REQUIRED)
@@ -107,7 +107,7 @@ class Fields:
 
 
 def checked(value: Any, rule: Rule, where: str) -> Any:
-    """The value; ValueError, which names `where` it stands, if it is not as `rule` says."""
+    """The value, or a ValueError that says `where` it stands and what `rule` expects."""
     if not rule.holds(value):
         raise ValueError(f"`{where}` must be {rule.expected}, got {reprlib.repr(value)}")
     return value

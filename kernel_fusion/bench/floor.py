@@ -1,7 +1,7 @@
-"""The floor: one PyTorch kernel that moves the bytes of a workload, and the bare matrix products.
+"""The floor: the time of a PyTorch kernel that moves the bytes of a workload, plus the bare matrix products.
 
-`torch.neg` where about as much is written as read, `torch.add` where nearly twice as much is read. Where next to
-nothing is written, the time of reading: computed where the read bandwidth is known, else that of PyTorch's sum.
+`torch.neg` stands for workloads that read about as much as they write, `torch.add` for those that read nearly twice as
+much. If almost nothing is written, the floor is the time of reading: computed from a known bandwidth, or PyTorch's sum.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Part, Traffic, Workload
 
-# What a kernel that only reads reaches, in bytes per second, by a part of the device's name; measured on large tensors.
+# Bytes per second that a read-only kernel reaches on large tensors, by a part of the device's name.
 READ_BANDWIDTH = {"H200": 4.5e12}
 
-# Bytes read per byte written from which `add` (two) is closer than `neg` (one) to what happens.
+# From this many bytes read per byte written, `add` (two) is closer than `neg` (one).
 _ADD_FROM = 1.75
-# Less than one byte written for this many read is nothing.
+# A workload that writes less than one byte per this many read counts as read-only.
 _READ_ONLY_FROM = 32
-# A tensor of the inputs serves if its size is this close to what is needed: parameters are a little beside it.
+# An input tensor is reused if its size differs by at most this share.
 _CLOSE = 0.02
 
 METHOD = (
@@ -36,13 +36,13 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Floor:
-    """A contender that computes nothing of use."""
+    """A contender that only moves bytes."""
 
     name: str = "floor"
     version: str = torch.__version__
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """The kernels of `direction`. Their tensors are contiguous whatever the layout of the inputs."""
+        """The kernels of `direction`, on contiguous tensors whatever the layout of the inputs."""
         calls = [
             call
             for part in _PARTS[direction]
@@ -54,7 +54,7 @@ class Floor:
 
 
 def computed_ms(direction: Direction, workload: Workload, device: torch.device) -> float | None:
-    """The floor in ms where it is computed rather than measured, or None."""
+    """The floor in ms if it is computed; None if it must be measured."""
     if direction != "forward" or device.type != "cuda":
         return None
     traffic = workload.traffic("forward")
@@ -86,7 +86,7 @@ def _moves(traffic: Traffic, inputs: Inputs) -> list[Call]:
 
 
 def _tensors_of(num_bytes: int, count: int, inputs: Inputs) -> list[Tensor]:
-    """`count` contiguous tensors of about this size and of one dtype: of the inputs where they fit, else new ones."""
+    """`count` contiguous tensors of about this size and one dtype; inputs are reused if they fit."""
     dtype = inputs.cotangents[0].dtype
 
     def fits(t: Tensor) -> bool:

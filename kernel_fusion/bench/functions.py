@@ -1,4 +1,4 @@
-"""`compare`: functions of one's own, timed against each other as the suites time ours."""
+"""`compare` times a user's own functions against each other, as the suites time ours."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Times:
     """What `compare` found; print it.
 
     Attributes:
-        baseline: whose time speed-ups are relative to.
-        timings: by direction and name, the time, or why there is none.
-        differences: by name, the largest absolute difference of a result from the baseline's, by result or gradient.
+        baseline: the name that speed-ups are relative to.
+        timings: the time, or why there is none, by direction and name.
+        differences: the largest absolute difference from the baseline, by name, then by result or gradient.
     """
 
     baseline: str
@@ -32,7 +32,7 @@ class Times:
     differences: Mapping[str, Mapping[str, float]]
 
     def speedup(self, name: str, direction: Direction = "forward") -> float:
-        """The baseline's median time over that of `name`; ValueError where one of the two has none."""
+        """The baseline's median time over that of `name`; ValueError if one has no time."""
         ours, theirs = (self.timings[direction][each] for each in (name, self.baseline))
         if isinstance(ours, Timing) and isinstance(theirs, Timing):
             return theirs.median_ms / ours.median_ms
@@ -68,13 +68,13 @@ def compare(
 ) -> Times:
     """Time functions of the same tensors against each other.
 
-    They take turns in one process, in an order drawn for each round. On an NVIDIA GPU calls are captured in CUDA graphs
-    and rotate over copies of the inputs, so that neither launches nor a warm cache are measured; elsewhere a sample is
-    one call. Where an input requires a gradient, backward and both together are timed too, with random cotangents.
+    They take turns in one process, in a random order per round. On an NVIDIA GPU, calls are captured in CUDA graphs and
+    rotate over copies of the inputs, so neither launches nor a warm cache are measured. Elsewhere a sample is one call.
+    If an input requires a gradient, backward and both together are timed too, with random cotangents.
 
     Args:
         functions: by name; each takes `inputs` as its arguments and returns a floating-point tensor or a tuple of them.
-        inputs: the arguments, tensors of one device, or a single tensor. What else a function takes, it encloses.
+        inputs: the arguments, tensors of one device, or a single tensor. Functions enclose everything else they need.
         baseline: the name of the function that the others are compared with. Default: the last one.
         quick: whether to take a tenth of the time, for a first look.
 
@@ -82,7 +82,7 @@ def compare(
         a `Times`; print it.
 
     Raises:
-        ValueError: there is no function or tensor, `baseline` names no function, or results have other shapes than the
+        ValueError: there is no function or tensor, `baseline` names no function, or results differ in shape from the
             baseline's.
 
     Example:
@@ -136,7 +136,7 @@ def _time(
 def _differences(
     functions: Mapping[str, Callable[..., Any]], baseline: str, inputs: Inputs
 ) -> dict[str, dict[str, float]]:
-    """By name, how far each result and gradient is from the baseline's."""
+    """The distance of each result and gradient from the baseline's, by name."""
 
     def results(function: Callable[..., Any]) -> dict[str, Tensor]:
         values = inputs.call(function)

@@ -1,4 +1,4 @@
-"""What the host does for a call, as a function and as a module; ours is called without naming a backend."""
+"""The host's time for a call, as a function and as a module; our calls name no backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = ("inference", "training forward", "forward+backward")
 _PYTORCH = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}
 _OURS = {"layer_norm": kf.FusedLayerNorm, "rms_norm": kf.FusedRMSNorm}
 
-Form = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is called, and what gradients are taken for
+Form = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # the call, and the tensors to differentiate for
 
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:

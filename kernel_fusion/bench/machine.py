@@ -1,4 +1,4 @@
-"""What a result depends on apart from our code: machine, versions, the state of the checkout. `info` prints it too."""
+"""Everything apart from our code that a result depends on: machine, versions, checkout. `info` prints it too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def machine(*devices: torch.device) -> dict[str, str | int]:
-    """Names and sizes of the hardware that the devices are, and of their host."""
+    """Names and sizes of the devices and their host."""
     facts: dict[str, str | int] = {
         "device": ", ".join(map(str, devices)),
         "cpu": cpu_model(),
@@ -41,7 +41,7 @@ def machine(*devices: torch.device) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that takes part, as far as it is installed."""
+    """The versions of everything involved that is installed."""
     found = {
         "kernel_fusion": kf.__version__,
         "git_commit": git_commit(),
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def load_average() -> float:
-    """How many programs wanted to run during the last minute; 0 where the system does not tell."""
+    """How many programs wanted to run in the last minute; 0 if the system does not tell."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -76,7 +76,7 @@ def cpu_model() -> str:
 
 
 def gpu_driver() -> str | None:
-    """The version of the NVIDIA driver, or None where it cannot be told."""
+    """The version of the NVIDIA driver, or None if unknown."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -96,10 +96,10 @@ def nvrtc_version() -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that the package is imported from ("+changes" if edited); None outside one."""
+    """The commit of the package's checkout ("+changes" if edited), or None outside a checkout."""
     root = _PACKAGE.parent
     lines = _output(["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"])
-    # A package installed below somebody else's checkout is not part of it.
+    # A package installed inside another project's checkout is not part of it.
     if len(lines) != 2 or Path(lines[0]).resolve() != root.resolve():
         return None
     edited = _output(["git", "-C", str(root), "status", "--porcelain", "--", str(_PACKAGE)])

@@ -1,6 +1,6 @@
-"""Memory in training: what autograd keeps for backward, and what a step takes at its peak, inputs apart.
+"""Memory in training: the bytes that autograd keeps, and the peak of a step without the inputs.
 
-A CUDA device reports its peak. On a CPU it is the bytes of saved tensors, outputs and gradients.
+A CUDA device reports its peak. On a CPU the peak is the bytes of saved tensors, outputs and gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHODS = {
 
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
-    """Saved and peak bytes of a training step; yields once."""
+    """Measure saved and peak bytes of a training step; yields once."""
     (inputs,) = workload.input_sets(setup.device, 1)
     for provider, errors in check.passing(results, workload, setup, inputs).items():
         saved = saved_bytes(provider, workload, inputs)
@@ -34,7 +34,7 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
 
 
 def training_bytes(provider: Provider, workload: Workload, inputs: Inputs) -> int:
-    """Bytes that one forward and backward take above the inputs."""
+    """Bytes that one forward and backward add to the inputs."""
     device = inputs.cotangents[0].device
     if device.type != "cuda":
         return _bytes_kept(provider, workload, inputs, with_results=True)
@@ -48,7 +48,7 @@ def training_bytes(provider: Provider, workload: Workload, inputs: Inputs) -> in
 
 
 def saved_bytes(provider: Provider, workload: Workload, inputs: Inputs) -> int:
-    """Bytes that autograd keeps for backward, inputs apart; an output is among them where backward reads it."""
+    """Bytes, without inputs, that autograd keeps for backward; an output counts if backward reads it."""
     return _bytes_kept(provider, workload, inputs, with_results=False)
 
 
@@ -59,11 +59,11 @@ def _bytes_kept(provider: Provider, workload: Workload, inputs: Inputs, with_res
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a result would hold what saved it, and both would stay for ever
+        return tensor.detach()  # otherwise result and saved tensor keep each other alive
 
     inputs = provider.accepted(workload, inputs)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        # The graph holds what it saved until the results are dropped, so no two storages share an address.
+        # The graph keeps what it saved until the results go, so no two storages share an address.
         outputs = inputs.call(provider.function(workload))
     if with_results:
         gradients = inputs.gradients(outputs, retain_graph=True)

@@ -1,8 +1,8 @@
-"""Whole models, patched and not: whether they compute the same, and whether all that users do with them works.
+"""Whole models before and after patching: do they compute the same, and does everything users do with them work?
 
-A patched model is judged as a kernel is: beside a float64 run, the error of its logits, of its loss and of every
-gradient is at most twice that of the unpatched model and one rounding. Errors are those of whole tensors (their
-2-norms); the rounding is that of elements of the tensor, or of an average gradient where those are larger.
+A patched model is judged as a kernel is. Against a float64 run, the error of its logits, its loss and every gradient is
+at most twice that of the unpatched model plus one rounding. Errors are 2-norms of whole tensors. The rounding is that
+of the tensor's elements, or of an average gradient if that is larger.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch.utils._pytree import tree_map_only
 import kernel_fusion as kf
 from kernel_fusion.bench.tiny_models import Architecture
 
-DRAWS = 16  # a scalar's error in one draw says little
+DRAWS = 16  # one draw says little about a scalar's error
 CHECKS = ("fp32", "bf16", "save and load", "generate", "checkpointing", "compile")
 
 
 class NotApplicable(Exception):
-    """The unpatched model fails a check itself."""
+    """The unpatched model already fails the check."""
 
 
 class InFloat64(TorchFunctionMode):
-    """Has code that asks for fp32 compute in fp64, so that a float64 run is one from end to end."""
+    """Makes code that asks for fp32 compute in fp64, so that the float64 run is float64 throughout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call with float64 for float32."""
@@ -49,7 +49,7 @@ Results = dict[str, Tensor]
 
 @dataclass
 class Outcome:
-    """What came of one model: how it was patched, and for each check None if it passed, else the reason."""
+    """How one model was patched, and for each check None or the reason why it failed."""
 
     library: str
     task: str
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results:
-    """Logits, loss and the gradients of all parameters that the loss depends on."""
+    """Logits, loss, and the gradients of all parameters that affect the loss."""
     given = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
     model.zero_grad(set_to_none=True)
     output = model(**given)
@@ -81,7 +81,7 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> Results
 
 
 def _logits(output: Any) -> Tensor:
-    """The result of a model that its task is about."""
+    """The result that the model's task is about."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "cls_logits", "last_hidden_state", "sample"):
@@ -91,7 +91,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def over_budget(draws: list[tuple[Results, Results, Results]]) -> list[str]:
-    """The results of several draws of (exact, unpatched, patched) that are over budget, judged together."""
+    """Names of results over budget, judged over all draws of (exact, unpatched, patched)."""
     bad = []
     elements = sum(t.numel() for t in draws[0][0].values()) * len(draws)
     average = (sum(float(t.double().square().sum()) for exact, _, _ in draws for t in exact.values()) / elements) ** 0.5
@@ -111,7 +111,7 @@ def over_budget(draws: list[tuple[Results, Results, Results]]) -> list[str]:
 
 
 def compare(architecture: Architecture, model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Why a patched copy of a model does not agree with it in a dtype; None where it does."""
+    """Why a patched copy disagrees with the model in a dtype, or None."""
     model = copy.deepcopy(model).to(dtype)
     patched, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     for module in exact.modules():  # the grouped product of experts takes no fp64
@@ -155,7 +155,7 @@ def generates(architecture: Architecture, model: Any) -> str | None:
 
 
 def checkpoints(architecture: Architecture, model: Any) -> str | None:
-    """Whether gradient checkpointing changes no bit of a patched model, where it changes none of the unpatched one."""
+    """Whether gradient checkpointing, if it changes no bit of the unpatched model, changes none of the patched one."""
     inputs = architecture.inputs(model, 0)
 
     def differing(model: Any) -> list[str]:
@@ -174,7 +174,7 @@ def checkpoints(architecture: Architecture, model: Any) -> str | None:
 
 
 def saves(architecture: Architecture, model: Any) -> str | None:
-    """Whether a patched model saves, and loads as an unpatched one, and copies and pickles as a patched one."""
+    """Whether a patched model saves, loads as an unpatched one, and copies and pickles as a patched one."""
     inputs = architecture.inputs(model, 0)
     patched = copy.deepcopy(model)
     kf.patch(patched)
@@ -201,14 +201,14 @@ def _pickles(model: Any) -> bool:
 
 
 def _loaded(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """What a model computes that was saved and loaded."""
+    """What the model computes after saving and loading."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return _logits(type(model).from_pretrained(folder).eval()(**inputs))
 
 
 def compiles(architecture: Architecture, model: Any) -> str | None:
-    """Whether a patched model compiles in one graph, if the unpatched one does, and computes the same."""
+    """Whether a patched model compiles in one graph if the unpatched one does, with equal results."""
     inputs = architecture.inputs(model, 0)
     patched = copy.deepcopy(model)
     kf.patch(patched)
@@ -225,7 +225,7 @@ def compiles(architecture: Architecture, model: Any) -> str | None:
 
 @contextmanager
 def _original() -> Iterator[None]:
-    """What fails in here is the unpatched model's."""
+    """Blames a failure inside on the unpatched model."""
     try:
         yield
     except Exception as error:
@@ -239,8 +239,8 @@ def examine(architecture: Architecture, compile: bool = False) -> Outcome:
         try:
             torch.manual_seed(0)
             model = architecture.make()
-            run(copy.deepcopy(model), architecture.inputs(model, 0), torch.float32)  # some keep what they computed
-        except Exception as error:  # a model that cannot be made or trained without us
+            run(copy.deepcopy(model), architecture.inputs(model, 0), torch.float32)  # some models keep state
+        except Exception as error:  # the model itself cannot be made or trained
             outcome.not_made = _line(error)
             return outcome
         patched = copy.deepcopy(model)
@@ -252,7 +252,7 @@ def examine(architecture: Architecture, compile: bool = False) -> Outcome:
                 outcome.checks[name] = check()
             except NotApplicable:
                 continue
-            except Exception as error:  # a check that fails in any way is a result, and named
+            except Exception as error:  # a check may fail in any way
                 outcome.checks[name] = _line(error)
     return outcome
 
@@ -294,7 +294,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' warnings, and on one thread: such small tensors take longer on several."""
+    """Without library warnings, and on one thread, which is faster for such small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

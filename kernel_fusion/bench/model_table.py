@@ -1,4 +1,4 @@
-"""The page that says which models were patched, how they were checked, and what failed."""
+"""Writes the page on the models that were patched, how they were checked, and what failed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _rows(outcomes: list[Outcome]) -> list[str]:
 
 
 def _left(outcomes: list[Outcome]) -> list[str]:
-    """Each reason with the classes of modules that were left for it."""
+    """Each reason, with the classes of modules that were not patched because of it."""
     by_reason: dict[str, set[str]] = defaultdict(set)
     for outcome in outcomes:
         for line in outcome.left:

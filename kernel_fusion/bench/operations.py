@@ -1,4 +1,4 @@
-"""The operations that suites measure, as data: each verb with its variants, PyTorch's calls beside ours."""
+"""The operations that suites measure, as data: each verb's variants, with PyTorch's calls and ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORES_BATCH = 16  # scores are (batch, rows, columns)
 _EPS = 1e-6
 _HEAD = 64  # the size of query and key
 _HALF = (torch.float16, torch.bfloat16)
-# What backward must read beside dy where the slope is one of two: a bit per element, next to nothing.
+# Backward needs one bit per element beside dy if the slope has two values: next to nothing.
 _BITS: tuple[str, ...] = ()
 
 
@@ -37,7 +37,7 @@ def _tensors(*names: str) -> Callable[[Shape, torch.dtype], list[Argument]]:
 
 
 def _with_rows(*names: str, tensors: Sequence[str] = ("x",)) -> Callable[[Shape, torch.dtype], list[Argument]]:
-    """Tensors of the result's shape, and parameters of the shape of a row."""
+    """Tensors of the result's shape, and parameters of a row's shape."""
 
     def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
         rows = [Argument(name, shape[-1:], dtype, 1.0 if name == "weight" else 0.5, shared=True) for name in names]
@@ -92,7 +92,7 @@ def _activation(name: str) -> Operation:
 
 
 def _not_zero(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    # 16-bit values may be exactly zero although they were kept; what was dropped has no gradient.
+    # A kept value in fp16 or bf16 can be exactly zero, but only a dropped one has no gradient.
     return torch.logical_or(results["y"] != 0, results["dx"] != 0)
 
 
@@ -141,7 +141,7 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         return output
 
     def kept(results: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        # What was dropped left the residual as it was. So does what is too small to change it, but it has a gradient.
+        # A dropped value leaves the residual unchanged. So does a tiny one, but that one has a gradient.
         return torch.logical_or(results["h"] != arguments["residual"], results["dx"] != 0)
 
     parts = [f"add+{norm}", *(["fp32 residual"] if wide_residual else []), *(["dropout"] if dropout else [])]
@@ -185,7 +185,7 @@ def _softmaxes() -> list[Operation]:
     scale = 0.125
 
     def with_mask(values: Any, moved: bool) -> Callable[[Shape, torch.dtype], list[Argument]]:
-        """x, and a boolean mask, True = keep. Where our call is told `causal`, only PyTorch's calls read the mask."""
+        """x and a boolean mask, True = keep. If our call is told `causal` instead, only PyTorch reads the mask."""
 
         def arguments(shape: Shape, dtype: torch.dtype) -> list[Argument]:
             keep = Argument("keep", shape, torch.bool, values=values, gradient=False, moved=moved)
@@ -205,7 +205,7 @@ def _softmaxes() -> list[Operation]:
     def causal(x: Tensor, keep: Tensor, p: float, backend: str | None) -> Tensor:
         return kf.softmax(x, scale=scale, causal=True, backend=backend)
 
-    # Backward reads y, which has the size of x.
+    # Backward reads y, which is as large as x.
     softmax = partial(Operation, verb="softmax", backward_reads=("x",))
     return [
         softmax("softmax", arguments=_tensors("x"), pytorch=lambda _, x: unfused.softmax(x), fused=plain),
@@ -252,7 +252,7 @@ def _scores() -> list[Operation]:
 
 
 def _cupy_relu_layer_norm(cupy: Any) -> Function:
-    """The calls as a user of CuPy writes it: 13 passes over arrays of the size of x."""
+    """The calls that a user of CuPy writes: 13 passes over arrays as large as x."""
 
     def call(x: Any, weight: Any, bias: Any) -> Any:
         u = cupy.maximum(x, 0)
@@ -265,7 +265,7 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
 
 @lru_cache
 def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Operation:
-    """A norm alone, called as its users call it. The bytes of weight and bias, little beside x, do not count."""
+    """A norm alone, called as users call it. The few bytes of weight and bias do not count."""
     rms = verb == "rms_norm"
     own: Function = F.rms_norm if rms else F.layer_norm
     ours: Function = kf.rms_norm if rms else kf.layer_norm
@@ -278,7 +278,7 @@ def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Ope
     def pytorch(_: Dropout, x: Tensor, *affine: Tensor) -> Any:
         if x.dtype == weight:
             return own(x, x.shape[-1:], *affine)
-        # PyTorch refuses mixed dtypes; its users compute in the widest and round.
+        # PyTorch refuses mixed dtypes, so its users compute in the widest one and round.
         wide = torch.promote_types(x.dtype, weight)
         return own(x.to(wide), x.shape[-1:], *(t.to(wide) for t in affine)).to(x.dtype)
 
@@ -297,7 +297,7 @@ def bare_norm(verb: str, weight: torch.dtype, layout: str = "contiguous") -> Ope
 
 
 def case_of(workload: Workload) -> RowNormCase:
-    """The oracle's case of a bare norm, which has its numbers and budgets, in float64 too."""
+    """The oracle's case of a bare norm, with its budgets."""
     x, *affine = workload.arguments.values()
     weight, bias = [a.dtype for a in affine] + [None] * (2 - len(affine))
     return RowNormCase(workload.verb, workload.shape, workload.dtype, weight=weight, bias=bias, layout=x.layout)
@@ -313,12 +313,12 @@ _BY_NAME = {operation.name: operation for operation in OPERATIONS}
 # maximum 2, mean 1, variance 2, subtraction 2, division 2, weight 2, bias 2; PyTorch: relu 2, layer_norm 2.
 RELU_LAYER_NORM = replace(_BY_NAME["relu+layer_norm"], passes={"pytorch": 4, "cupy": 13}, cupy=_cupy_relu_layer_norm)
 
-# Single workloads, by name: the bare norms, and all operations.
+# Single workloads by name: the bare norms and all operations.
 CASES = tuple(dict.fromkeys((*NORMS, *(operation.name for operation in (*OPERATIONS, *SCORES)))))
 
 
 def case_workload(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """The workload of `CASES` called `name`, of so many rows and columns.
+    """The workload of `CASES` called `name`, with these numbers of rows and columns.
 
     Raises:
         ValueError: there is none, or not in this dtype.

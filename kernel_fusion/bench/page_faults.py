@@ -1,7 +1,7 @@
-"""Settles which results of a CPU are in memory that is new to the process, and counts page faults.
+"""Decides which results on a CPU lie in new memory, and counts page faults.
 
-The system clears each new page at its first write, which a result pays for. Left alone, glibc decides by what was
-freed before which results are new, so that a time would depend on the measurements before it.
+The system clears each new page at its first write, and the call pays for that. By default glibc gives out new memory
+depending on what was freed before, so a time would depend on earlier measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from kernel_fusion.operators import loader
 
-# The largest threshold that glibc chooses by itself, on freeing a block of that size.
+# The largest threshold that glibc chooses by itself.
 _THRESHOLD = 32 << 20
 
 METHOD = (
@@ -23,7 +23,7 @@ METHOD = (
 
 
 def faults() -> int:
-    """How many page faults of the process the system has served without a disk; 0 where it does not count them."""
+    """Page faults that the process had served without a disk; 0 if the system does not count them."""
     try:
         import resource
     except ImportError:
@@ -33,10 +33,10 @@ def faults() -> int:
 
 @contextmanager
 def settled(largest: int = _THRESHOLD) -> Iterator[None]:
-    """Within, tensors up to `largest` bytes are in memory freed before, larger ones in new memory.
+    """Within, tensors up to `largest` bytes reuse freed memory; larger ones get new memory.
 
     Raises:
-        BuildError: the extension, which sees to it, cannot be loaded.
+        BuildError: the extension, which sets this, cannot be loaded.
     """
     loader.keep_memory(largest)
     try:
@@ -46,5 +46,5 @@ def settled(largest: int = _THRESHOLD) -> Iterator[None]:
 
 
 def reused() -> AbstractContextManager[None]:
-    """As `settled`, whatever the size: a call repeated faults no more."""
+    """As `settled`, but for all sizes: repeated calls cause no faults."""
     return settled(sys.maxsize)

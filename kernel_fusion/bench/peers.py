@@ -1,6 +1,6 @@
-"""Other libraries, measured where they are installed, with arguments under which they compute what PyTorch does.
+"""Other libraries, measured if installed, with arguments under which they compute what PyTorch does.
 
-A new one is an entry of `PEERS`. One is ours: the portable build of the CPU kernels.
+To add one, add an entry to `PEERS`. One entry is ours: the portable build of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernel_fusion.testing.oracle import RowNormCase, default_eps
 
 
 def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
-    """Those of `names` that can be measured here, and of each its version or why it is absent."""
+    """The peers among `names` that can be measured here, and the version of each or why it is absent."""
     found, states = [], {}
     for name in names:
         devices = _DEVICES.get(name, ("cuda",))
@@ -39,7 +39,7 @@ def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], di
             continue
         try:
             provider = PEERS[name]()
-        except Exception as error:  # an import runs whatever the package does there
+        except Exception as error:  # importing a package can fail in any way
             states[name] = f"absent: {reason(error)}"
         else:
             states[name] = provider.version
@@ -50,27 +50,27 @@ def find(names: Sequence[str], device: torch.device) -> tuple[list[Provider], di
 
 
 def prepare(names: Sequence[str]) -> None:
-    """Build what some of `names` need, before anything loads the extension: for `portable` a library that has it."""
+    """Build what `names` need before anything loads the extension: for `portable`, a library with that build."""
     if BASELINE in names and not loader.is_loaded():
-        with suppress(BuildError):  # `find` says why it is absent
+        with suppress(BuildError):  # `find` reports the absence
             build.built_library(say, every_variant=True)
 
 
 def _portable() -> Provider:
     best = loader.cpu_variant()
-    loader.use_cpu_variant("DEFAULT")  # raises where the library that was loaded before has no such build
+    loader.use_cpu_variant("DEFAULT")  # raises if the library loaded before has no such build
     loader.use_cpu_variant(best)
     return replace(ours("cpu"), name=BASELINE, variant="DEFAULT")
 
 
 def _torch_compile() -> Provider:
-    # One retained graph is run backward many times, which a backward that reuses its saved buffers does not allow.
+    # Backward runs many times on one retained graph, so it must not reuse its saved buffers.
     config: Any = importlib.import_module("torch._functorch.config")
     config.donated_buffer = False
 
     @lru_cache(maxsize=1)
     def compiled(workload: Any) -> Any:
-        # The limit on recompilations counts over all shapes of a function; a program would have a few.
+        # The recompilation limit counts all shapes together, and suites have more than a program.
         torch.compiler.reset()
         return torch.compile(workload.unfused(), fullgraph=True, dynamic=False)
 
@@ -110,7 +110,7 @@ def _liger() -> Provider:
         eps = default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
-        # No offset; everything in fp32, rounded once, as PyTorch does; and dy is not overwritten.
+        # No offset, fp32 throughout with one rounding as in PyTorch, and dy is not overwritten.
         return lambda x, weight: rms_norm(x, weight, eps, 0.0, "gemma", False)
 
     return _of_norms("liger", _version("liger-kernel"), norm)
@@ -130,7 +130,7 @@ def _quack() -> Provider:
 
 
 def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
-    """Quack's LayerNorm, whose two halves come without autograd and take two dimensions and fp32 parameters."""
+    """Quack's LayerNorm; its two halves have no autograd and take two dimensions and fp32 parameters."""
 
     class LayerNorm(torch.autograd.Function):
         @staticmethod
@@ -157,7 +157,7 @@ def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
 
 def _apex() -> Provider:
     module = importlib.import_module("apex.normalization.fused_layer_norm")
-    importlib.import_module("fused_layer_norm_cuda")  # an apex without its extension fails at the first call
+    importlib.import_module("fused_layer_norm_cuda")  # without its extension, apex fails only at the first call
 
     def norm(case: RowNormCase) -> Function:
         shape, eps = case.normalized_shape, default_eps(case)
@@ -186,9 +186,9 @@ def _flash_attn() -> Provider:
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
-    """Triton's configurations whose threads have registers for a row.
+    """Triton's configurations with enough registers for a row.
 
-    flash-attn's autotuner also tries too few warps, which spill; one such compilation takes up to seven minutes.
+    flash-attn's autotuner also tries too few warps, whose spilling kernels take minutes to compile.
     """
     columns = (named_args | kwargs)["BLOCK_N"]
     return [config for config in configs if columns <= 255 * 32 * config.num_warps]
@@ -201,7 +201,7 @@ def _of_norms(
     f32_weights: tuple[str, ...] = (),
     longest: float = math.inf,
 ) -> Provider:
-    """A library that has the bare norms, of rows up to `longest` bytes."""
+    """A library that has bare norms, for rows of up to `longest` bytes."""
 
     def measures(workload: Workload) -> bool:
         return workload.what.bare and workload.shape[-1] * workload.dtype.itemsize <= longest
@@ -228,5 +228,5 @@ PEERS: dict[str, Callable[[], Provider]] = {
     "flash-attn": _flash_attn,
     "cupy": _cupy,
 }
-# Where they run, if not on CUDA devices alone.
+# The device types of peers that do not run on CUDA alone.
 _DEVICES = {"torch.compile": ("cuda", "cpu"), BASELINE: ("cpu",)}

@@ -1,6 +1,6 @@
-"""Pictures of results, as files; each says which way is better, and machine, versions and date.
+"""Pictures of results, as files. Each says which way is better, and on what machine, versions and date.
 
-Cells whose times vary too much stay empty and say so. Lines join points over row lengths, never categories.
+Cells with noisy times stay empty and say so. Lines join points over row lengths, never categories.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ Picture = tuple[str, "Figure"]  # a name for the file, and the figure
 Panels = dict[tuple[str, str], Cells]  # by the titles of row and column
 Values = Callable[[Cell, str], float | None]  # of a contender in a cell
 
-# The colours of Okabe and Ito, which every kind of colour vision tells apart. Markers and hatches repeat the difference
-# for print without colours.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Markers and hatches help in black and white.
 _GREY, _ORANGE = "#999999", "#E69F00"
 _OURS = ("#0072B2", "#56B4E9", "#000000")
 _PEERS = ("#009E73", "#CC79A7", "#D55E00", "#7F7F00", "#F0E442")
 _MARKERS = "sv^DPX<>*h"
 _HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "|||", "---", "+++", "***")
 _SAVED = "saved for backward"
-_MANY = 16  # more cells than this are dots, since bars would be too thin
+_MANY = 16  # with more cells than this, bars would be too thin
 _WIDE_RANGE = 8  # beyond this ratio of the largest to the smallest value, an axis is logarithmic
 _MAX_WIDTH, _MAX_HEIGHT = 24.0, 40.0
 
@@ -57,12 +56,12 @@ def missing() -> str | None:
 
 
 def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None, suffix: str = "png") -> list[Path]:
-    """Write the pictures of `kinds`, by default of all, into `folder`; the paths."""
+    """Write the pictures of `kinds` (default: all) into `folder`; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for name, figure in pictures(results, kinds):
         path = folder / f"{results.stem}-{file_name(name)}.{suffix}"
-        if path in paths:  # names can differ in characters alone that file names lack
+        if path in paths:  # two names can become one file name
             path = path.with_stem(f"{path.stem}-{len(paths)}")
         figure.savefig(path)
         paths.append(path)
@@ -70,7 +69,7 @@ def plot(results: Results, folder: Path, kinds: Iterable[PlotKind] | None = None
 
 
 def pictures(results: Results, kinds: Iterable[PlotKind] | None = None) -> Iterator[Picture]:
-    """The pictures of `kinds`, by default of all; a kind that the results have nothing for yields none."""
+    """The pictures of `kinds` (default: all) that the results have data for."""
     for kind in KINDS if kinds is None else kinds:
         yield from KINDS[kind](results)
 
@@ -103,7 +102,7 @@ def _speedups(results: Results) -> Iterator[Picture]:
 
 
 def _times(results: Results) -> Iterator[Picture]:
-    """Per group and dtype: times over the floor, where there is one; of a single operation, times and bandwidths."""
+    """Per group and dtype: times over the floor, if there is one; for a single operation, times and bandwidths."""
     for group, dtype in results.groups:
         panels = _by_direction(results, group, dtype, lambda m: m.timing is not None)
         yield from _figure(
@@ -147,7 +146,7 @@ def _time_bars(axes: Axes, cell: Cell, look: Styles) -> None:
 
 
 def _bandwidths(results: Results) -> Iterator[Picture]:
-    """Per group: bytes per second over the length of a row. Operations of one shape have one length only."""
+    """Per group: bytes per second over row length. Operations at one shape have only one length."""
     for group in dict.fromkeys(group for group, _ in results.groups):
         panels: Panels = {}
         for dtype in (dtype for name, dtype in results.groups if name == group):
@@ -191,8 +190,8 @@ def _draw_bandwidth(axes: Axes, cells: Cells, look: Styles) -> None:
 
 
 def _memory(results: Results) -> Iterator[Picture]:
-    """Per group and dtype: peaks of a training step as bars, and as diamonds what autograd saved of them."""
-    devices = {place.device: place for place in results.places}  # the number of threads changes no bytes
+    """Per group and dtype: bars for the peak of a training step, diamonds for what autograd saved."""
+    devices = {place.device: place for place in results.places}  # threads change no bytes
     for group, dtype in results.groups:
         panels: Panels = {}
         for device, place in devices.items():
@@ -260,7 +259,7 @@ def styles(results: Results) -> dict[str, Style]:
 
 @contextmanager
 def _without_formulas() -> Iterator[None]:
-    """Within, a dollar sign in a text is a dollar sign: a name is no formula."""
+    """Within, a dollar sign does not begin a formula."""
     from matplotlib import rc_context
 
     with rc_context({"text.parse_math": False}):
@@ -271,14 +270,14 @@ def _without_formulas() -> Iterator[None]:
 def _draw(
     results: Results, what: str, panels: Panels, draw: Callable[[Axes, Cells, Styles], None], height: float | None
 ) -> Figure:
-    # A figure of its own, unlike one of pyplot, needs no display and leaves no global state.
+    # Unlike a pyplot figure, this one needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
     tall = height or 0.9 + (0.24 if _are_dots(panels) else 0.42) * max(map(len, panels.values()))
     size = min(_MAX_WIDTH, max(8, 2.5 + 3.6 * len(columns))), min(_MAX_HEIGHT, 1.3 + tall * len(rows))
     figure = Figure(figsize=size, layout="constrained", dpi=110)
-    # One scale for all panels, so that lengths can be compared across them.
+    # All panels share one scale, so that lengths can be compared.
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=height is None, sharey=height is None)
     look = styles(results)
     for (row, column), cells in panels.items():
@@ -304,7 +303,7 @@ def _figure(
     draw: Callable[[Axes, Cells, Styles], None],
     height: float | None = None,
 ) -> Iterator[Picture]:
-    """A figure of the panels that show something, with one legend; `height` is that of panels without categories."""
+    """A figure of all panels with data, with one legend; `height` is for panels without categories."""
     panels = {key: cells for key, cells in panels.items() if cells}
     if panels:
         yield name, _draw(results, what, panels, draw, height)
@@ -327,7 +326,7 @@ def _are_dots(panels: Panels) -> bool:
 
 
 def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) -> dict[tuple[str, str], float]:
-    """Draw a row per cell, downwards, with a bar per contender, or dots where there are many rows; their heights."""
+    """Draw a row per cell, with a bar per contender, or dots if there are many rows; returns the heights."""
     dots = len(cells) > _MANY
     found = {p: {label: value(cell, p) for label, cell in cells.items() if p in cell} for p in look}
     found = {p: values for p, values in found.items() if any(x is not None for x in values.values())}
@@ -364,18 +363,18 @@ def _across(axes: Axes, cells: Cells, look: Styles, value: Values, text: str) ->
 
 
 def _note(axes: Axes, rows: Iterable[float]) -> None:
-    """Say at these heights that nothing is drawn because times vary too much."""
+    """Write at these heights that nothing is drawn because times vary too much."""
     for at in rows:
         axes.text(0.01, at, "noisy", transform=axes.get_yaxis_transform(), va="center", fontsize=7, color="#555555")
 
 
 def row_names(cells: Cells) -> list[str]:
-    """What the cells are called, with their sizes where those are not the name."""
+    """The names of the cells, with sizes unless the size is the name."""
     names = []
     for label, cell in cells.items():
         m = next(iter(cell.values()))
         size = f"{m.rows}×{m.cols}"
-        # A shape given by the user is its own name, and that of an operation stands in the title.
+        # A shape given by the user is its own name, and an operation's shape is in the title.
         names.append(label if m.operation else size if label == size.replace("×", "x") else f"{label}, {size}")
     return names
 

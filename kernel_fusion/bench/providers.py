@@ -1,4 +1,4 @@
-"""Who is measured: PyTorch and our backends; `peers` has other libraries, `floor` the floor."""
+"""PyTorch and our backends as contenders; `peers` has other libraries, `floor` the floor."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LAUNCH_COUNTERS = {"cpu": ("cpu_forward", "cpu_backward"), "cuda": ("cuda_launc
 
 
 class Contender(Protocol):
-    """Whatever can be timed."""
+    """Anything that can be timed."""
 
     @property
     def name(self) -> str:
-        """What tables and files call it."""
+        """Its name in tables and files."""
 
     @property
     def version(self) -> str:
-        """The version of what runs."""
+        """The version of the library."""
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
-        """A call that does the work of `direction` on `inputs` and returns its results, so that they can be kept."""
+        """A call that does the work of `direction` on `inputs` and returns its results."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Provider:
 
     Attributes:
         name, version: see `Contender`.
-        function: from a workload to the function that does its call, which autograd can differentiate.
-        backend: ours, whose kernels must run; None for everybody else.
-        f32_weights: the verbs for which it takes weight and bias in float32 alone.
-        measures: whether it has anything for a workload.
-        convert: from a tensor to what its function takes, outside the timing; None for tensors.
+        function: maps a workload to a differentiable function that does its call.
+        backend: our backend, whose kernels must run; None for others.
+        f32_weights: the verbs whose weight and bias must be float32.
+        measures: whether it can do a workload.
+        convert: turns a tensor into the function's argument, outside the timing; None for tensors.
         differentiable: whether it has a backward pass.
         in_graphs: whether CUDA graphs can capture its calls.
-        variant: the build of our CPU kernels that it runs; None for the best.
+        variant: the build of our CPU kernels to run; None for the best.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Provider:
         return call_of(function, direction, inputs, self.convert)
 
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
-        """The results and the gradients by name, to be judged; of a provider without backward the results."""
+        """Results and gradients by name; without a backward pass, only results."""
         if not self.differentiable:
             (y,) = workload.what.results
             return {y: torch.utils.dlpack.from_dlpack(self.prepare("forward", workload, inputs)())}
@@ -88,7 +88,7 @@ class Provider:
         return named | dict(zip(inputs.leaves, gradients, strict=True))
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
-        """The result of `call` on the kernels of `variant`."""
+        """Run `call` on the kernels of `variant`."""
         if self.variant is None:
             return call()
         best = loader.cpu_variant()
@@ -99,7 +99,7 @@ class Provider:
             loader.use_cpu_variant(best)
 
     def accepted(self, workload: Workload, inputs: Inputs) -> Inputs:
-        """The inputs with weight and bias in a dtype that this provider takes."""
+        """The inputs, with weight and bias in a dtype that the provider takes."""
         if workload.verb not in self.f32_weights:
             return inputs
         return inputs.map(lambda name, t: t.float() if name in ("weight", "bias") else t)
@@ -108,7 +108,7 @@ class Provider:
 def call_of(
     function: Function, direction: Direction, inputs: Inputs, convert: Callable[[Tensor], object] | None = None
 ) -> Call:
-    """A call that does the work of `direction`; forward alone is the inference path, of converted arguments."""
+    """A call that does the work of `direction`; forward alone takes converted arguments without gradients."""
     if direction == "forward":
         detached = (t.detach() for t in inputs.arguments.values())
         return partial(function, *(t if convert is None else convert(t) for t in detached))
@@ -124,7 +124,7 @@ def call_of(
 
 
 def pytorch() -> Provider:
-    """PyTorch's own call, or the chain of its calls, which is the reference for speed."""
+    """PyTorch's own call or chain of calls, the reference for speed."""
     return Provider("pytorch", torch.__version__, lambda workload: workload.unfused())
 
 
@@ -133,8 +133,8 @@ def ours(backend: str, explicit: bool | None = None) -> Provider:
 
     Args:
         backend: its name.
-        explicit: whether calls name it, which costs the host some time. False makes the calls that users write. None
-            means no on a CPU, where that time is part of every measurement.
+        explicit: whether calls name the backend, which costs host time; users' calls don't. None means no on a CPU,
+            because the host's time is part of every measurement there.
     """
     if explicit is None:
         explicit = backend != "cpu"
@@ -147,10 +147,7 @@ def ours(backend: str, explicit: bool | None = None) -> Provider:
 
 @contextmanager
 def kernels_must_run(backend: str | None) -> Iterator[None]:
-    """Raise if not every kind of kernel of `backend` runs within: something else served the calls.
-
-    Nothing is checked where kernels are not counted.
-    """
+    """Raise unless every kind of kernel of `backend` runs within. Nothing is checked if kernels are not counted."""
     with _launches(backend) as counts:
         yield
     for counter, count in counts.items():
@@ -160,7 +157,7 @@ def kernels_must_run(backend: str | None) -> Iterator[None]:
 
 @contextmanager
 def a_kernel_must_run(backend: str | None) -> Iterator[None]:
-    """As `kernels_must_run`, but any kind will do: backward of some verbs is the forward kernel of another."""
+    """Raise unless some kernel runs within: backward of one verb may be the forward kernel of another."""
     with _launches(backend) as counts:
         yield
     if counts and not any(counts.values()):
@@ -169,16 +166,16 @@ def a_kernel_must_run(backend: str | None) -> Iterator[None]:
 
 @contextmanager
 def _launches(backend: str | None) -> Iterator[dict[str, int]]:
-    """How often each kind of kernel of `backend` ran within, filled in at the end."""
+    """How often each kind of kernel of `backend` ran within; filled in at the end."""
     before = launches(backend)
     counts: dict[str, int] = {}
     yield counts
-    # Nothing was counted before the extension was loaded, which the first call does.
+    # Counters exist once the extension is loaded, which the first call does.
     counts.update((counter, count - before.get(counter, 0)) for counter, count in launches(backend).items())
 
 
 def launches(backend: str | None) -> dict[str, int]:
-    """How often each kind of kernel of `backend` ran in this process, as far as that is counted."""
+    """How often each kind of kernel of `backend` ran in this process, if counted."""
     if backend == "triton":
         from kernel_fusion.backends.triton.launch import launches as by_name
 

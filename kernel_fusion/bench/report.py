@@ -1,4 +1,4 @@
-"""A report of runs: one HTML file with a summary, tables, plots and facts, which needs no other file."""
+"""A report of runs: one self-contained HTML file with a summary, tables, plots and facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernel_fusion.bench.tables import MARKS, tables
 
 
 def write(runs: Iterable[Results], path: Path) -> None:
-    """Write one report of all runs. A file that was there is replaced at once or not at all."""
+    """Write one report of all runs; an old file is replaced atomically."""
     shown = [_run(f"run-{index}", results) for index, results in enumerate(runs, 1)]
     loader = jinja2.PackageLoader("kernel_fusion.bench", package_path="")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -43,7 +43,7 @@ def _run(anchor: str, results: Results) -> dict[str, Any]:
 
 
 def _pictures(results: Results) -> Iterator[tuple[str, str]]:
-    """Each picture as the address that an image element takes, and what it shows."""
+    """The data address of each picture, and what it shows."""
     for _, figure in plot.pictures(results):
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")

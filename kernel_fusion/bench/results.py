@@ -1,6 +1,6 @@
-"""Results: every measured value with its unit in its name, and the files that hold them.
+"""Results: every measured value, with its unit in its name, and the files that hold them.
 
-Speedups, tables and pictures are derived from the list of measurements, in a run as from a file read back.
+Speed-ups, tables and pictures are derived from the list of measurements, fresh or read from a file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kernel_fusion.testing.oracle import Comparison
 
 Record = dict[str, str | int | float | None]
 REFERENCE, FLOOR, OURS, COMPILED, BASELINE = "pytorch", "floor", "kf-", "torch.compile", "portable"
-# Noise begins far before this many digits.
+# Noise is far larger than the last of these digits.
 _DIGITS = 6
-# In characters, a hundred times those of the largest file of ours: what is longer is no results file.
+# In characters: a hundred times our largest file.
 _LARGEST_FILE = 200_000_000
-# Two such parts of a file's name stay below the 255 bytes that file systems take.
+# Two parts of this length fit the 255 bytes of a file name.
 _LONGEST_PART = 100
 ABOUT = ("machine", "versions", "peers", "method")  # the parts of `Results.about` that have facts by name
 _NAMED = ("kernel_fusion", "torch", "triton", "gpu_driver")  # the versions that pictures show
@@ -39,16 +39,16 @@ _NAMED = ("kernel_fusion", "torch", "triton", "gpu_driver")  # the versions that
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender in one cell. What was not measured for it is None.
+    """One contender in one cell. Unmeasured fields are None.
 
     Attributes:
-        configuration: the name of a shape, or a shape.
+        configuration: the name of a shape, or the shape itself.
         device, threads: as in `Place`.
-        operation: what was computed, where a verb has variants.
-        bytes_moved: what must move, or what this contender moves where that is known.
-        loss: of a model, before it was trained.
+        operation: the variant of a verb, if it has variants.
+        bytes_moved: what must move, or what this contender is known to move.
+        loss: of a model, before training.
         errors: the largest absolute error of each result and gradient, by name.
-        excesses: the errors over the budget of ours.
+        excesses: errors over our error budget.
     """
 
     configuration: str
@@ -75,7 +75,7 @@ class Measurement:
 
     @property
     def cell(self) -> tuple[str | None, ...]:
-        """What contenders of the same cell share."""
+        """The key that contenders of one cell share."""
         what = self.configuration, self.verb, self.operation, self.dtype, self.weight_dtype, self.direction
         return *what, str(self.place)
 
@@ -86,27 +86,27 @@ class Measurement:
 
     @property
     def group(self) -> str:
-        """What stands in one table: the operations of a shape, or the configurations of a verb."""
+        """The title of its table: the operations of a shape, or the configurations of a verb."""
         return self.verb if self.operation is None else self.configuration
 
     @property
     def label(self) -> str:
-        """What tells the cells of a group apart."""
+        """Its name within its group."""
         return self.configuration if self.operation is None else self.operation
 
     @property
     def steady(self) -> Timing | None:
-        """The time, where it was measured and does not vary too much."""
+        """The time, if it was measured and is not noisy."""
         return None if self.timing is None or self.timing.noisy else self.timing
 
     @property
     def inaccurate(self) -> bool:
-        """Whether some result was beyond its error budget."""
+        """Whether a result exceeded its error budget."""
         return any(excess > 1 for excess in self.excesses.values())
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """The bandwidth, where bytes and time are known."""
+        """The bandwidth, if bytes and time are known."""
         return self.bytes_moved / self.timing.median_ms / 1e6 if self.bytes_moved and self.timing else None
 
 
@@ -115,7 +115,7 @@ Cells = dict[str, Cell]  # by label
 
 
 def measured(cells: Cells) -> list[Measurement]:
-    """Everything that the cells hold."""
+    """All measurements of the cells."""
     return [m for cell in cells.values() for m in cell.values()]
 
 
@@ -126,7 +126,7 @@ def is_of_operations(cells: Cells) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """What was not measured, and why."""
+    """Something that was not measured, and why."""
 
     provider: str
     workload: str
@@ -143,7 +143,7 @@ class Results:
     Attributes:
         suite, title: as in `Suite`.
         about: where, when and how, by the names of `ABOUT`; command and date.
-        interrupted: whether it has not come to its end.
+        interrupted: whether the run has not finished.
     """
 
     suite: str
@@ -156,18 +156,18 @@ class Results:
 
     @property
     def stem(self) -> str:
-        """The files' name without what follows. A quick run never overwrites a full one."""
+        """The files' name without its extension. A quick run never overwrites a full one."""
         return file_name(self.suite) + ("-quick" if self.quick else "")
 
     @property
     def hardware(self) -> str:
-        """The GPU's name, or the CPU's where none was measured."""
+        """The GPU's name, or the CPU's if no GPU was measured."""
         facts = self.about["machine"]
         return str(facts.get("gpu", facts["cpu"]))
 
     @property
     def provenance(self) -> str:
-        """Machine, versions and date, in a line for pictures and reports."""
+        """Machine, versions and date in one line."""
         named = [f"{name} {self.about['versions'][name]}" for name in _NAMED if name in self.about["versions"]]
         noisy = sum(m.timing is not None and m.timing.noisy for m in self.measurements)
         notes = ["quick run"] * self.quick + ["INTERRUPTED"] * self.interrupted
@@ -176,7 +176,7 @@ class Results:
 
     @property
     def name_of_floor(self) -> str:
-        """On a CPU, whose caches make ours faster than it now and then, the floor is only a comparison."""
+        """On a CPU the floor is only a comparison: our kernels can beat it from cache."""
         on_gpu = any(m.device.startswith("cuda") for m in self.measurements)
         return FLOOR if on_gpu else "PyTorch's copy"
 
@@ -188,20 +188,20 @@ class Results:
 
     @property
     def groups(self) -> list[tuple[str, str]]:
-        """The (group, dtype) measured, in order."""
+        """The measured pairs of (group, dtype), in order."""
         return list(dict.fromkeys((m.group, m.dtype) for m in self.measurements))
 
     @property
     def places(self) -> list[Place]:
-        """Where something was measured, in order."""
+        """The places of the measurements, in order."""
         return list(dict.fromkeys(m.place for m in self.measurements))
 
     def directions(self, group: str, dtype: str) -> list[str]:
-        """Those measured of a group, in order."""
+        """The directions measured for a group, in order."""
         return list(dict.fromkeys(m.direction for m in self.measurements if (m.group, m.dtype) == (group, dtype)))
 
     def cells(self, group: str, dtype: str, direction: str | None = None, place: Place | None = None) -> Cells:
-        """Label to provider to measurement; of several directions or places, the last one measured."""
+        """Measurements by label and provider; for several directions or places, the last one measured."""
         cells: Cells = {}
         for m in self.measurements:
             if (m.group, m.dtype) == (group, dtype) and direction in (None, m.direction) and place in (None, m.place):
@@ -221,7 +221,7 @@ class Results:
         bytes_moved: int | None = None,
         loss: float | None = None,
     ) -> None:
-        """Add what was measured of a contender."""
+        """Add a measurement of a contender."""
         self.measurements.append(
             Measurement(
                 device=setup.place.device,
@@ -250,7 +250,7 @@ class Results:
         errors: Mapping[Any, Sequence[Comparison]],
         training_bytes: Mapping[Any, int] | None = None,
     ) -> None:
-        """Add each contender's time, with its errors and memory where known; who has no time becomes a failure."""
+        """Add each contender's time, errors and memory; a contender without a time becomes a failure."""
         for contender in contenders:
             outcome = outcomes[contender.name]
             if isinstance(outcome, str):
@@ -262,11 +262,11 @@ class Results:
             self.add(setup, workload, direction, contender, outcome, judged, None, num_bytes, moved)
 
     def fail(self, setup: Setup, provider: str, workload: Workload, reason: str) -> None:
-        """Note that `provider` was not measured on `workload`, or not completely."""
+        """Note why `provider` was not measured on `workload`, or not completely."""
         self.failures.append(Failure(provider, f"{workload} on {setup.place}", reason))
 
     def records(self) -> list[Record]:
-        """One flat record per measurement, without what is None, with what follows from its neighbours."""
+        """One flat record per measurement, without None, with ratios to its neighbours."""
         timings = {(m.cell, m.provider): m.timing for m in self.measurements}
         return [_record(m, timings.get((m.cell, REFERENCE)), timings.get((m.cell, FLOOR))) for m in self.measurements]
 
@@ -284,7 +284,7 @@ class Results:
         return paths
 
     def write_json(self, folder: Path) -> Path:
-        """Write the JSON file, a line per measurement. A file that was there is replaced at once or not at all."""
+        """Write the JSON file, a line per measurement; an old file is replaced atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {"suite": self.suite, "title": self.title, "quick": self.quick, "interrupted": self.interrupted}
         head |= self.about | {"failures": [asdict(failure) for failure in self.failures]}
@@ -298,7 +298,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """The results in a JSON file of `Results.write_json`; ValueError, which names file and field, for others."""
+    """The results in a file of `Results.write_json`; ValueError names file and field if it is none."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST_FILE + 1)
@@ -314,11 +314,11 @@ def _results(head: Fields) -> Results:
     facts = head.object("machine")
     facts.get("cpu", NAME)
     facts.get("gpu", NAME, None)
-    # Files that were written before places stood in each record have one, the machine's.
+    # Older files have one place, the machine's, and none in their records.
     place: dict[str, Any] = {"device": facts.get("device", NAME)}
     if place["device"] == "cpu":
         place["threads"] = facts.get("torch_threads", COUNT, None)
-    about = head.values | parts | {"peers": head.facts("peers", {})}  # files from before peers have none
+    about = head.values | parts | {"peers": head.facts("peers", {})}  # older files have no peers
     about |= {"command": head.get("command", TEXT), "date": head.get("date", NAME)}
     found = Results(
         head.get("suite", NAME),
@@ -335,7 +335,7 @@ def _results(head: Fields) -> Results:
 
 
 def file_name(name: str) -> str:
-    """A name of a suite or of what was measured as a part of a file's name: never a path, whatever the name."""
+    """The name of a suite or group as a safe part of a file name, never a path."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", name)[:_LONGEST_PART]
 
 
@@ -347,14 +347,14 @@ def start(
     method: dict[str, str],
     peers: dict[str, str],
 ) -> Results:
-    """Empty results of a run that begins now; `peers` says of each its version, or why it is absent."""
+    """Empty results of a run that begins now; `peers` has versions, or why a peer is absent."""
     return Results(suite.name, suite.title, quick, describe(devices, command, method, peers), interrupted=True)
 
 
 def describe(
     devices: Sequence[torch.device], command: str, method: Mapping[str, str], peers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Where, when and how something that begins now is measured."""
+    """Where, when and how the measurement is made."""
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -366,7 +366,7 @@ def describe(
 
 
 _TIMES = [f.name for f in fields(Timing)]
-# What records hold by a name of their own for each result: the field, and what comes before the result's name.
+# Fields with one entry per result in a record, and the prefix of the entry's name.
 _BY_RESULT = {"errors": "max_abs_error_", "excesses": "error_over_budget_"}
 _FACTS = [f.name for f in fields(Measurement) if f.name not in ("timing", *_BY_RESULT)]
 _DERIVED = ["speedup_over_pytorch", "percent_of_floor", "gigabytes_per_second"]
@@ -389,7 +389,7 @@ def _measurement(record: Fields) -> Measurement:
     if any(name in record.values for name in _TIMES):
         facts["timing"] = Timing(**record.of(Timing, *_TIMES))
     for name, prefix in _BY_RESULT.items():
-        # A result without an error has none, as in files from before such fields were left out.
+        # Older files write null for results without an error.
         found = [key for key, value in record.values.items() if key.startswith(prefix) and value is not None]
         facts[name] = {checked(key, NAME, key).removeprefix(prefix): record.get(key, ERROR) for key in found}
     return Measurement(**facts)

@@ -1,6 +1,6 @@
-"""Runs suites: results are compared with float64, and who passes is timed, in one process, in turns.
+"""Runs suites in one process: compares results with float64, then times what passed, in turns.
 
-What a workload raises becomes a failure of that workload, and the run goes on.
+An exception in a workload becomes a failure of that workload, and the run goes on.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def run_suite(
     peers: Mapping[str, str] | None = None,
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> tuple[Results, list[Path]]:
-    """Measure a suite in every setup and write its files: JSON, CSV, Markdown, and plots where Matplotlib is installed.
+    """Measure a suite in every setup and write JSON, CSV, Markdown and, if Matplotlib is installed, plots.
 
-    The JSON file is written again after every workload, and says that the run was interrupted until it is complete;
-    an interrupt (Ctrl-C) ends the measuring alone. So what was measured is kept, whatever ends the run.
+    The JSON file is rewritten after every workload and marked as interrupted until the run is complete. An interrupt
+    (Ctrl-C) only ends the measuring, so no measurement is lost.
 
     Args:
-        suite: one of `kernel_fusion.bench.suites.SUITES`, or one's own.
-        setups: who is measured beside whom, and where; each workload is measured in each.
-        folder: of the files, which are named after the suite; made if need be.
-        dtypes, verbs: those measured; None for all of the suite's, the dtypes by device.
+        suite: one of `kernel_fusion.bench.suites.SUITES`, or your own.
+        setups: who is measured, and where; each workload is measured in each.
+        folder: where the files go, named after the suite; created if missing.
+        dtypes, verbs: those to measure; None for the suite's, whose dtypes depend on the device.
         weights: the dtype of weight and bias of bare norms; None for the input's.
-        command: what measures the same again, for the files.
-        quick: whether the files are to be named and marked as those of a quick run.
-        peers: of each other library its version, or why it is absent, for the files.
-        report: called with the number of workloads that are done, that of all, and what was done last.
+        command: the command that repeats the run, for the files.
+        quick: whether to name and mark the files as those of a quick run.
+        peers: the version of each other library, or why it is absent, for the files.
+        report: called with the number of finished workloads, their total, and what was done last.
 
     Returns:
-        The results, and the paths of the files. What failed or was wrong is in `Results.failures`, and not raised.
+        The results and the paths of the files. Failures are in `Results.failures`, not raised.
     """
     chosen = suite.verbs if verbs is None else verbs
     jobs = [
@@ -79,7 +79,7 @@ def run_suite(
 
 
 def describe_method(kind: Kind, setups: Sequence[Setup]) -> dict[str, str]:
-    """How times, memory, floors and errors come about, in words for the files."""
+    """How times, memory, floors and errors are measured, in words for the files."""
     if kind == "steps":
         return dict(steps.METHOD)
     devices = dict.fromkeys(setup.device.type for setup in setups)
@@ -118,12 +118,12 @@ def run(results: Results, kind: Kind, workload: Workload, setup: Setup) -> Itera
     except Exception as error:
         results.fail(setup, "everybody", workload, timing.reason(error))
     if setup.device.type == "cuda":  # pragma: gpu
-        # The graphs and inputs are gone; give their memory back before the next workload asks for its own.
+        # Graphs and inputs are gone; free their memory for the next workload.
         torch.cuda.empty_cache()
 
 
 def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
-    """Check once, then time the providers and the floor against each other in each direction; yields each time."""
+    """Check once, then time providers and floor in turns, in each direction; yields after each."""
     device = setup.device
     bytes_per_call = workload.bytes_moved("forward", Floor().name)
     sets = workload.input_sets(device, timing.rotating_calls(bytes_per_call) if device.type == "cuda" else 1)
@@ -141,7 +141,7 @@ def measure_kernels(results: Results, workload: Workload, setup: Setup) -> Itera
 def time_direction(
     workload: Workload, direction: Direction, contenders: Sequence[Contender], sets: Sequence[Inputs], setup: Setup
 ) -> Outcomes:
-    """Time the contenders against each other; on a GPU over all sets of inputs. Noisy times are taken once more."""
+    """Time the contenders in turns; on a GPU over all sets of inputs. Noisy times are measured once more."""
     known: Outcomes = {}
     if (ms := floor.computed_ms(direction, workload, setup.device)) is not None:
         known = {Floor().name: Timing(ms, ms, ms, 0, 0)}
@@ -159,7 +159,7 @@ def time_direction(
 
 
 def _time_calls(calls: Mapping[str, Callable[[], Call]], direction: Direction, setup: Setup) -> Outcomes:
-    """Time single calls; where the setup says so in settled memory, and forward in reused memory as well."""
+    """Time single calls. A setup may ask for settled memory, and for forward in reused memory as well."""
     if not setup.settles_memory:
         return timing.time_calls(calls, setup.effort, setup.device)
     with page_faults.settled():

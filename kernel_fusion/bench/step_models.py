@@ -1,8 +1,8 @@
-"""The models of the suite `steps`: classes of transformers, made from configurations without a download, and a DiT.
+"""The models of the suite `steps`: transformers classes, made from configurations without a download, and a DiT.
 
-Layers and vocabulary of the large language models are cut in the same proportion, so that the head takes the share of a
-step that it has in the whole model. Attention is PyTorch's fused one without a mask tensor for every contender: the
-masks that transformers makes while it is traced would send compiled models to a slower kernel than eager ones.
+Layers and vocabulary of large language models are cut in proportion, so that the head keeps its share of a step. Every
+contender uses PyTorch's fused attention without a mask tensor: masks made during tracing would send compiled models to
+a slower kernel than eager ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernel_fusion.bench.workloads import Workload
 from kernel_fusion.core.spec import dtype_name
 
 _ATTENTION = "kernel_fusion_bench"
-# A multiple of what tensor cores take.
+# A vocabulary of such a multiple is aligned for tensor cores.
 _VOCABULARY_STEP = 128
 
 
@@ -30,15 +30,15 @@ class Architecture:
     """A model to train.
 
     Attributes:
-        name: what the command line calls it.
-        title: what tables call it.
+        name: its name on the command line.
+        title: its name in tables.
         batch, length: sequences of a step, and tokens of each.
         hidden: the row length of its norms.
-        make: the model; True for one of the same kind that a CPU trains in a fraction of a second.
-        inputs: the keyword arguments of a step, random, given whether it is the small one.
-        loss: the loss, of what the model returns.
-        small_length: tokens of the small one's sequences.
-        liger: the name in `liger_kernel.transformers.apply_liger_kernel_to_*`; None where it has none.
+        make: makes the model; True for a small one of the same kind, for CPUs.
+        inputs: makes random keyword arguments of a step, given whether the model is the small one.
+        loss: computes the loss from the model's output.
+        small_length: tokens of a sequence of the small one.
+        liger: the name in `liger_kernel.transformers.apply_liger_kernel_to_*`, or None.
     """
 
     name: str
@@ -80,10 +80,10 @@ def _attention(
 def hugging_face(
     model: str, config: str, sizes: Mapping[str, Any], small: Mapping[str, Any] | None = None, is_small: bool = False
 ) -> Any:
-    """A model of transformers with random weights, by the names of its class and of its configuration's.
+    """A transformers model with random weights, by the names of its class and its configuration's class.
 
     Args:
-        sizes: of the configuration; those that `small` has are taken from there where `is_small`.
+        sizes: fields of the configuration; `small` overrides them if `is_small`.
     """
     transformers: Any = importlib.import_module("transformers")
     transformers.AttentionInterface.register(_ATTENTION, _attention)
@@ -121,7 +121,7 @@ _LLAMA = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
 }
-# So small that a step waits for launches.
+# Small enough that a step waits for launches.
 _LAUNCH_BOUND = _LLAMA | {
     "vocab_size": 8192,
     "hidden_size": 1024,
@@ -146,7 +146,7 @@ _GEMMA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
-    # As long as the text: every layer then attends to all of it.
+    # As long as the text, so that every layer attends to all of it.
     "sliding_window": 4096,
 }
 _BERT = {
@@ -158,7 +158,7 @@ _BERT = {
     "attention_probs_dropout_prob": 0.1,
 }
 _VIT = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-# Of an encoder; ViT's images have 16 patches.
+# For encoders; ViT's images have 16 patches.
 _SMALL_ENCODER = {name: _SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")} | {
     "num_attention_heads": 4
 }
@@ -182,7 +182,7 @@ class _DiTBlock(nn.Module):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """(batch, length, width) and (batch, width) to (batch, length, width)."""
+        """(batch, length, width) and (batch, width) → (batch, length, width)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).unsqueeze(1).chunk(6, -1)
         x = x + gate1 * self.attend(self.norm1(x) * (1 + scale1) + shift1)
         mixed: Tensor = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
@@ -197,7 +197,7 @@ class _DiTBlock(nn.Module):
 
 
 class _DiT(nn.Module):
-    """The blocks alone, which predict noise; the loss is their mean squared error."""
+    """The blocks alone, which predict noise; the loss is the mean squared error."""
 
     def __init__(self, width: int, heads: int, blocks: int) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _latents(architecture: Architecture, small: bool) -> dict[str, Tensor]:
 def _causal(
     name: str, title: str, family: str, sizes: dict[str, Any], liger: str, text: tuple[int, int] = (2, 4096)
 ) -> Architecture:
-    """A language model of transformers, trained on two texts of 4096 tokens unless `text` says otherwise."""
+    """A transformers language model, trained on two texts of 4096 tokens unless `text` says otherwise."""
     model, config = f"{family}ForCausalLM", "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     make = partial(hugging_face, model, config, sizes, _SMALL)
     inputs = partial(_tokens, sizes["vocab_size"])
@@ -262,7 +262,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Step:
-    """A model in one dtype; of a workload it has what is asked of those that are not compared element by element."""
+    """A model in one dtype, with the part of `Workload` that needs no comparison by element."""
 
     architecture: Architecture
     dtype: torch.dtype
@@ -292,7 +292,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Part` of a suite: every architecture is what others call a verb."""
+    """A `Part` of a suite whose verbs are the architectures."""
 
     small: bool = False
     verbs = tuple(ARCHITECTURES)

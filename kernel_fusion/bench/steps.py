@@ -1,16 +1,15 @@
-"""Whole training steps of models: forward, backward and a fused AdamW, as PyTorch, ours and others do them.
+"""Whole training steps of models (forward, backward, fused AdamW) by PyTorch, us and others.
 
-All contenders train the same parameters with the same optimizer state, so that they fit into memory together and can
-take turns: each is a copy of the model that shares its tensors. Before any update, the losses of all on the same batch
-are compared.
+All contenders train the same parameters with the same optimizer state, so that all fit into memory and can take turns.
+Each is a copy of the model that shares its tensors. Their losses on one batch are compared before any update.
 
     pytorch         the model as it is
     kf-patch        after `kf.patch(model)`
     kf-graph        after `kf.compiler.fuse`, run operation by operation: fusion without a compiler
     kf-compile      torch.compile with `kf.compiler.backend()`
     torch.compile   without us
-    liger           Liger-Kernel's norms and gated MLPs; of models that it has no patch for, its LayerNorm
-    liger-full      all that its patch changes: also rotary embedding, and the loss fused with the head
+    liger           Liger-Kernel's norms and gated MLPs; only its LayerNorm for models that it has no patch for
+    liger-full      its whole patch: also rotary embedding, and the loss fused with the head
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kernel_fusion.bench.workloads import Call, Workload
 from kernel_fusion.testing.oracle import Comparison
 
 LIGER = "liger"
-# A contender whose first loss differs by a larger share computes something else.
+# A contender whose first loss differs by more computes something else.
 _WRONG = 0.02
 _WARM_UP = 2
 METHOD = {
@@ -51,7 +50,7 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Trainee:
-    """A contender: a name, a version, its copy of the model, and what must hold while it runs."""
+    """A contender: name, version, its copy of the model, and a context to run it in."""
 
     name: str
     version: str
@@ -60,7 +59,7 @@ class Trainee:
 
 
 class Training:
-    """One set of parameters, its optimizer and a batch, for all contenders."""
+    """One set of parameters, its optimizer and a batch, shared by all contenders."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -78,11 +77,11 @@ class Training:
         return copy.deepcopy(self.model, {id(t): t for t in tensors})
 
     def loss(self, trainee: Trainee) -> Tensor:
-        """Of the batch."""
+        """The loss on the batch."""
         return self.step.architecture.loss(trainee.model(**self.inputs))
 
     def first_loss(self, trainee: Trainee) -> float:
-        """The loss, with the same random numbers for all; backward runs too, and nothing is updated."""
+        """The loss with the same random numbers for all; runs backward too, without an update."""
         torch.manual_seed(1)
         with trainee.during():
             loss = self.loss(trainee)
@@ -98,7 +97,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def peak_bytes(self, trainee: Trainee) -> int | None:
-        """The most that is allocated in a step, where the device says so."""
+        """The most memory allocated in a step, if the device reports it."""
         if self.device.type != "cuda":
             return None
         torch.cuda.synchronize(self.device)
@@ -108,31 +107,31 @@ class Training:
         return torch.cuda.max_memory_allocated(self.device)
 
     def saved_bytes(self, trainee: Trainee) -> int:
-        """What autograd keeps between forward and backward, parameters and inputs apart."""
+        """Bytes that autograd keeps between forward and backward, without parameters and inputs."""
         known = (*self.model.parameters(), *self.model.buffers(), *self.inputs.values())
         storages: dict[int, int] = {}
 
         def count(t: Tensor) -> Tensor:
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t.detach()  # the result of an operation would hold what saved it, and both would stay for ever
+            return t.detach()  # otherwise result and saved tensor keep each other alive
 
         with trainee.during(), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
             loss = self.loss(trainee)
-        del loss  # up to here it holds what was saved, so that no address comes twice
+        del loss  # holds what was saved, so that no address comes twice
         return sum(storages.values()) - sum(storages.get(t.untyped_storage().data_ptr(), 0) for t in set(known))
 
 
 def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]:
-    """Compare the losses of all contenders, then their memory, and time steps in turns; yields what was done."""
+    """Compare all losses, then measure memory, then time steps in turns; yields what was done."""
     step = cast("Step", workload)
-    torch.compiler.reset()  # the limit on recompilations counts over all copies of a class
+    torch.compiler.reset()  # the recompilation limit counts all copies of a class
     training = Training(step, setup.device)
     losses: dict[Trainee, float] = {}
     for name, make in trainees(training, [provider.name for provider in setup.providers]).items():
         try:
             trainee = make()
             losses[trainee] = training.first_loss(trainee)
-        except Exception as error:  # whatever it is, it speaks against this contender alone
+        except Exception as error:  # any failure counts against this contender only
             results.fail(setup, name, workload, timing.reason(error))
         yield f"{name}, loss"
     right = _right(results, workload, setup, losses)
@@ -157,7 +156,7 @@ def measure(results: Results, workload: Workload, setup: Setup) -> Iterator[str]
 def _right(
     results: Results, workload: Workload, setup: Setup, losses: Mapping[Trainee, float]
 ) -> dict[Trainee, Comparison]:
-    """The contenders whose loss is PyTorch's, with how far it is off; the others become failures."""
+    """The contenders whose loss agrees with PyTorch's, and by how much; others become failures."""
     expected = next(loss for trainee, loss in losses.items() if trainee.name == REFERENCE)
     right = {}
     for trainee, loss in losses.items():
@@ -170,7 +169,7 @@ def _right(
 
 
 def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[], Trainee]]:
-    """What makes the contenders behind the providers `names`, by name, PyTorch first."""
+    """Factories of the contenders for the providers `names`, by name, PyTorch first."""
     ours, theirs = kf.__version__, torch.__version__
 
     def compiled(name: str, version: str, **options: Any) -> Trainee:
@@ -214,7 +213,7 @@ def _patched_by_liger(training: Training, name: str, options: Mapping[str, bool]
 
 
 def _with_liger_layer_norms(model: nn.Module) -> int:
-    """Have the LayerNorms with weight and bias of a model call Liger's; how many there are."""
+    """Make a model's LayerNorms with weight and bias call Liger's; returns how many."""
     function = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
     norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm) and m.weight is not None and m.bias is not None]
     for norm in norms:
@@ -223,7 +222,7 @@ def _with_liger_layer_norms(model: nn.Module) -> int:
 
 
 def _changed(module: Any, change: Callable[[], object]) -> dict[str, Any]:
-    """The names of a module that `change` gives other values, with these; the module itself stays as it is."""
+    """The names in a module that `change` gives other values, with these; the module is restored."""
     before = dict(vars(module))
     change()
     after = dict(vars(module))

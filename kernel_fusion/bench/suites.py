@@ -1,7 +1,7 @@
-"""The suites, as data; a new one is an entry of `SUITES`.
+"""The suites, as data; to add one, add an entry to `SUITES`.
 
-A suite is made of parts, each of which turns shapes into workloads: bare norms, operations, or models. `kind` says what
-is measured of them (`runner.MEASURES`).
+A suite has parts (bare norms, operations or models) that turn shapes into workloads. `kind` says what is measured
+(`runner.MEASURES`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Work
 Kind = Literal["kernels", "host", "memory", "steps"]
 PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
-# A tensor of the suite `odd`: large enough to leave every cache.
+# Bytes of a tensor of the suite `odd`: too large for any cache.
 _ODD_BYTES = 128_000_000
 
 
@@ -38,17 +38,19 @@ Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dty
 
 
 class Part(Protocol):
-    """What a suite is made of."""
+    """A part of a suite."""
 
     @property
     def verbs(self) -> tuple[str, ...]:
         """The verbs it can measure."""
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Part:
-        """The same at other shapes, rows and columns, named after themselves."""
+        """The same at other shapes (rows, columns), named after themselves."""
 
     def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """One verb in one dtype at every shape; weight and bias of bare norms in `weights`, by default the input's."""
+        """One verb in one dtype at every shape; `weights` is the dtype of bare norms' weight and bias (default: the
+        input's).
+        """
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,19 @@ class Operations:
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured together.
+    """Things that are measured together.
 
     Attributes:
-        name, title: what the command line calls it, and what tables and pictures do.
-        about: what it is for, in a few words.
-        kind, parts: what is measured of which workloads.
-        dtypes, quick_dtypes: by device type, the defaults.
-        quick_verbs, quick_parts: what `--quick` leaves, if not all.
+        name, title: its names on the command line, and in tables and pictures.
+        about: its purpose in a few words.
+        kind, parts: what is measured, and on which workloads.
+        dtypes, quick_dtypes: the defaults, by device type.
+        quick_verbs, quick_parts: the subset for `--quick`, if not all.
         directions: those measured by default.
         peers, quick_peers: those measured by default.
-        backends: by device type, those of ours, if not the device's own alone.
+        backends: ours, by device type, if not just the device's own.
         plots: the pictures that a run draws.
-        single_thread: whether a CPU is measured with one thread, too.
+        single_thread: whether a CPU is also measured with one thread.
         settles_memory: as in `Setup`.
     """
 
@@ -144,16 +146,16 @@ class Suite:
         return tuple(dict.fromkeys(verb for part in self.parts for verb in part.verbs))
 
     def quick(self) -> Suite:
-        """What `--quick` measures; its verbs are a default, and the others can still be asked for."""
+        """The suite for `--quick`; the other verbs can still be asked for."""
         parts = self.quick_parts or self.parts
         return replace(self, parts=parts, dtypes=self.quick_dtypes, peers=self.quick_peers)
 
     def dtypes_on(self, device: str) -> Sequence[torch.dtype]:
-        """Those measured by default on a device type; where we have no kernels, those of a CPU."""
+        """The default dtypes of a device type; a CPU's if we have no kernels for it."""
         return self.dtypes.get(device, self.dtypes["cpu"])
 
     def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Suite:
-        """The same suite over other shapes, named after themselves."""
+        """The same suite at other shapes, named after themselves."""
         return replace(self, title="Chosen shapes", parts=tuple(part.with_shapes(sizes) for part in self.parts))
 
     def workloads(
@@ -180,7 +182,7 @@ def _always(shapes: Sequence[Shape]) -> Shapes:
 
 
 def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Row lengths that no vector or no power of two divides, and rows that lie off alignment."""
+    """Row lengths that no vector or power of two divides, and unaligned rows."""
 
     def rows(cols: int) -> int:
         return round(_ODD_BYTES / (cols * dtype.itemsize))
@@ -190,7 +192,7 @@ def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
 
 
 def _host(device: str, dtype: torch.dtype) -> list[Shape]:
-    """So small that only the host's time is left."""
+    """Shapes so small that only the host's time is left."""
     return [_plain(64, 1024) if device == "cuda" else _plain(1, 64)]
 
 
@@ -215,13 +217,13 @@ _FEW_ROWS = (
     *((rows, cols) for cols in (4096, 8192) for rows in (4, 16, 64, 128, 512)),
     *((1_000_000, cols) for cols in (64, 128)),
 )
-# The four published ones first. Then rows of BERT; a square; few and very few long rows; a multitude of short ones.
+# The four published shapes first; then rows of BERT, a square, few long rows and many short ones.
 _CPU = (
     *((100, 512), (1000, 1024), (5000, 256), (10000, 10000)),
     *((32768, 768), (4096, 4096), (64, 16384), (8, 131072), (200_000, 64)),
 )
 _CPU_QUICK = ((100, 512), (1000, 1024), (5000, 256), (4096, 4096))
-# Powers of two and what lies halfway between.
+# Powers of two and their midpoints.
 _SWEEP_QUICK = tuple(256 << power for power in range(8))
 _SWEEP = tuple(cols for power_of_2 in _SWEEP_QUICK for cols in (power_of_2, power_of_2 * 3 // 2))[:-1]
 _MEMORY = tuple((4096, cols) for cols in (1024, 4096, 16384))
@@ -229,22 +231,22 @@ _BLOCK_BATCHES, _BLOCK_COLS = (32, 64, 128), 4096
 
 
 def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Sequences of 128 tokens, as the published figures have it; of one token on a CPU, where bytes are counted."""
+    """Sequences of 128 tokens, as published; of one token on a CPU, where only bytes are counted."""
     tokens = 128 if device == "cuda" else 1
     return [Shape(f"batch {batch}", (batch * tokens, _BLOCK_COLS)) for batch in _BLOCK_BATCHES]
 
 
 def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
-    """Of the published size; a fraction of it on a CPU, where a single product takes long."""
+    """The published size, or a fraction of it on a CPU, where one product takes long."""
     return [_plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
-    """4096 rows of every length, as published; a fraction of them on a CPU, which takes long for so many bytes."""
+    """4096 rows of every length, as published; fewer on a CPU, to save time."""
     return lambda device, dtype: [_plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
 
 
-# Where several of ours have kernels for a device type.
+# The device types for which several of our backends have kernels.
 ALL_BACKENDS = {"cuda": ("cuda", "triton")}
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -268,7 +270,7 @@ def _norms(name: str, title: str, about: str, shapes: Shapes, kind: Kind = "kern
 
 
 def _cpu() -> Suite:
-    """Bare norms as a CPU meets them, on any device; beside the portable build of the CPU kernels."""
+    """Bare norms at sizes that CPUs meet, beside the portable build of our CPU kernels."""
     return Suite(
         "cpu",
         "Norms on the CPU",
@@ -287,7 +289,7 @@ def _cpu() -> Suite:
 
 
 def _sweep_suite() -> Suite:
-    """Bandwidth over the length of a row, of all our backends that have kernels for a device."""
+    """Bandwidth over row length, for all our backends with kernels for a device."""
     return Suite(
         "sweep",
         "Sweep of row lengths",
@@ -386,5 +388,5 @@ SUITES = {
         _STEPS,
     )
 }
-# Of all suites.
+# The verbs of all suites.
 VERBS = tuple(dict.fromkeys(verb for suite in SUITES.values() for verb in suite.verbs))

@@ -1,4 +1,4 @@
-"""A run as a text: how much faster ours is than PyTorch in a sentence or two, and all of it as a Markdown file."""
+"""A run as text: a sentence or two on our speed-up over PyTorch, and everything as Markdown."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _FASTER = "as fast as PyTorch"
 
 
 def sentences(results: Results) -> list[str]:
-    """Per verb (of operations: per shape), dtype, place and backend of ours the geometric means over all cells.
-
-    Cells whose times vary too much do not count.
-    """
+    """Geometric means over all steady cells, per verb (or shape of operations), dtype, place and backend."""
     said = []
     ours = [p for p in results.providers if p.startswith(OURS)]
     for group, dtype in results.groups:
@@ -38,7 +35,7 @@ def _pairs(cells: Cells, provider: str) -> list[Pair]:
 
 
 def _claims(pairs: dict[str, list[Pair]]) -> str:
-    """The ratios of times by direction; of bytes where nothing was timed."""
+    """The ratios of times by direction, or of bytes if nothing was timed."""
     claims, counted = [], 0
     for direction, found in pairs.items():
         steady = [(mine.steady, theirs.steady) for mine, theirs in found]
@@ -62,7 +59,7 @@ def _mean(ratios: list[float]) -> str:
 
 
 def write_markdown(results: Results, folder: Path) -> Path:
-    """Write the sentences, all tables, where and how they came about, and what was not measured; the path."""
+    """Write sentences, tables, provenance and failures; returns the path."""
     lines = heading(results.title, results.about, results.interrupted, sentences(results))
     lines += [f"- {mark} after a time: {meaning}" for mark, meaning in MARKS.items()]
     for table in tables(results):
@@ -76,7 +73,7 @@ def write_markdown(results: Results, folder: Path) -> Path:
 def heading(
     title: str, about: Mapping[str, Any], interrupted: bool = False, sentences: Sequence[str] = ()
 ) -> list[str]:
-    """The lines that say what follows, and where and how it came about."""
+    """The lines that introduce a run and say where and how it was measured."""
     lines = [f"# {title}", "", *(f"**{sentence}**\n" for sentence in sentences)]
     lines += [f"`{about['command']}`, {about['date']}", ""]
     if interrupted:

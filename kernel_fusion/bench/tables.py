@@ -1,7 +1,7 @@
-"""Tables of results: a short one per verb and dtype for the terminal, all of them for the files.
+"""Tables of results: a short one per verb and dtype for the terminal, all of them for files.
 
-A single operation has a row per contender, everything else a row per cell. Ratios of times that vary too much are
-marked and part of no mean.
+A single operation has a row per contender, everything else a row per cell. Noisy ratios are marked and left out of
+means.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INACCURATE, NOISY = MARKS
 _MISSING = "–"
 _BYTES = {"saved": "saved_bytes", "training": "training_memory_bytes"}  # fields of `Measurement`
 
-# Numbers are ratios, of which the last row has the geometric mean.
+# Numbers are ratios; the last row has their geometric mean.
 Value = Callable[[Cell], "str | float | None"]
 Columns = dict[str, Value]  # by title
 
@@ -66,7 +66,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def short_tables(results: Results) -> Iterator[Table]:
-    """What a terminal shows: our times and speed-ups in all directions, or memory where nothing was timed."""
+    """The terminal's tables: our times and speed-ups in all directions, or memory if nothing was timed."""
     for group, dtype in results.groups:
         for place in results.places:
             what = f"{group}, {dtype_label(dtype)}{_at(results, place)}"
@@ -84,7 +84,7 @@ def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | N
     merged: Cells = {}
     for direction, cells in at.items():
         for label, cell in cells.items():
-            # Contenders of all directions in one cell, told apart by the direction.
+            # One cell for all directions; contenders carry the direction in their name.
             merged.setdefault(label, {}).update({f"{direction} {p}": m for p, m in cell.items()})
         for provider in ours:
             name = (f"{provider}\n" if len(ours) > 1 else "") + direction.replace("+", "+\n")
@@ -99,7 +99,7 @@ def _short_table(results: Results, what: str, at: dict[str, Cells]) -> Table | N
     whole = _table(results, what, merged, columns)
     if whole is None or len(whole.columns) == len(columns) + 1:
         return whole
-    # A name says the sizes, and 80 columns are few.
+    # The name implies the sizes, and 80 columns are few.
     return Table(whole.title, (whole.columns[0], *whole.columns[2:]), tuple((r[0], *r[2:]) for r in whole.rows))
 
 
@@ -112,7 +112,7 @@ def _is_single_operation(cells: Cells) -> bool:
 
 
 def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | None]:
-    """Those of one group, dtype, direction and place."""
+    """The tables of times of one group, dtype, direction and place."""
     if _is_single_operation(cells):
         return [_table_of_contenders(results, what, *cells.values())]
     return [
@@ -124,7 +124,7 @@ def _tables_of_times(results: Results, what: str, cells: Cells) -> list[Table | 
 
 
 def _side_by_side(results: Results, what: str, at: dict[Place, Cells]) -> Table | None:
-    """PyTorch's and our times in every place, and the improvement on PyTorch there; None for a single place."""
+    """PyTorch's and our times in every place, and the improvement; None for a single place."""
     merged: Cells = {}
     for place, cells in at.items():
         for label, cell in cells.items():
@@ -143,7 +143,7 @@ def _side_by_side(results: Results, what: str, at: dict[Place, Cells]) -> Table 
 
 
 def _time_columns(results: Results, cells: Cells) -> Columns:
-    """Floor, ours, PyTorch and peers, as far as they were timed, and how they compare."""
+    """The times of floor, ours, PyTorch and peers, and how they compare."""
     providers = [p for p in results.providers if any(m.provider == p and m.timing for m in measured(cells))]
     mine = [p for p in providers if p.startswith(OURS)]
     peers = [p for p in providers if p not in (FLOOR, BASELINE, *mine)]
@@ -166,7 +166,7 @@ def _time_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _spread_columns(results: Results, cells: Cells) -> Columns:
-    """How single calls vary: the inter-quartile range, where it lies, and the number of calls."""
+    """The spread of single calls: inter-quartile range, quartiles, and the number of calls."""
     if not any(m.timing and (m.timing.page_faults is not None or m.loss is not None) for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
@@ -184,7 +184,7 @@ def _spread_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _page_columns(results: Results, cells: Cells) -> Columns:
-    """Page faults per call, and the time without them; nothing where that was not measured."""
+    """Page faults per call, and the time without them, if measured."""
     if not any(m.timing and m.timing.reused_median_ms is not None for m in measured(cells)):
         return {}
     unit = _unit_of(measured(cells))
@@ -201,7 +201,7 @@ def _page_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _bandwidth_columns(results: Results, cells: Cells) -> Columns:
-    """What moves, how fast each moves it, and which share of the floor's speed ours reaches; nothing without bytes."""
+    """Bytes moved, everyone's bandwidth, and our share of the floor's; nothing if bytes are unknown."""
     if not any(m.gigabytes_per_second for m in measured(cells)):
         return {}
 
@@ -227,7 +227,7 @@ def _bandwidth_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _error_columns(results: Results, cells: Cells) -> Columns:
-    """The largest absolute errors against float64: of y and dx, or of operations the largest beside its budget."""
+    """The largest absolute errors against float64: of y and dx, or the largest of an operation beside its budget."""
 
     def error_of(name: str) -> Callable[[Measurement], str | None]:
         return lambda m: f"{m.errors[name]:.1e}" if name in m.errors else None
@@ -240,12 +240,12 @@ def _error_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _loss_columns(results: Results, cells: Cells) -> Columns:
-    """The losses of models, where there are some."""
+    """The losses of models, if any."""
     return _facts(results, cells, {"loss": lambda m: None if m.loss is None else f"{m.loss:.4f}"})
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:
-    """What autograd saves and what a training step takes, in MB, and ours over PyTorch's."""
+    """What autograd saves and a training step takes, in MB, and ours over PyTorch's."""
     present = {p for cell in cells.values() for p in cell}
     known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
     columns: Columns = {
@@ -276,7 +276,7 @@ def _ratio_of_bytes(provider: str, over: str, field: str) -> Value:
 
 
 def _facts(results: Results, cells: Cells, facts: Mapping[str, Callable[[Measurement], str | None]]) -> Columns:
-    """Columns of what measurements say, by title, for every provider of which it is known."""
+    """Columns of facts by title, for every provider that has them."""
 
     def value_of(provider: str, fact: Callable[[Measurement], str | None]) -> Value:
         return lambda cell: fact(cell[provider]) if provider in cell else None
@@ -290,7 +290,7 @@ def _facts(results: Results, cells: Cells, facts: Mapping[str, Callable[[Measure
 
 
 def _table(results: Results, what: str, cells: Cells, columns: Columns) -> Table | None:
-    """One row per cell, and one with the geometric means of the ratios; None without columns or rows."""
+    """One row per cell, and one with the geometric means of ratios; None without columns or rows."""
     if not columns or not cells:
         return None
     some = [next(iter(cell.values())) for cell in cells.values()]
@@ -307,11 +307,11 @@ def _table(results: Results, what: str, cells: Cells, columns: Columns) -> Table
 
 
 def _heads(labels: list[str], some: list[Measurement]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The titles of the columns that say what a row is about, and what they hold in each row."""
+    """Titles and cells of the columns that name the rows."""
     if some[0].operation:
-        return ("operation",), [(label,) for label in labels]  # of one shape, which stands in the table's title
+        return ("operation",), [(label,) for label in labels]  # the shape is in the table's title
     sizes = [f"{m.rows}×{m.cols}" for m in some]
-    # A shape given by the user is its own name, and then needs no second column.
+    # A shape given by the user is its own name and needs no second column.
     if all(label == size.replace("×", "x") for label, size in zip(labels, sizes, strict=True)):
         return ("rows × N",), [(size,) for size in sizes]
     return ("configuration", "rows × N"), list(zip(labels, sizes, strict=True))
@@ -349,7 +349,7 @@ def _time(provider: str, unit: Unit) -> Value:
 
 
 def _time_text(m: Measurement | None, unit: Unit) -> str | None:
-    """The median, marked where results are inaccurate or times vary too much."""
+    """The median, marked if results are inaccurate or times noisy."""
     if m is None or m.timing is None:
         return None
     marks = INACCURATE * m.inaccurate + NOISY * m.timing.noisy
@@ -357,7 +357,7 @@ def _time_text(m: Measurement | None, unit: Unit) -> str | None:
 
 
 def _ratio(over: Sequence[str], under: Sequence[str]) -> Value:
-    """The time of the fastest of `over` divided by that of the fastest of `under`; a marked text where one is noisy."""
+    """The fastest time of `over` divided by that of `under`; a marked text if one is noisy."""
 
     def value(cell: Cell) -> str | float | None:
         ratio = time_ratio(cell, over, under)
@@ -368,7 +368,7 @@ def _ratio(over: Sequence[str], under: Sequence[str]) -> Value:
 
 
 def _share_saved(over: str, provider: str) -> Value:
-    """The share of the time of `over` that `provider` saves, in per cent."""
+    """The percentage of the time of `over` that `provider` saves."""
 
     def value(cell: Cell) -> str | None:
         ratio = time_ratio(cell, [provider], [over])
@@ -383,14 +383,14 @@ def _best(cell: Cell, providers: Sequence[str]) -> str | None:
 
 
 def time_ratio(cell: Cell, over: Sequence[str], under: Sequence[str]) -> float | None:
-    """The time of the fastest of `over` divided by that of the fastest of `under`."""
+    """The fastest time of `over` divided by that of `under`."""
     times = [cell[p].timing for p in (_best(cell, over), _best(cell, under)) if p is not None]
     a, b = times if len(times) == 2 else (None, None)
     return a.median_ms / b.median_ms if a and b else None
 
 
 def _mean(values: Sequence[str | float | None]) -> str:
-    """The geometric mean of a column of ratios, or nothing for any other column."""
+    """The geometric mean of a column of ratios; empty for other columns."""
     ratios = [value for value in values if isinstance(value, float)]
     return _text(statistics.geometric_mean(ratios)) if ratios else ""
 

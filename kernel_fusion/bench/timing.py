@@ -1,8 +1,8 @@
-"""Timing, the one place where it is done: contenders take turns within one process, and medians are reported.
+"""The one place that times: contenders take turns in one process, and medians are reported.
 
-On a CPU, and on devices without kernels of ours, a sample is one call. On an NVIDIA GPU it is a replay of a CUDA graph
-of calls on rotating inputs, larger together than the L2 cache, so that neither launches nor a warm cache are measured.
-A contender that raises has its reason in the place of its time.
+On a CPU, and on devices without our kernels, a sample is one call. On an NVIDIA GPU it is a replay of a CUDA graph of
+calls on rotating inputs, together larger than the L2 cache, so neither launches nor a warm cache are measured. A
+contender that raises has the reason instead of a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kernel_fusion.bench.workloads import Call, Direction
 
 _Sample = TypeVar("_Sample")
 
-# The H200 has 60 MB of L2 cache: five times that in one graph leaves nothing of a call for the next replay.
+# Five times the largest L2 cache (60 MB), so that a replay finds nothing of its inputs there.
 ROTATED_BYTES = 300_000_000
-# More calls than this take longer to capture than to time, and calls so small wait for launches, not for memory.
+# More calls take longer to capture than to time, and calls that small wait for launches, not for memory.
 _MIN_CALLS, _MAX_CALLS = 4, 256
-# A sample this long makes the start of a graph, a few µs, invisible.
+# Long enough to hide the few µs of a graph's start.
 _SAMPLE_MS = 1.0
 HOST_CALLS = 400
-# Quartiles further apart than this share of the median: something else ran.
+# Quartiles further apart than this share of the median mean that something else ran.
 _NOISY = 0.25
 
 METHODS = {
@@ -54,11 +54,11 @@ class Effort:
     """How long to measure one cell.
 
     Attributes:
-        min_rounds, max_rounds: samples of each contender where single calls are timed.
+        min_rounds, max_rounds: samples of each contender when single calls are timed.
         max_seconds: for all contenders together, after `min_rounds`.
         replays: samples of each contender on a GPU.
         host_rounds: samples of each contender's host time.
-        max_checked: elements of a tensor that are compared with float64.
+        max_checked: elements of a tensor to compare with float64.
     """
 
     min_rounds: int
@@ -75,7 +75,7 @@ QUICK = Effort(min_rounds=5, max_rounds=50, max_seconds=0.6, replays=11, host_ro
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is measured: a device, and on a CPU how many threads of PyTorch's."""
+    """Where something is measured: a device and, on a CPU, PyTorch's number of threads."""
 
     device: str
     threads: int | None = None
@@ -91,8 +91,8 @@ class Setup:
     """Who is measured, where, in which directions, and how long.
 
     Attributes:
-        threads: of a CPU; None for as many as PyTorch has.
-        settles_memory: whether a CPU's results lie where `page_faults` says, and forward is timed in reused memory too.
+        threads: on a CPU; None for PyTorch's number.
+        settles_memory: whether `page_faults` places a CPU's results, and forward is timed in reused memory too.
     """
 
     providers: Sequence[Provider]
@@ -104,7 +104,7 @@ class Setup:
 
     @property
     def place(self) -> Place:
-        """What results are told apart by."""
+        """The place of its results."""
         on_cpu = self.device.type == "cpu"
         return Place(str(self.device), (self.threads or torch.get_num_threads()) if on_cpu else None)
 
@@ -114,7 +114,7 @@ class Timing:
     """Time per call over `iterations` samples of `calls_per_iteration` calls each.
 
     Attributes:
-        page_faults: of the process in a call, the median; None where they say nothing.
+        page_faults: the median of the process's page faults in a call; None if meaningless.
         reused_median_ms: the median in reused memory; see `page_faults`.
     """
 
@@ -142,7 +142,7 @@ Outcomes = dict[str, Timing | str]  # by name, the time or why there is none
 
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
-    """Within, PyTorch's kernels and ours have so many threads on the CPU; None changes nothing."""
+    """Within, PyTorch's CPU kernels and ours use `count` threads; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -152,13 +152,13 @@ def num_threads(count: int | None) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done what it was told; a CPU has."""
+    """Wait until `device` has finished; a CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def summarise(samples_ms: Sequence[float], calls: int, page_faults: Sequence[int] = ()) -> Timing:
-    """Median and quartiles of samples that are already times per call."""
+    """Median and quartiles of samples, which are times per call."""
     faults = statistics.median(page_faults) if page_faults else None
     if len(samples_ms) == 1:
         return Timing(samples_ms[0], samples_ms[0], samples_ms[0], 1, calls, faults)
@@ -167,7 +167,7 @@ def summarise(samples_ms: Sequence[float], calls: int, page_faults: Sequence[int
 
 
 def steadied(measure: Callable[[], Outcomes]) -> Outcomes:
-    """What `measure` finds; where some time is noisy, the steadier of two measurements, for all contenders together."""
+    """The outcomes of `measure`; if one is noisy, those of the steadier of two measurements."""
 
     def worst(outcomes: Outcomes) -> float:
         return max((timing.spread for timing in outcomes.values() if isinstance(timing, Timing)), default=0.0)
@@ -177,7 +177,7 @@ def steadied(measure: Callable[[], Outcomes]) -> Outcomes:
 
 
 def with_reused(outcomes: Outcomes, reused: Outcomes) -> Outcomes:
-    """The outcomes, each with its median in reused memory where both were timed."""
+    """The outcomes, each with its median in reused memory if both were timed."""
     merged = dict(outcomes)
     for name, timing in outcomes.items():
         again = reused.get(name)
@@ -187,7 +187,7 @@ def with_reused(outcomes: Outcomes, reused: Outcomes) -> Outcomes:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong, and what came first: a capture that breaks raises an error of its own."""
+    """One line with the error and its first cause, since a broken capture raises an error of its own."""
     first = error
     while first.__context__ is not None:
         first = first.__context__
@@ -205,7 +205,7 @@ def time_calls(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outcomes:
-    """Time contenders, each given as a function that makes its call, by single calls that `device` is waited for."""
+    """Time single calls of contenders, each given as a function that makes its call; waits for `device` after each."""
 
     def rounds() -> Iterator[int]:
         deadline = clock() + effort.max_seconds
@@ -224,7 +224,7 @@ def time_calls(
     outcomes, samples = _take_turns(contenders, rounds(), sample)
     for name, taken in samples.items():
         times, faults = zip(*taken, strict=True)
-        # Of other devices the calls are the driver's business.
+        # On other devices the driver causes the page faults.
         outcomes[name] = summarise(times, 1, faults if device.type == "cpu" else ())
     return outcomes
 
@@ -235,7 +235,7 @@ def time_host(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outcomes:
-    """Time what the host does for a call of each contender; the device is not waited for."""
+    """Time the host's work for a call of each contender, without waiting for the device."""
 
     def sample(call: Call) -> float:
         synchronize(device)
@@ -256,8 +256,8 @@ def time_cuda(  # pragma: gpu
 ) -> Outcomes:
     """Time contenders, each given as a function that makes its calls, one per set of inputs.
 
-    The function runs on the stream of the capture, as autograd runs a backward on the stream of its forward. Calls of
-    those in `not_captured` are launched one by one.
+    The function runs on the capture's stream, because autograd runs backward on the stream of forward. Contenders in
+    `not_captured` are launched call by call.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
@@ -265,17 +265,17 @@ def time_cuda(  # pragma: gpu
         with torch.cuda.stream(stream):
             captured: dict[str, _Repeated] = {}
             outcomes: Outcomes = {}
-            # One pool, from which each takes what the one before gave back: the same bytes for all.
+            # All use one memory pool in turn, so that all work on the same bytes.
             pool = torch.cuda.graph_pool_handle()
             for name, make in contenders.items():
                 try:
                     prepare = _launched if name in not_captured else partial(_capture, stream=stream, pool=pool)
                     captured[name] = prepare(make())
-                except Exception as error:  # whatever it is, the others can still be timed
+                except Exception as error:  # the others can still be timed
                     outcomes[name] = reason(error)
-                    pool = torch.cuda.graph_pool_handle()  # the allocator may believe that it still fills the old one
+                    pool = torch.cuda.graph_pool_handle()  # the allocator may still be filling the old one
             events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in captured}
-            # Nothing waits in these loops: the GPU is still busy with one sample while the next is queued.
+            # These loops never wait: the next sample is queued while the GPU runs the last one.
             for warm_up in captured.values():
                 warm_up.replay()
             for round in range(effort.replays):
@@ -290,7 +290,7 @@ def time_cuda(  # pragma: gpu
 
 @dataclass(frozen=True)
 class _Repeated:
-    """What makes all calls once, how often to do that in a sample, and the calls, whose tensors it reads."""
+    """A replay of all calls, how often a sample repeats it, and the calls, which own its tensors."""
 
     replay: Call
     replays: int
@@ -298,7 +298,7 @@ class _Repeated:
 
     @classmethod
     def of(cls, replay: Call, calls: list[Call]) -> _Repeated:  # pragma: gpu
-        """As often as fills a sample."""
+        """Repeat `replay` often enough to fill a sample."""
         replay()
         start, end = _timed_replays(replay, 1)
         end.synchronize()
@@ -319,14 +319,14 @@ def _capture(calls: list[Call], stream: torch.cuda.Stream, pool: Any) -> _Repeat
     graph = torch.cuda.CUDAGraph()
     with _allocator_restored(stream.device_index, pool), torch.cuda.graph(graph, pool=pool, stream=stream):
         results = [call() for call in calls]
-    # Kept up to here, so that no call was given the memory of another's results.
+    # Kept until now, so that no call reused the memory of another's results.
     del results
     return _Repeated.of(graph.replay, calls)
 
 
 @contextmanager
 def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:  # pragma: gpu
-    """After a capture that failed, make the allocator leave the graph's pool, which PyTorch may forget."""
+    """After a failed capture, make the allocator leave the graph's pool, which PyTorch may forget."""
     try:
         yield
     except BaseException:
@@ -338,14 +338,14 @@ def _allocator_restored(device: int, pool: tuple[int, int]) -> Iterator[None]:  
 def _take_turns(
     contenders: Mapping[str, Callable[[], Call]], rounds: Iterable[int], sample: Callable[[Call], _Sample]
 ) -> tuple[Outcomes, dict[str, list[_Sample]]]:
-    """Warm every contender up with one call, then take samples round by round; who fails has a reason instead."""
+    """Warm every contender up with one call, then sample round by round; a failing one gets its reason."""
     calls: dict[str, Call] = {}
     outcomes: Outcomes = {}
     for name, make in contenders.items():
         try:
             call = make()
             call()
-        except Exception as error:  # whatever it is, the others can still be timed
+        except Exception as error:  # the others can still be timed
             outcomes[name] = reason(error)
         else:
             calls[name] = call
@@ -366,7 +366,7 @@ def _timed_replays(replay: Call, count: int) -> tuple[torch.cuda.Event, torch.cu
 
 
 def _drawn(names: Iterable[str], round: int) -> list[str]:
-    """The names in an order drawn for this round: nobody always follows the same one into the caches."""
+    """The names in this round's random order, so that nobody always follows the same one into the caches."""
     order = list(names)
     random.Random(round).shuffle(order)
     return order

@@ -1,6 +1,6 @@
-"""Small models of every architecture of the transformers library, made from its configurations, without a download.
+"""Small models of every transformers architecture, made from configurations, without a download.
 
-A configuration is shrunk by the names that its fields have in common with others; few models need more to be said.
+A configuration is shrunk through field names that many share; few models need more.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _FIELDS = {name: size for size, names in _SIZES for name in names.split()}
 _FIELDS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 _NO_DROPOUT = ("dropout", "drop_path_rate", "layerdrop", "pdrop")
 
-# What the sizes above do not say, by the type of the configuration.
+# Fields that the sizes above do not cover, by configuration type.
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "convnext": {"image_size": 64},
@@ -120,7 +120,7 @@ _MORE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class: its library, its kind of task, its name, how to make it small, and inputs for it by a seed."""
+    """A model class: library, task, name, how to make it small, and inputs from a seed."""
 
     library: str
     task: str
@@ -160,7 +160,7 @@ def _make(type_: str, name: str) -> nn.Module:
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """The model in fp32 and evaluation mode, with weights that none of its norms ignores."""
+    """The model in fp32 and evaluation mode, with random weights, so that every norm's weight matters."""
     with torch.no_grad():
         for parameter in model.float().parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -168,7 +168,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def _check_size(model: nn.Module) -> None:
-    """Refuse a model that is not small: a field that the sizes here have no name for."""
+    """Refuse a model that stayed large because a field has an unknown name."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > _LARGEST:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
@@ -176,13 +176,13 @@ def _check_size(model: nn.Module) -> None:
 
 
 def tiny_config(kind: Any) -> Any:
-    """The configuration with small sizes wherever it has a field of a known name."""
+    """The configuration, with small sizes in all fields of known names."""
     default = kind()
     return kind(**_shrunk(default) | _MORE.get(default.model_type, {}))
 
 
 def _shrunk(default: Any) -> dict[str, Any]:
-    """The fields of a configuration to set, and those of configurations in it."""
+    """The fields to set, in a configuration and those inside it."""
     fields: dict[str, Any] = {}
     for name, value in default.to_dict().items():
         if name in _FIELDS and (value is None or isinstance(value, int | float)) and not isinstance(value, bool):
@@ -200,7 +200,7 @@ def _shrunk(default: Any) -> dict[str, Any]:
     for name, alias in (getattr(default, "attribute_map", None) or {}).items():
         if name in _FIELDS and alias in fields:
             fields[alias] = _FIELDS[name]
-    if "qk_rope_head_dim" in fields:  # latent attention: rotary positions take these columns, and heads share nothing
+    if "qk_rope_head_dim" in fields:  # latent attention has rotary columns of its own and no shared heads
         fields |= {name: size for name, size in (("head_dim", 8), ("num_key_value_heads", _HEADS)) if name in fields}
     return fields
 

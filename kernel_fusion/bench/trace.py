@@ -1,6 +1,6 @@
-"""Chrome traces of a workload by PyTorch's profiler, forward and backward, and tables of what they show.
+"""Chrome traces of a workload by PyTorch's profiler, forward and backward, and tables of them.
 
-A trace is judged by its file: without a launch of the backend that it is named after it is an error.
+A trace without a launch of the backend that it is named after is an error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kernel_fusion.bench.workloads import Inputs, Workload
 
 _DIRECTIONS = ("forward", "backward")
 _WARM_UP = 2
-# At least so many steps are traced; more where inputs rotate over more sets.
+# The least number of traced steps; more if inputs rotate over more sets.
 _STEPS = 10
-# What a trace calls the work of a device, and that of the host.
+# A trace's categories for the work of a device, and of the host.
 _ON_DEVICE, _ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
 _WITH_KERNELS = ("cuda", "xpu")
-# What takes a smaller share of a direction's time is summed up in one row.
+# Smaller shares of a direction's time are added up in one row.
 _SMALL = 0.01
 
 METHOD = {
@@ -41,7 +41,7 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of a device that ran or, on a CPU, an operator without those that it called."""
+    """A kernel of a device or, on a CPU, an operator without those that it called."""
 
     direction: str
     name: str
@@ -50,7 +50,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a contender's file holds: all launches, and which names among them only our backend launches."""
+    """A contender's file: all launches, and the names that only our backend launches."""
 
     provider: Provider
     path: Path
@@ -60,12 +60,12 @@ class Trace:
 
 
 def file_name(provider: Provider) -> str:
-    """What the trace of a contender is called."""
+    """The file name of a contender's trace."""
     return f"{provider.backend or provider.name}_profile.json"
 
 
 def make_calls(provider: Provider, workload: Workload, device: torch.device, steps: int = _WARM_UP) -> None:
-    """Some steps without tracing them, for a profiler that looks on from outside."""
+    """Run some steps without tracing, for an external profiler."""
     (inputs,) = workload.input_sets(device, 1)
     for _ in range(steps):
         _step(provider, workload, inputs, device)
@@ -85,7 +85,7 @@ def record(provider: Provider, workload: Workload, device: torch.device, folder:
     with a_kernel_must_run(backend):
         for index in range(_WARM_UP):
             _step(provider, workload, sets[index % len(sets)], device)
-        with _profiler(device):  # the profiler has to warm up as well
+        with _profiler(device):  # the profiler must warm up too
             _step(provider, workload, sets[0], device)
         with _profiler(device) as profiler:
             for index in range(steps):
@@ -105,7 +105,7 @@ def _profiler(device: torch.device) -> profile:
 
 
 def _step(provider: Provider, workload: Workload, inputs: Inputs, device: torch.device) -> None:
-    """A forward and a backward, each waited for, so that its kernels run within its range."""
+    """Run forward and backward and wait after each, so that its kernels lie in its range."""
     function, inputs = provider.function(workload), provider.accepted(workload, inputs)
     with record_function("forward"):
         results = inputs.call(function)
@@ -116,7 +116,7 @@ def _step(provider: Provider, workload: Workload, inputs: Inputs, device: torch.
 
 
 def read(path: Path, device: str) -> list[Launch]:
-    """What a trace holds of the work of a device type, in the order in which it began.
+    """The launches of a device type in a trace, in order of their start.
 
     Raises:
         ValueError: the file is no trace of a forward and a backward.
@@ -140,7 +140,7 @@ def read(path: Path, device: str) -> list[Launch]:
 
 
 def _self_times(work: Sequence[dict[str, Any]]) -> list[float]:
-    """The time of each event without that of those within it on the same thread; events are sorted by their start."""
+    """Each event's time without the events nested in it on its thread; events are sorted by start."""
     alone = [float(event["dur"]) for event in work]
     open_on: dict[Any, list[int]] = {}
     for index, event in enumerate(work):
@@ -154,9 +154,8 @@ def _self_times(work: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _ours(launches: Sequence[Launch], backend: str | None, device: str, path: Path) -> list[str]:
-    """The names of what `backend` launched; on a device both directions must have some.
-
-    On a CPU only the forward goes through the dispatcher.
+    """The names that `backend` launched. On a device both directions must have some; on a CPU only forward, because
+    only it goes through the dispatcher.
     """
     if backend in (None, "eager"):
         return []
@@ -170,7 +169,7 @@ def _ours(launches: Sequence[Launch], backend: str | None, device: str, path: Pa
 
 
 def _prefixes(backend: str) -> tuple[str, ...]:
-    """How the names of a backend's kernels begin."""
+    """The prefixes of a backend's kernel names."""
     if backend == "triton":
         from kernel_fusion.backends.triton.launch import launches
 
@@ -179,7 +178,7 @@ def _prefixes(backend: str) -> tuple[str, ...]:
 
 
 def summary(trace: Trace, workload: Workload) -> Table:
-    """Time per kernel or operator, and per direction the whole, its bytes and bandwidth while it was traced."""
+    """Time per kernel or operator; per direction the total, its bytes and its bandwidth under the profiler."""
     columns = ("direction", "launched", "per step", "µs each", "µs per step", "share", "MB", "GB/s")
     rows = [row for direction in _DIRECTIONS for row in _rows(trace, workload, direction)]
     return Table(f"{shown(trace.provider.name)}, {workload}, {trace.steps} steps", columns, tuple(rows))
@@ -205,7 +204,7 @@ def _rows(trace: Trace, workload: Workload, direction: Any) -> Iterator[tuple[st
 
 
 def ncu_command(trace: Trace, calls: Sequence[str]) -> list[str]:
-    """The command line that has Nsight Compute look at the kernels of ours in a trace, while `calls` makes them."""
+    """The Nsight Compute command line for our kernels in a trace, while `calls` makes them."""
     report = trace.path.with_name(f"{trace.provider.backend}_counters")
     chosen = ["--kernel-name", f"regex:^({'|'.join(trace.ours)})$"]
     return ["ncu", "--set", "full", "--target-processes", "all", *chosen, "--export", str(report), *calls]

@@ -3,7 +3,7 @@
     h = residual + dropout(x);   n = layer_norm(h);    x = attention(n)
     h = h + dropout(x);          n = layer_norm(h);    x = down(silu(gate(n)) * value(n))
 
-A copy, which keeps nothing for backward, stands for attention and for each matrix product; widths are Llama 3 8B's.
+Copies, which keep nothing for backward, replace attention and matrix products. Widths are Llama 3 8B's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
 
 
 def _up(n: Tensor) -> tuple[Tensor, Tensor]:
-    # An odd width leaves one column over. Not slices: backward of each would fill a tensor of the whole width.
+    # An odd width leaves a column over. Split, not slices: backward of each slice would fill a tensor of the whole
+    # width.
     gate, value, *_ = n.repeat(1, _UP).split(_UP * n.shape[-1] // 2, -1)
     return gate, value
 

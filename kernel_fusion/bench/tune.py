@@ -1,7 +1,7 @@
-"""Tuning: climbs from the plan that a norm has, knob by knob, while the GPU at hand is faster for it.
+"""Tuning: improves a norm's plan field by field, while the GPU at hand gets faster.
 
-Every trial is timed beside the present plan, at a model's number of rows and at many; its results must have the same
-bits. What wins is measured again, for longer.
+Every trial is timed beside the present plan, at a model's number of rows and at many. Its results must have the same
+bits. The winner is measured again, for longer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kernel_fusion.errors import CompileError
 VERBS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
-_GAIN = 0.98  # of the present time, at most, for a row of a table
-_STEP = 0.99  # of the best time so far, at most, for another round
+_GAIN = 0.98  # a table row must be at most this share of the present time
+_STEP = 0.99  # another round needs at most this share of the best time
 _ROUNDS = 4
 _MANY_ELEMENTS = 2**25
 
-Times = list[Timing]  # of one choice, for each number of rows
-# The times of choices, the present plan's first; none of a choice that cannot run or has other bits.
+Times = list[Timing]  # one choice, for each number of rows
+# The times of choices, the present plan's first; empty for one that cannot run or has other bits.
 Measure = Callable[[Sequence[Choice], Effort], list[Times]]
 
 
@@ -58,7 +58,7 @@ class Cell:
         return f"{self.verb} {self.direction}, N = {self.cols}, {dtype_name(self.dtype)}"
 
     def workloads(self) -> list[Workload]:
-        """The call, with the rows of the first model of this length, if there is one, and with many."""
+        """The call at two numbers of rows: that of the first model with this length, if any, and a large one."""
         models = SUITES["models"].workloads("cuda", [self.dtype], ["layer_norm"])
         rows = [each.num_rows for each in models if each.facts["cols"] == self.cols][:1]
         sizes = sorted({*rows, max(1, _MANY_ELEMENTS // self.cols)})
@@ -76,12 +76,12 @@ def cells(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a cell.
+    """The result of tuning a cell.
 
     Attributes:
-        rows: the numbers of rows that it was timed at.
+        rows: the numbers of rows that were timed.
         present, best: times per call at each.
-        choice: what makes the best one better; empty where nothing does.
+        choice: the settings of the best plan; empty if none is better.
         trials: how many were measured.
     """
 
@@ -98,25 +98,25 @@ class Outcome:
         return ratio(self.present, self.best)
 
     def evidence(self, where: str) -> str:
-        """The words with which a row of a table justifies itself; `where` names the machine and the versions."""
+        """The evidence of a table row, in words; `where` names machine and versions."""
         pairs = zip(self.rows, self.present, self.best, strict=True)
         times = [f"{n} rows {new.median_ms * 1e3:.2f} of {old.median_ms * 1e3:.2f} µs" for n, old, new in pairs]
         return f"{where}: {', '.join(times)}; ratio {self.ratio:.3f}"
 
 
 def ratio(before: Times, after: Times) -> float:
-    """After over before, the geometric mean over the numbers of rows."""
+    """After over before, as the geometric mean over numbers of rows."""
     return statistics.geometric_mean(b.median_ms / a.median_ms for a, b in zip(before, after, strict=True))
 
 
 def better(present: Times, best: Times) -> bool:
-    """Whether a plan is to be taken: by 2 % faster, somewhere beyond noise, and nowhere slower beyond it."""
+    """Whether to take a plan: 2 % faster on average, faster beyond noise at some size, slower beyond it at none."""
     noted = [b.median_ms / a.median_ms for a, b in zip(present, best, strict=True) if beyond_noise(a, b, "cuda")]
     return ratio(present, best) <= _GAIN and bool(noted) and max(noted) < 1
 
 
 def climb(kernels: Sequence[Kernel], measure: Measure) -> tuple[Choice, Times, Times, int]:
-    """The best choice, the present times and its own, and how many trials there were."""
+    """The best choice, the present times, its times, and the number of trials."""
     best: Choice = {}
     count = 0
     for _ in range(_ROUNDS):
@@ -166,7 +166,7 @@ def tune(cell: Cell, device: torch.device) -> Outcome:
 
 
 def _kernels(cell: Cell, workload: Workload, inputs: Inputs, device: Device) -> list[Kernel]:
-    """The kernel that is timed, as the planner is asked for it; with that of inference also that of training."""
+    """The timed kernel as the planner sees it; for inference also the kernel of training."""
     asked: list[RowNormSpec] = []
 
     def note(spec: RowNormSpec, plan: Plan) -> Plan:
@@ -186,7 +186,7 @@ def _by_spec(kernels: Sequence[Kernel], choice: Choice) -> dict[RowNormSpec, Pla
 
 
 class _Fits:
-    """Which choices compile, keep what they hold in registers as the present plan does, and sum in its order."""
+    """Which choices compile, spill no more than the present plan, and sum in its order."""
 
     def __init__(self, kernels: Sequence[Kernel], index: int) -> None:
         self.kernels, self.index = kernels, index
@@ -205,10 +205,10 @@ class _Fits:
     def _fits(self, choice: Choice) -> bool:
         try:
             pairs = list(zip(self._loaded(choice), self.present, strict=True))
-        except (CompileError, RuntimeError):  # more than the device has
+        except (CompileError, RuntimeError):  # needs more than the device has
             return False
         spec = self.kernels[0].spec
-        # Columns are summed by all blocks that run at once: their number decides the order.
+        # All blocks that run at once sum columns, so their number decides the order.
         sums = spec.direction == "backward" and any(spec.grads[1:])
         same_order = not sums or all(new.max_blocks == old.max_blocks for new, old in pairs)
         return same_order and all(new.local_bytes <= old.local_bytes for new, old in pairs)
@@ -221,7 +221,7 @@ class _Fits:
 
 
 def _compile(planned: tuple[Plan, Source, int]) -> None:
-    with suppress(CompileError):  # which is met again where the choice is looked at
+    with suppress(CompileError):  # raised again where the choice is examined
         compiler.cubin(planned[1].text(), planned[2])
 
 
@@ -233,7 +233,7 @@ def _outcomes(
     effort: Effort,
     device: torch.device,
 ) -> list[Timing | str]:
-    """Time plans beside each other; the first are the present ones, whose bits all must have."""
+    """Time plans beside each other; the first ones are the present plans, whose bits all must reproduce."""
     current = dict(planned[0])
     expected: list[Tensor] = []
 

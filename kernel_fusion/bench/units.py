@@ -1,4 +1,4 @@
-"""How values are written: units that fit, three significant digits, names that readers know."""
+"""How values are written: fitting units, three significant digits, familiar names."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 
 
 class Unit(NamedTuple):
-    """A unit, and what a value in milliseconds or bytes is multiplied by."""
+    """A unit, and the factor from milliseconds or bytes to it."""
 
     name: str
     factor: float
 
 
 def time_unit(times_ms: Sequence[float]) -> Unit:
-    """Microseconds where all times are short, else milliseconds."""
+    """Microseconds if all times are short, else milliseconds."""
     return Unit("µs", 1e3) if all(ms < _MICROSECONDS_BELOW_MS for ms in times_ms) else Unit("ms", 1.0)
 
 
 def bytes_unit(counts: Sequence[int]) -> Unit:
-    """The largest unit of which the largest count has one at least."""
+    """The largest unit in which the largest count is at least 1."""
     largest = max(counts, default=0)
     name = next((name for name, size in _BYTES.items() if largest >= size), "B")
     return Unit(name, 1 / _BYTES[name])
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes in the unit that fits, such as "2.75 GB"."""
+    """A number of bytes in a fitting unit, such as "2.75 GB"."""
     unit = bytes_unit([num_bytes])
     return f"{num_bytes * unit.factor:.3g} {unit.name}"
 
@@ -41,16 +41,16 @@ def megabytes(num_bytes: int) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and all those before the point; never an exponent."""
+    """Three significant digits, and all before the point; never an exponent."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 2
     return f"{value:.{max(0, digits)}f}"
 
 
 def shown(provider: str) -> str:
-    """What readers call a contender."""
+    """A contender's name for readers."""
     return {"pytorch": "PyTorch"}.get(provider, provider)
 
 
 def dtype_label(name: str) -> str:
-    """What readers call a dtype of the files: "fp32" for "f32"."""
+    """A dtype's name for readers: "fp32" for "f32"."""
     return name.replace("f", "fp") if name[:1] == "f" else name

@@ -1,7 +1,6 @@
-"""What can be measured: an operation at one shape and dtype, and the tensors that it is measured on.
+"""What can be measured: an operation at one shape and dtype, and its tensors.
 
-PyTorch's calls are written once. As the reference they run in float64, with the dropout mask that the results of a
-contender show.
+PyTorch's calls are written once. They are also the reference, in float64 with a contender's dropout mask.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ Direction = Literal["forward", "backward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
 Call = Callable[[], object]
-Function = Callable[..., Any]  # from arguments in order to the result or a tuple of results
+Function = Callable[..., Any]  # from arguments in order to a result or a tuple of them
 Dropout = Callable[[Tensor], Tensor]
 
-DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale of what is kept is PyTorch's to the last bit
+DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale equals PyTorch's to the last bit
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a call, by name and in order, and a cotangent of each result."""
+    """The arguments of a call, by name and in order, and a cotangent for each result."""
 
     arguments: Mapping[str, Tensor]
     cotangents: tuple[Tensor, ...]
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The arguments that gradients are taken for, by the gradient's name."""
+        """The arguments to differentiate for, by the gradient's name."""
         return {f"d{name}": t for name, t in self.arguments.items() if t.requires_grad}
 
     @property
@@ -77,13 +76,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Argument:
-    """A random tensor to be drawn.
+    """A random tensor to draw.
 
     Attributes:
-        layout: as in `RowNormCase`; or "first half" of a wider tensor, whose "second half" is the next argument.
-        values: "normal"; "mask" (three of four are True, the first column all); "causal" (the lower triangle).
+        layout: as in `RowNormCase`, or "first half" of a wider tensor whose "second half" is the next argument.
+        values: "normal", "mask" (True in three of four and in the first column), "causal" (the lower triangle).
         shared: whether all rows read it; it is then the same in every set.
-        gradient: whether a gradient is taken for it.
+        gradient: whether it gets a gradient.
         moved: whether its bytes count.
     """
 
@@ -106,27 +105,27 @@ class Argument:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is computed, at any size.
+    """A computation at any size.
 
     Attributes:
-        name: what tables call it.
-        verb: ours that computes it.
-        arguments: those of both calls, in order, for a shape and a dtype.
+        name: its name in tables.
+        verb: our verb for it.
+        arguments: the arguments of both calls, for a shape and a dtype.
         pytorch: (dropout, *arguments) -> results, by PyTorch's calls.
         fused: (*arguments, p=..., backend=...) -> results, by our verb.
         results: their names.
         dropout_p: the probability of dropout.
-        kept: from results and gradients, and from arguments, where dropout kept elements; None where that is hidden.
-        backward_reads: the arguments that backward reads, by default all. One that was never an argument stands for a
-            tensor of its size that forward keeps.
-        backward_writes: the arguments whose gradients are written, by default all. The terms of a sum share one.
-        row_dims: how many last dimensions make a row; rows are computed independently.
-        reduces_rows: whether results are reductions over rows, and have none.
-        has_kernels: whether kernels of ours run; not where the vendor's library does everything.
+        kept: finds the elements that dropout kept, from results, gradients and arguments; None if hidden.
+        backward_reads: the arguments that backward reads (default: all); an unused name stands for a tensor of its size
+            that forward keeps.
+        backward_writes: the arguments whose gradients are written (default: all); the terms of a sum share one.
+        row_dims: how many last dimensions form a row; rows are independent.
+        reduces_rows: whether results are reductions over rows.
+        has_kernels: whether our kernels run, rather than only the vendor's library.
         products: the bare matrix products of a direction.
-        product_pass: whether more than the products is computed: a pass over their result.
-        passes: how many passes over x a contender of that name makes, where it is known.
-        cupy: from the module, the chain that a user of CuPy writes.
+        product_pass: whether a pass over the products' result follows.
+        passes: the known number of passes over x, by contender.
+        cupy: given the module, the chain that a user of CuPy writes.
         judged: results and gradients in float64 and PyTorch's, if not those of `pytorch`.
         bare: whether it is a norm alone, which other libraries have.
         dtypes: of the data, if not all.
@@ -161,7 +160,7 @@ class Workload:
     Attributes:
         name: the configuration, such as a model or a shape.
         what: the operation.
-        grouped: whether its table has other operations of its configuration, rather than other configurations.
+        grouped: whether its table lists operations of one configuration, not configurations of one verb.
     """
 
     name: str
@@ -176,32 +175,32 @@ class Workload:
 
     @property
     def verb(self) -> str:
-        """The verb of ours that is called."""
+        """Our verb for it."""
         return self.what.verb
 
     @property
     def arguments(self) -> dict[str, Argument]:
-        """What the calls take, by name."""
+        """The calls' arguments, by name."""
         return {a.name: a for a in self.what.arguments(self.shape, self.dtype)}
 
     @property
     def shared(self) -> frozenset[str]:
-        """The arguments that all rows read: their gradients are sums over rows."""
+        """The arguments that all rows read; their gradients are sums over rows."""
         return frozenset(a.name for a in self.arguments.values() if a.shared)
 
     @property
     def lead(self) -> int:
-        """How many first dimensions count rows."""
+        """How many leading dimensions count rows."""
         return len(self.shape) - self.what.row_dims
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return torch.Size(self.shape[: self.lead]).numel()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of a `Measurement` that say what was measured."""
+        """The fields of a `Measurement` that describe the workload."""
         arguments = self.arguments
         dtypes = {name: dtype_name(a.dtype) for name, a in arguments.items() if a.dtype.is_floating_point}
         layout = next(iter(arguments.values())).layout
@@ -218,7 +217,7 @@ class Workload:
         }
 
     def input_sets(self, device: torch.device, count: int) -> list[Inputs]:
-        """`count` sets of random tensors, drawn on the device; what rows share is the same in each."""
+        """`count` sets of random tensors on the device; arguments that rows share are the same in each."""
         draw, arguments = _Draw(device), list(self.arguments.values())
         shared = draw.arguments([a for a in arguments if a.shared], {})
 
@@ -229,21 +228,21 @@ class Workload:
         return [one_set() for _ in range(count)]
 
     def _results(self) -> tuple[Tensor, ...]:
-        """The results' sizes and dtypes, from PyTorch's calls on tensors without data."""
+        """The results' sizes and dtypes, from PyTorch's calls on meta tensors."""
         nothing = {name: torch.empty(a.shape, dtype=a.dtype, device="meta") for name, a in self.arguments.items()}
         return Inputs(nothing, ()).call(partial(self.what.pytorch, _no_dropout))
 
     def unfused(self) -> Function:
-        """PyTorch's calls, as its users write them."""
+        """PyTorch's calls, as users write them."""
         dropout = partial(F.dropout, p=self.what.dropout_p) if self.what.dropout_p else _no_dropout
         return partial(self.what.pytorch, dropout)
 
     def fused(self, backend: str | None) -> Function:
-        """Our verb, on `backend` or called without naming one."""
+        """Our verb on `backend`, or without naming one."""
         return partial(self.what.fused, p=self.what.dropout_p, backend=backend)
 
     def traffic(self, part: Part) -> Traffic:
-        """Every argument and result once; where there are products, the passes over their result."""
+        """Every argument and result once; for products, the passes over their result."""
         results = sum(r.nbytes for r in self._results())
         if self.what.products is not None:
             passes = results if self.what.product_pass else 0
@@ -261,7 +260,7 @@ class Workload:
         return [] if self.what.products is None else self.what.products(part, inputs)
 
     def bytes_moved(self, direction: Direction, provider: str) -> int:
-        """What must move, with the matrix products; of a chain of known passes, what the provider moves."""
+        """Bytes that must move, products included; for known passes, what the provider moves."""
         if direction == "forward+backward":
             return self.bytes_moved("forward", provider) + self.bytes_moved("backward", provider)
         if direction == "forward" and provider in self.what.passes:
@@ -270,25 +269,25 @@ class Workload:
         if self.what.products is not None:
             operands = sum(a.num_bytes for a in self.arguments.values() if a.gradient)
             scores = sum(r.nbytes for r in self._results())
-            # One product forward; two backward, each of which reads the scores' gradient and one operand.
+            # Forward has one product. Backward has two; each reads the scores' gradient and one operand.
             total += operands + scores if direction == "forward" else 2 * operands + 2 * scores
         return total
 
     def without_dropout(self) -> Workload:
-        """What is checked in its place: the same without dropout if its mask cannot be seen in the results."""
+        """The workload to check: the same, without dropout if results hide its mask."""
         if self.what.kept is not None or not self.what.dropout_p:
             return self
         return replace(self, what=replace(self.what, dropout_p=0.0))
 
     def kept(self, results: Mapping[str, Tensor], inputs: Inputs) -> Tensor | None:
-        """Where dropout kept elements, as results and gradients show it; None without dropout."""
+        """Where dropout kept elements, as seen in results and gradients; None without dropout."""
         if not self.what.dropout_p:
             return None
         assert self.what.kept is not None
         return self.what.kept(results, inputs.arguments)
 
     def references(self, inputs: Inputs, kept: Tensor | None) -> tuple[Reference, dict[str, Tensor]]:
-        """Results and gradients in float64, and those of PyTorch in the dtypes at hand; with the mask `kept`.
+        """Results and gradients in float64, and PyTorch's in the given dtypes, with the mask `kept`.
 
         Raises:
             ValueError: the inputs are in float64 already.
@@ -316,10 +315,10 @@ def _no_dropout(t: Tensor) -> Tensor:
 
 
 class _Draw:
-    """Draws tensors on a device, each allocated by itself, so that all are aligned as a program's tensors are."""
+    """Draws tensors on a device, each in its own allocation, aligned as a program's tensors are."""
 
     def __init__(self, device: torch.device) -> None:
-        # Not the device's default generator, which a failed capture can leave unusable.
+        # A failed capture can break the device's default generator.
         self._generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -328,7 +327,7 @@ class _Draw:
         return values.mul_(std).add_(mean)
 
     def arguments(self, wanted: Sequence[Argument], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of `wanted` by name; those of `given` are taken from there."""
+        """The tensors of `wanted` by name; those in `given` are reused."""
         drawn: dict[str, Tensor] = {}
         other_half = torch.empty(0)
         for a in wanted:

@@ -1,4 +1,4 @@
-"""The command line: one module per command, put together here. `main` is the console script `kernel-fusion`."""
+"""The command line, one module per command. `main` is the console script `kernel-fusion`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def options(
 
 
 def main() -> None:
-    """Run the command line, whatever the standard streams are: closed, or of an encoding without our characters."""
+    """Run the command line, even if standard streams are closed or their encoding lacks our characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,4 +1,4 @@
-"""`bench`: runs suites, writes their files, shows a short table and says what came of it. Ctrl-C keeps the rest."""
+"""`bench`: runs suites, writes their files, and shows a short table with a summary. Ctrl-C keeps what was measured."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from kernel_fusion.config import BACKENDS
 from kernel_fusion.operators import loader
 from kernel_fusion.operators.dispatch import unavailable_reason
 
-_BUSY_LOAD = 0.5  # one other program at work half of the time: the threads of a kernel then wait for each other
+_BUSY_LOAD = 0.5  # one other busy program already makes the threads of a kernel wait for each other
 
 
 def bench(
@@ -106,7 +106,7 @@ def bench(
 
 @dataclass(frozen=True)
 class _Selection:
-    """What of a suite is measured, and where; None, and no backends or shapes, stand for the suite's own."""
+    """What to measure of a suite, and where. None, or no backends or shapes, means the suite's own."""
 
     quick: bool
     devices: Sequence[torch.device]
@@ -120,19 +120,19 @@ class _Selection:
     threads: Sequence[int] | None
 
     def verbs_of(self, suite: Suite) -> list[str]:
-        """Those measured of a suite."""
+        """The verbs to measure of a suite."""
         own = (suite.quick_verbs if self.quick else None) or suite.verbs
         return [verb for verb in suite.verbs if verb in (own if self.verbs is None else self.verbs)]
 
     def threads_of(self, suite: Suite, device: torch.device) -> Sequence[int | None]:
-        """The numbers of threads that a suite is measured with on a device; None for PyTorch's own."""
+        """The numbers of threads for a suite on a device; None for PyTorch's own."""
         if device.type != "cpu":
             return [None]
         return self.threads or ([1, torch.get_num_threads()] if suite.single_thread else [None])
 
 
 def _check(suites: Sequence[Suite], selection: _Selection) -> None:
-    """An error where a suite has nothing of what is wanted, or a backend runs nowhere."""
+    """Raise if a suite lacks something selected, or a backend runs nowhere."""
     for suite in suites:
         _check_selection(suite, selection)
         if any(device.type == "cpu" for device in selection.devices):
@@ -144,7 +144,7 @@ def _check(suites: Sequence[Suite], selection: _Selection) -> None:
 
 
 def _check_selection(suite: Suite, selection: _Selection) -> None:
-    """An error where a suite has nothing of what is wanted."""
+    """Raise if the suite lacks something selected."""
     if not selection.verbs_of(suite):
         raise typer.BadParameter(f"{suite.name} measures {', '.join(suite.verbs)}", param_hint="--verbs")
     if selection.shapes and suite.kind == "steps":
@@ -154,7 +154,7 @@ def _check_selection(suite: Suite, selection: _Selection) -> None:
 
 
 def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device, list[Provider]], dict[str, str]]:
-    """PyTorch and ours on each device; and of each of ours that runs on none of them, why."""
+    """PyTorch and ours on each device, and why some of our backends run on none of them."""
     contenders: dict[torch.device, list[Provider]] = {}
     absent: dict[str, str] = {}
     for device in selection.devices:
@@ -162,7 +162,7 @@ def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device,
         reasons = {name: unavailable_reason(name, device) for name in named}
         absent |= {name: f"absent: {reason}" for name, reason in reasons.items() if reason}
         running: list[str | None] = [name for name, reason in reasons.items() if not reason]
-        # Resolving a backend builds the extension, so that no build falls into a measurement.
+        # Resolving a backend builds the extension, so that no measurement includes the build.
         ours = [providers.ours(resolve_backend(name, device)) for name in running or [None]]
         contenders[device] = [providers.pytorch(), *ours]
     present = {provider.name for several in contenders.values() for provider in several}
@@ -170,7 +170,7 @@ def _contenders(suite: Suite, selection: _Selection) -> tuple[dict[torch.device,
 
 
 def _measure_all(suites: Sequence[Suite], selection: _Selection, folder: Path, out: Console) -> int:
-    """Measure the suites, up to one that is interrupted; the exit code."""
+    """Measure the suites until one is interrupted; returns the exit code."""
     exit_code = 0
     for suite in suites:
         result = _measure(suite, selection, folder, out)
@@ -182,7 +182,7 @@ def _measure_all(suites: Sequence[Suite], selection: _Selection, folder: Path, o
 
 
 def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) -> Results:
-    """Measure one suite, showing progress; write its files and show its tables."""
+    """Measure one suite with a progress bar, write its files and show its tables."""
     suite = suite.quick() if selection.quick else suite
     suite = suite.with_shapes(selection.shapes) if selection.shapes else suite
     contenders, absent = _contenders(suite, selection)
@@ -210,7 +210,7 @@ def _measure(suite: Suite, selection: _Selection, folder: Path, out: Console) ->
 def _setups(
     suite: Suite, selection: _Selection, contenders: Mapping[torch.device, Sequence[Provider]]
 ) -> tuple[list[Setup], dict[str, str]]:
-    """One for each device and number of threads; and of each peer its version, or why it is nowhere."""
+    """A setup for each device and number of threads, and each peer's version or why it is absent."""
     setups: list[Setup] = []
     states: dict[str, str] = {}
     for device, mine in contenders.items():
@@ -232,7 +232,7 @@ def _setups(
 
 
 def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers: Sequence[str]) -> str:
-    """The command that measures the same again, every default written out, but for all verbs."""
+    """The command that repeats the measurement, with every default written out except all verbs."""
     verbs = selection.verbs_of(suite)
     devices = dict.fromkeys(setup.device for setup in setups)
     dtypes = selection.dtypes or [dtype for device in devices for dtype in suite.dtypes_on(device.type)]
@@ -256,7 +256,7 @@ def _command(suite: Suite, selection: _Selection, setups: Sequence[Setup], peers
 
 
 def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
-    """The short tables, what went wrong, where the files are, and last the sentences that people came for."""
+    """Print the short tables, the failures, the files and, last, the summary."""
     for data in tables.short_tables(result):
         show(data, out)
     for failure in result.failures:
@@ -272,7 +272,7 @@ def _show(result: Results, paths: Sequence[Path], out: Console) -> None:
 
 
 def _parse_peers(text: str | None) -> list[str] | None:
-    """The peers that are named; None where the suite is to decide."""
+    """The named peers; None if the suite decides."""
     if text is None:
         return None
     return list(PEERS) if text == "all" else [] if text == "none" else names(text, PEERS, "peer")

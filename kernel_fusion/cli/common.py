@@ -1,4 +1,4 @@
-"""What the commands share: the console, the choice of device and backend, and how values are written."""
+"""Shared by the commands: the console, the choice of device and backend, parsing of options."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.errors import KernelFusionError
 from kernel_fusion.operators.dispatch import unavailable_reason
 
-# Without a terminal rich assumes 80 columns and would cut the tables.
+# rich assumes 80 columns without a terminal, which would cut our tables.
 _PIPE_WIDTH = 200
 
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
 Name = TypeVar("Name", bound=str)
 Parameters = ParamSpec("Parameters")
@@ -38,29 +38,29 @@ CACHES = (EXTENSIONS, CUBINS)
 
 
 def console() -> Console:
-    """A console on the standard output of this moment, wide enough for our tables where it is no terminal.
+    """A console on the current standard output, wide enough for our tables when piped.
 
-    Without markup: error texts have square brackets of their own.
+    It reads no markup, because error texts have square brackets of their own.
     """
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
 
 def progress_console() -> Console:
-    """A console for progress, on standard error, so that what is printed can be piped."""
+    """A console for progress on standard error, so that standard output can be piped."""
     return Console(stderr=True)
 
 
 def progress_bar() -> Progress:
-    """A bar that has the count and the time left first, so that a narrow terminal cuts the description."""
+    """A bar with count and remaining time first; a narrow terminal cuts the description."""
     columns = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"), BarColumn(20))
     return Progress(*columns, TextColumn("{task.description}"), console=progress_console())
 
 
 def in_sentences(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """A command that says in a sentence, and by its exit code, what the machine or the user has to answer for.
+    """Report errors of the machine or the user in a sentence and an exit code.
 
-    That is an error of this library, a file that cannot be read or written, and Ctrl-C. All else is a fault of the
-    program, and keeps its traceback.
+    These are errors of this library, unreadable or unwritable files, and Ctrl-C. All others are bugs and keep their
+    traceback.
     """
 
     @functools.wraps(command)
@@ -70,7 +70,7 @@ def in_sentences(command: Callable[Parameters, None]) -> Callable[Parameters, No
         except KeyboardInterrupt as interrupt:
             typer.echo("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from interrupt
-        except BrokenPipeError:  # who read has read enough
+        except BrokenPipeError:  # the reader of our output is gone
             raise
         except (KernelFusionError, OSError) as error:
             typer.echo(f"{command.__name__}: {_sentence(error)}", err=True)
@@ -86,20 +86,20 @@ def _sentence(error: Exception) -> str:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device called `name`; None means the GPU where our kernels run on it, else the CPU."""
+    """The device called `name`; None means the GPU if our kernels run on it, else the CPU."""
     if name is None:
         return torch.device("cpu" if unavailable_reason("cuda") else "cuda")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # which a device without memory of its own, such as meta, refuses
+        torch.zeros(1, device=device).item()  # refused by devices without memory, such as meta
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]  # PyTorch lists every backend that it knows
+        reason = str(error).splitlines()[0].split(". ")[0]  # without PyTorch's list of all backends
         raise typer.BadParameter(f"{name!r} is no device here: {reason}", param_hint="--device") from error
     return device
 
 
 def resolve_backend(name: str | None, device: torch.device) -> str:
-    """The backend called `name`, or the device's own; an error that says why where it cannot run."""
+    """The backend called `name`, or the device's own; raises with the reason if it cannot run."""
     backend = name or (device.type if device.type in ("cpu", "cuda") else "eager")
     try:
         check_backend_name(backend)
@@ -111,7 +111,7 @@ def resolve_backend(name: str | None, device: torch.device) -> str:
     return backend
 
 
-# PyTorch's names and short ones; the first of each is printed.
+# PyTorch's names and short ones; the first is printed.
 _DTYPES = {
     torch.bfloat16: ("bf16", "bfloat16"),
     torch.float16: ("fp16", "float16", "half", "f16"),
@@ -144,12 +144,12 @@ def dtype_names(text: str) -> tuple[str, ...]:
 
 
 def shown_dtype(dtype: torch.dtype) -> str:
-    """What commands print for a dtype."""
+    """A dtype as commands print it."""
     return _DTYPES[dtype][0]
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Rows and columns of a shape such as "512x3000"."""
+    """Rows and columns, from a shape such as "512x3000"."""
     match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)
     if not match or not all(map(int, match.groups())):
         raise typer.BadParameter(f"expected rows x columns such as 512x3000, got {text!r}", param_hint="--shape")
@@ -164,7 +164,7 @@ def parse_numbers(text: str, option: str) -> list[int]:
 
 
 def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
-    """Those of `known` that a list with commas names; an error that lists them where one is not among them."""
+    """The members of `known` in a comma-separated list; raises with all of them if one is unknown."""
     by_name = {str(name): name for name in known}
     unknown = [part for part in split(text) if part not in by_name]
     if unknown:
@@ -173,7 +173,7 @@ def names(text: str, known: Iterable[Name], what: str) -> list[Name]:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a list with commas, of which there must be one."""
+    """The parts of a comma-separated list; there must be at least one."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise typer.BadParameter(f"expected a list with commas, got {text!r}")
@@ -181,14 +181,14 @@ def split(text: str) -> list[str]:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if need be; OSError where nothing can be written there, before long work and not after it."""
+    """The folder, created if missing; OSError before long work, not after, if it is not writable."""
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     return folder
 
 
 def new_folder(name: str) -> Path:
-    """A folder for the files of this run below the working directory, which no run before has written to."""
+    """A new folder in the working directory for the files of this run."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     folder = first = Path("kernel-fusion-results", f"{stamp}-{name}")
     count = 1
@@ -203,7 +203,7 @@ def new_folder(name: str) -> Path:
 
 
 def show(table: tables.Table, out: Console, of_numbers: bool = True) -> None:
-    """Print a table; all columns but the first are aligned to the right where they are numbers."""
+    """Print a table; numbers are right-aligned in all columns but the first."""
     shown = Table(title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
         shown.add_column(column, justify="right" if index and of_numbers else "left")
@@ -213,5 +213,5 @@ def show(table: tables.Table, out: Console, of_numbers: bool = True) -> None:
 
 
 def cache_facts(cache: Cache) -> tuple[str, str, str]:
-    """Number of entries, their size, and their folder."""
+    """The number of entries, their size and their folder."""
     return f"{len(cache.entries())} entries", size(cache.size()), str(cache.path("").parent)

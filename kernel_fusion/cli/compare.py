@@ -1,4 +1,4 @@
-"""`compare`, `plot` and `report`: what can be done with the JSON files of `bench` afterwards."""
+"""`compare`, `plot` and `report`: work on the JSON files of `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-kernel`: what an upload to the Hugging Face Hub needs."""
+"""`hf-kernel`: writes what an upload to the Hugging Face Hub needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`info`: what is here, which backends can run, and why the others cannot. Builds nothing unless asked to."""
+"""`info`: what the machine has, which backends can run, and why others cannot. Builds nothing unless asked to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _devices() -> dict[str, str]:
 
 
 def _plans() -> dict[str, str]:
-    """What the plans of the norms' CUDA kernels follow, of each device."""
+    """Which tuned table the CUDA plans follow, per device."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {f"cuda:{index}": _tables(name, Device.of(index).arch) for index, name in enumerate(names)} or {
         "cuda": "no device here; `kernel-fusion tune` keeps what it measures on one in "
@@ -81,7 +81,7 @@ def _tables(name: str, arch: int) -> str:
 
 
 def _backend_state(name: str) -> str:
-    # Asking whether the CPU backend is available would build it.
+    # Asking about the CPU backend would build it.
     if name == "cpu" and not loader.is_loaded() and loader.error() is None:
         return f"not loaded yet; the extension is {_extension_state()}"
     reason = unavailable_reason(name)
@@ -98,6 +98,6 @@ def _extension_state() -> str:
 
 
 def _built_path() -> str | None:
-    """Where the extension for this machine is in the cache, or None where it is not."""
+    """The path of this machine's extension in the cache, or None."""
     path = build.kept_library()
     return None if path is None else str(path)

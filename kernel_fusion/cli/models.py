@@ -1,4 +1,4 @@
-"""`models`: patches small models of transformers, diffusers and timm, and checks them beside the unpatched ones."""
+"""`models`: patches small models of transformers, diffusers and timm and compares them with unpatched ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Task = tuple[tiny_models.Architecture, bool]
 
 
 def _examined(tasks: list[Task], jobs: int) -> Iterator[model_coverage.Outcome]:
-    """The outcomes, in order; the processes are forks, since what makes a model cannot be sent to another program."""
+    """The outcomes, in order. The processes are forks, because model factories cannot be pickled."""
     global _tasks
     if jobs == 1:
         yield from (model_coverage.examine(*task) for task in tasks)

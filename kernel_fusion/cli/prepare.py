@@ -82,7 +82,7 @@ def _prepare_extension(any_cpu: bool, out: Console) -> None:
 
 
 def _target(arch: int | None) -> Device:
-    """The device to compile for: the architecture named, or the GPU that is here."""
+    """The device to compile for: a named architecture, or this machine's GPU."""
     if arch is None and torch.cuda.is_available():  # pragma: gpu
         return Device.of(torch.cuda.current_device())
     if arch not in KNOWN_DEVICES:

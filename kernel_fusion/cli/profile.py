@@ -1,6 +1,6 @@
-"""`profile`: Chrome traces of one norm or operation, by PyTorch and by our backends, and a summary of them.
+"""`profile`: Chrome traces of one norm or operation by PyTorch and our backends, with a summary.
 
-Each trace is written as soon as it is taken, so Ctrl-C keeps those before.
+Each trace is written when it is finished, so Ctrl-C keeps the earlier ones.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def profile(
         for provider in track([providers.pytorch(), *mine], "traces", console=progress_console()):
             try:
                 traces.append(trace.record(provider, workload, target, folder))
-            except Exception as error:  # whatever it is, it speaks against this contender alone
+            except Exception as error:  # any failure counts against this contender only
                 out.print(f"NOT TRACED: {provider.name}: {timing.reason(error)}", style="red")
                 exit_code = 1
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def profile(
 
 
 def _backends(named: list[str], device: torch.device, out: Console) -> list[str]:
-    """Those named, or all that have kernels for the device and can run; the device's own if there are none."""
+    """The named backends, or all that can run with kernels for the device, or else the device's own."""
     if named:
         return [resolve_backend(name, device) for name in named]
     reasons = {name: unavailable_reason(name, device) for name in ALL_BACKENDS.get(device.type, ())}
@@ -105,7 +105,7 @@ def _backends(named: list[str], device: torch.device, out: Console) -> list[str]
 
 
 def _command(case: str, shape: str, dtype: torch.dtype, device: torch.device, ours: list[Provider]) -> list[str]:
-    """The words after `kernel-fusion` that trace the same again, every default written out."""
+    """The arguments that repeat the trace, with every default written out."""
     backends = ",".join(str(provider.backend) for provider in ours)
     options = {"--shape": shape, "--dtype": shown_dtype(dtype), "--device": str(device), "--backends": backends}
     return ["profile", case, *(word for option in options.items() for word in option)]

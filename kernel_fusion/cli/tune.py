@@ -1,4 +1,4 @@
-"""`tune`: measures other plans of the norms on this machine's GPU, and keeps what is faster in a table."""
+"""`tune`: measures other plans of the norms on this machine's GPU and keeps faster ones in a table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tune(
 
 
 def _tune(wanted: list[tuning.Cell], output: Path | None) -> None:
-    """Tune, and write the table after every cell, so that an interrupt loses no more than one."""
+    """Tune, and write the table after every cell, so that an interrupt loses at most one."""
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     path, table = _begun(name, output)
@@ -57,7 +57,7 @@ def _tune(wanted: list[tuning.Cell], output: Path | None) -> None:
         for cell in track(wanted, f"tuning on {name}", console=progress):
             try:
                 outcome = tuning.tune(cell, device)
-            except RuntimeError as error:  # such as memory that runs out
+            except RuntimeError as error:  # out of memory, for example
                 failed.append(f"{cell}: {reason(error)}")
                 continue
             table = trials.with_rows(table, outcome.kernel, outcome.choice, outcome.evidence(where))
@@ -76,7 +76,7 @@ def _tune(wanted: list[tuning.Cell], output: Path | None) -> None:
 
 
 def _begun(name: str, output: Path | None) -> tuple[Path, dict[str, user_table.Table]]:
-    """The path of the table, and its present rows; OSError, before long work, if it cannot be written or read."""
+    """The table's path and its present rows; OSError, before long work, if it cannot be read or written."""
     if output is not None:
         writable(output.parent)
         return output, {}
@@ -85,7 +85,7 @@ def _begun(name: str, output: Path | None) -> tuple[Path, dict[str, user_table.T
     trusted(path.parent)
     try:
         return path, user_table.read(path, name)
-    except (FileNotFoundError, ValueError):  # a broken one is replaced
+    except (FileNotFoundError, ValueError):  # a broken table is replaced
         return path, {}
 
 

@@ -1,8 +1,8 @@
-"""`verify`: every verb, dtype and direction against float64, beside PyTorch's own error, on the machine it runs on.
+"""`verify`: every verb, dtype and direction against float64, beside PyTorch's own error, on this machine.
 
-The budget is the oracle's: twice (PyTorch's error + one rounding). A line per verb and dtype shows the largest share of
-a budget that was used; above 1 fails. Failures, and with `--verbose` all comparisons, are shown one by one. A case that
-raises is a failure, and the others still run.
+The budget is the oracle's: twice (PyTorch's error + one rounding). A line per verb and dtype shows the largest used
+share of a budget; above 1 fails. Failures are shown one by one, with `--verbose` all comparisons. A case that raises is
+a failure, and the others still run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = ("forward", "loss", "dx", "dweight", "dbias")
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What came of a case: its comparisons, or the words of the error that it raised."""
+    """A case's comparisons, or the text of the error that it raised."""
 
     case: Case
     comparisons: Sequence[Comparison]
@@ -41,12 +41,12 @@ class _Verdict:
 
     @property
     def passed(self) -> int:
-        """How many of its tensors are within their budgets."""
+        """How many of its tensors are within budget."""
         return sum(c.ok for c in self.comparisons)
 
     @property
     def failed(self) -> int:
-        """How many are not; an error counts as one."""
+        """How many tensors are over budget; an error counts as one."""
         return len(self.comparisons) - self.passed + (self.error is not None)
 
 
@@ -76,7 +76,7 @@ def verify(
 
 
 def _by_verb(verdicts: Sequence[_Verdict]) -> Table:
-    """A line per verb and dtype: how many tensors were compared, and which came closest to its budget."""
+    """A line per verb and dtype: the number of compared tensors, and the one closest to its budget."""
     verbs, dtypes = (dict.fromkeys(getattr(v.case, name) for v in verdicts) for name in ("verb", "dtype"))
     rows = []
     for verb, dtype in product(verbs, dtypes):
@@ -119,7 +119,7 @@ def _attempts(
         for case in progress.track(grid, description=description):
             try:
                 yield _Verdict(case, compare(case))
-            except Exception as error:  # whatever it is, it is a failure of this case alone
+            except Exception as error:  # any error is a failure of this case only
                 yield _Verdict(case, (), f"{type(error).__name__}: {error}")
 
 
@@ -129,7 +129,7 @@ def _compare(case: Case, device: torch.device, backend: str) -> list[Comparison]
 
 
 def _compare_step(case: RowNormCase, device: torch.device, backend: str) -> list[Comparison]:
-    """Norm, mean squared error against a random target, and gradients of the loss: ours, PyTorch's, float64."""
+    """A norm, a mean squared error and the gradients of this loss: ours, PyTorch's and float64."""
     inputs = oracle.make_inputs(case, device)
     assert inputs.weight is not None
     assert inputs.bias is not None
@@ -146,7 +146,7 @@ def _compare_step(case: RowNormCase, device: torch.device, backend: str) -> list
 def _step(norm: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, Tensor]:
     x, weight, bias, target = tensors
     y = norm(x, weight.shape, weight, bias)
-    # Summed in float64 and rounded once, so that the loss judges y and not the order of PyTorch's own sum.
+    # Summed in float64 and rounded once, so that the loss judges y, not PyTorch's order of summation.
     loss = torch.nn.functional.mse_loss(y.cpu().double(), target.cpu().double()).float()
     gradients = torch.autograd.grad(loss, (x, weight, bias))
     return dict(zip(_STEP, (y.detach(), loss.detach(), *gradients), strict=True))

@@ -1,7 +1,7 @@
 """Fusion across modules: a pass over the graph that `torch.compile` makes of a model.
 
-`fuse` changes a graph in place. `backend` is a backend of `torch.compile` that does so before another one, and
-`inductor_pass` the same for Inductor's setting `pre_grad_custom_pass`.
+`fuse` changes a graph in place. `backend` is a backend of `torch.compile` that fuses and calls another one;
+`inductor_pass` fits Inductor's setting `pre_grad_custom_pass`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ __all__ = ["Fused", "backend", "fuse", "inductor_pass"]
 
 
 def fuse(gm: GraphModule) -> Fused:
-    r"""Replace additions, norms, gates and activations by fused operators, in a graph and those within it, in place.
+    r"""Replace additions, norms, gates and activations by fused operators, in a graph and its subgraphs, in place.
 
     .. math:: \mathrm{norm}(r + \mathrm{dropout}(x)),\quad \mathrm{act}(g) \cdot v,\quad \mathrm{act}(x + b)
 
-    each become one operator of this library, whichever modules the operations stand in: residual additions with
-    `F.layer_norm`, `F.rms_norm`, RMSNorms that are written out as in Hugging Face transformers, and the norms of this
-    library; gated activations; biases, also of linear layers, with an activation. Norms keep the rounding that the
-    graph has. Chains that round between their operations are rounded once instead. Where dropout becomes part of an
-    operator, its mask is drawn by this library's generator, which follows `torch.manual_seed` as well.
+    Each of these becomes one operator of this library, whichever modules the operations belong to. Norms are
+    `F.layer_norm`, `F.rms_norm`, RMSNorms written out as in Hugging Face transformers, and this library's, with or
+    without a residual addition. Biases include those of linear layers. Norms keep the graph's rounding; other chains
+    round once instead of between operations. If dropout becomes part of an operator, this library's generator draws its
+    mask, which also follows `torch.manual_seed`.
 
     Args:
-        gm: what Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and dtypes of all
-            values. Nodes without them are left alone.
+        gm: the graph that Dynamo hands to a backend: calls of PyTorch's functions, not of ATen, with the shapes and
+            dtypes of all values. Nodes without them are left alone.
 
     Returns:
         :class:`Fused`: how much was replaced.
 
-    What is left alone: operations that write to their operands, sums of tensors of different shapes, and whatever a
-    write to a tensor, or a change of the autocast or gradient mode, separates.
+    Left alone: operations that write to their operands, sums of tensors of different shapes, and operations with a
+    write, or a change of the autocast or gradient mode, between them.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -61,10 +61,10 @@ def fuse(gm: GraphModule) -> Fused:
 
 
 def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """A backend of `torch.compile` that fuses and then hands over to another backend.
+    """A backend of `torch.compile` that fuses and then calls another backend.
 
     Args:
-        inner: the other one, by its name ("inductor", "aot_eager", "cudagraphs"...) or as a function.
+        inner: the other one, by name ("inductor", "aot_eager", "cudagraphs"...) or as a function.
 
     Returns:
         Callable: what `torch.compile(model, backend=...)` takes.
@@ -88,10 +88,10 @@ def backend(inner: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
 
 
 def inductor_pass() -> Any:
-    """The same for Inductor's setting: `torch._inductor.config.pre_grad_custom_pass = kf.compiler.inductor_pass()`.
+    """The pass for Inductor's setting: `torch._inductor.config.pre_grad_custom_pass = kf.compiler.inductor_pass()`.
 
-    Unlike :func:`backend` it works where the backend is chosen by somebody else, as in a trainer that calls
-    `torch.compile` itself. Inductor caches what it compiles, with the version of this pass in the key.
+    Unlike :func:`backend`, it works if other code chooses the backend, such as a trainer that calls `torch.compile`
+    itself. Inductor's cache keys contain the version of this pass.
 
     Returns:
         CustomGraphPass: a callable that takes a graph.

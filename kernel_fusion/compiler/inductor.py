@@ -1,4 +1,4 @@
-"""The pass as Inductor's settings want it. Apart, because importing Inductor takes seconds."""
+"""The pass for Inductor's settings. A separate file, because importing Inductor takes seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kernel_fusion.compiler.rewrite import fuse_graph
 
 
 class FusionPass(CustomGraphPass):
-    """`fuse` on each graph that Inductor is given; it hands over those within others by itself."""
+    """`fuse` on each graph that Inductor is given; it passes subgraphs itself."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
         fuse_graph(graph)
 
     def uuid(self) -> Any:
-        """The digest of the pass's sources, by which Inductor tells cached graphs of other versions apart."""
+        """A digest of the pass's sources, part of Inductor's cache keys."""
         return get_hash_for_files(tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py"))))

@@ -1,7 +1,7 @@
-"""Reading the nodes of Dynamo's graph: what a node calls, with which arguments, and what its value looks like.
+"""Reads the nodes of Dynamo's graph: what a node calls, its arguments, and what its value looks like.
 
-PyTorch has several spellings of one operation (`a + b`, `torch.add`, `Tensor.add`). The table here gives each a name,
-and the matchers know these names alone. A call with arguments that the table does not list is not recognised.
+PyTorch spells one operation in several ways (`a + b`, `torch.add`, `Tensor.add`). The table here gives each operation
+one name for the matchers. A call with other arguments than the table lists is not recognised.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Annotated, because PyTorch's narrows the type to one that is no tensor.
+# Annotated, because PyTorch's type guard narrows to a type that is no tensor.
 _is_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
-# The parameters of each operation, in PyTorch's order and with its defaults; those without one stand for themselves.
+# The parameters of each operation, in PyTorch's order, with its defaults. An operation without an entry stands for
+# itself.
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "add": {"input": None, "other": None},
     "mul": {"input": None, "other": None},
@@ -69,13 +70,13 @@ _FUNCTIONS: dict[Any, str] = {
     F.tanh: "tanh",
 }
 _METHODS = ("add", "mul", "pow", "square", "mean", "rsqrt", "float", "to", "type_as", "relu", "tanh", "sigmoid")
-# Operations of which a fused verb has a formula, by the name of ours.
+# Operations that have our activations' names.
 _PLAIN_ACTIVATIONS = ("relu", "silu", "mish", "tanh", "sigmoid")
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def name_of(node: Any) -> str | None:
-    """What a node calls, by the name in this module's table; None for everything else."""
+    """The name of the operation that a node calls, in this module's table, or None."""
     if not isinstance(node, Node):
         return None
     if node.op == "call_method" and node.target in _METHODS:
@@ -84,7 +85,7 @@ def name_of(node: Any) -> str | None:
 
 
 def arguments(node: Any, name: str) -> dict[str, Any] | None:
-    """The arguments of a call of `name`, defaults filled in; None for another call, or one with other arguments."""
+    """The arguments of a call of `name`, with defaults; None for other calls, or other arguments."""
     if name_of(node) != name:
         return None
     parameters = _PARAMETERS.get(name, _PARAMETERS["activation"])
@@ -94,20 +95,20 @@ def arguments(node: Any, name: str) -> dict[str, Any] | None:
 
 
 def value(node: Any) -> Tensor | None:
-    """The tensor without data that Dynamo keeps for a node, which says shape, dtype and device; None for a subclass."""
+    """Dynamo's fake tensor for a node, with shape, dtype and device; None for a subclass."""
     found = node.meta.get("example_value") if isinstance(node, Node) else None
     return found if isinstance(found, Tensor) and not _is_subclass(found) else None
 
 
 def known(node: Node) -> Tensor:
-    """The same for a node that has one."""
+    """As `value`, for a node that has one."""
     found = value(node)
     assert found is not None
     return found
 
 
 def activation(node: Any) -> tuple[str, Node] | None:
-    """The activation that a node applies, by the name of ours, and its argument; None where it is none of ours."""
+    """The activation that a node applies, by our name, and its argument; None if it is not ours."""
     if (call := arguments(node, "gelu")) and call["approximate"] in _GELUS:
         return _GELUS[call["approximate"]], call["input"]
     for name in _PLAIN_ACTIVATIONS:
@@ -118,26 +119,26 @@ def activation(node: Any) -> tuple[str, Node] | None:
 
 
 def same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether two shapes are equal whatever sizes the dynamic dimensions will have; asking adds no guard."""
+    """Whether two shapes are equal for all sizes of dynamic dimensions; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def only_user(node: Node, user: Node | None = None) -> Node | None:
-    """The only node that reads `node`; None if there are others, or if it is another than `user`."""
+    """The only reader of `node`, or None if there are others or it is not `user`."""
     users = list(node.users)
     return users[0] if len(users) == 1 and user in (None, users[0]) else None
 
 
 def cast_to(node: Any) -> tuple[Node, torch.dtype] | None:
-    """What a node converts to another dtype, or leaves in its own, and the dtype; None for other nodes."""
+    """The argument of a dtype conversion (or of a no-op one) and the dtype; None for other nodes."""
     for name in ("float", "to", "type_as"):
         call = arguments(node, name)
         if call is None:
             continue
         source, result = call["input"], value(node)
-        # `.to` may also name a device, which leaves the dtype alone, and `type_as` may change the device.
+        # `.to` may only name a device, and `type_as` may change it.
         if value(source) is None or result is None or result.device != known(source).device:
             return None
         if name == "to" and not isinstance(call["dtype"], torch.dtype):
@@ -149,13 +150,13 @@ def cast_to(node: Any) -> tuple[Node, torch.dtype] | None:
 _IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
 ) - {operator.index, operator.inv, operator.invert}
-# Names of what changes how the operations after it are computed.
+# Names of calls that change how later operations are computed.
 _STATE = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_disable", "_set_deterministic")
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 def is_barrier(node: Node) -> bool:
-    """Whether work must not move across a node: it writes to a tensor, or changes a mode, or may do so."""
+    """Whether work must not move across a node: it does, or may, write to a tensor or change a mode."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     target = node.target
@@ -178,7 +179,7 @@ def _says_in_place(node: Node) -> bool:
 
 
 def clear_between(first: Node, last: Node, holds: Callable[[Node], bool] = is_barrier) -> bool:
-    """Whether no barrier stands after `first` and before `last`."""
+    """Whether no barrier lies after `first` and before `last`."""
     if first is last:
         return True
     node = first.next

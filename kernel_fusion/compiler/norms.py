@@ -1,8 +1,8 @@
-"""Finding norms: PyTorch's calls, those of this library, and RMSNorms that are written out operation by operation.
+"""Finds norms: PyTorch's calls, this library's, and RMSNorms written out operation by operation.
 
-A norm that is written out is recognised from its `rsqrt`. What comes before it must be the mean square of a tensor in
-the compute type, and what comes after it decides about rounding: a weight that multiplies after the conversion to the
-input's dtype is `rounding="hf"` (Llama, Mistral, Qwen, T5), one that multiplies before it is "once" (Gemma, OLMo).
+A written-out norm is found from its `rsqrt`. The mean square of a tensor in the compute type must come before it. What
+comes after decides the rounding: a weight multiplied after conversion to the input's dtype is `rounding="hf"` (Llama,
+Mistral, Qwen, T5), one multiplied before it is "once" (Gemma, OLMo).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Norm:
     Attributes:
         h: what is normalised.
         out: the node whose value is the result.
-        inner: the other nodes that compute it. Nothing outside reads them, but for what is computed of the weight.
+        inner: the other nodes that compute it. Only nodes that compute the weight have readers outside.
         rms, num_dims, weight, bias, eps, weight_offset, out_dtype, rounding, activation: as in the operator.
     """
 
@@ -48,22 +48,22 @@ class Norm:
 
     @property
     def first(self) -> Node:
-        """The first node of it."""
+        """Its first node."""
         return min((self.out, *self.inner))
 
     @property
     def operands(self) -> list[Node]:
-        """What an operator reads besides what is normalised."""
+        """What an operator reads apart from h."""
         return [node for node in (self.weight, self.bias, self.eps) if isinstance(node, Node)]
 
     @property
     def is_ours(self) -> bool:
-        """Whether an operator of ours computes it already."""
+        """Whether one of our operators computes it already."""
         return any(getattr(node.target, "namespace", "") == "kernel_fusion" for node in (self.out, *self.inner))
 
 
 def find(node: Node) -> Norm | None:
-    """The norm that a node is the call or the `rsqrt` of, if our operators compute the same."""
+    """The norm that a node calls, or whose `rsqrt` it is, if our operators compute the same."""
     match name_of(node):
         case "layer_norm" | "rms_norm" as name:
             found = _called(node, name)
@@ -77,7 +77,7 @@ def find(node: Node) -> Norm | None:
 
 
 def _fits(norm: Norm) -> bool:
-    """Whether tensors are such as kernels take: floating-point, on one device, with parameters of the row's shape."""
+    """Whether kernels take the tensors: floating-point, on one device, parameters of the row's shape."""
     h = value(norm.h)
     if h is None or h.dtype not in FLOATING or h.layout != torch.strided or h.dim() < norm.num_dims:
         return False
@@ -115,14 +115,14 @@ def _eps(h: Node, eps: Any) -> float | Node | None:
 
 
 def _number(eps: Any) -> float | Node | None:
-    """A number, or a node that is one: with dynamic shapes, Dynamo takes the numbers of modules as inputs."""
+    """A number, or a node that is one: with dynamic shapes, numbers of modules are inputs of Dynamo's graph."""
     if isinstance(eps, Node) and isinstance(eps.meta.get("example_value"), float | torch.SymFloat):
         return eps
     return float(eps) if isinstance(eps, int | float) else None
 
 
 def _ours(node: Node) -> Norm | None:
-    """The operator behind `kf.layer_norm` or `kf.rms_norm`."""
+    """The operator of `kf.layer_norm` or `kf.rms_norm`."""
     for name in ("layer_norm", "rms_norm"):
         if node.op == "call_function" and node.target is schemas.overload(name):
             x, num_dims, weight, bias, eps, offset, _ = schemas.bind(node.target, node.args, dict(node.kwargs))
@@ -135,7 +135,7 @@ def _ours(node: Node) -> Norm | None:
 
 
 def _staged(node: Node) -> Norm | None:
-    """The first result of the operator behind a norm with `rounding` or `activation`, if it has no other stage."""
+    """The first result of a norm's operator with `rounding` or `activation`, if it has no other stage."""
     staged, index = node.args
     if index != 0 or not isinstance(staged, Node) or staged.target is not schemas.overload("staged_row_norm"):
         return None
@@ -167,7 +167,7 @@ def _written_out(rsqrt: Node) -> Norm | None:
     dtype = compute_dtype(tensor.dtype)
     if result.dtype != dtype or result.shape != tensor.shape or known(wide).dtype != dtype:
         return None
-    # The conversion of h may have other readers: it stays for them.
+    # The conversion of h stays if it has other readers.
     own = (wide,) if source and set(wide.users) <= {*inner, normalized} else ()
     plain = Norm(h, normalized, (*own, *inner, rsqrt), True, eps, dtype)
     return _with_weight(plain, tensor.dtype)
@@ -194,7 +194,7 @@ def _mean_square(rsqrt: Node) -> tuple[Node, float | Node, tuple[Node, ...]] | N
     squared = call["input"]
     x = _squared(squared)
     inner = (squared, mean, root["input"])
-    # Each is read by the next alone.
+    # Each node is read by the next only.
     chain = (*inner, rsqrt)
     if x is None or any(only_user(node, user) is None for node, user in pairwise(chain)):
         return None
@@ -211,7 +211,7 @@ def _squared(node: Any) -> Node | None:
 
 
 def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
-    """The norm with what follows it: a conversion to `dtype`, that of its input, and a product with a weight."""
+    """The norm with a following conversion to `dtype`, its input's, and a product with a weight."""
     after = only_user(norm.out)
     source = cast_to(after) if after else None
     if after is not None and source is not None and source[1] == dtype:
@@ -228,7 +228,7 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
 
 
 def _times_weight(norm: Norm, rounding: str) -> Norm | None:
-    """The norm times a weight, if that is what its only reader computes."""
+    """The norm times a weight, if its only reader computes that."""
     after = only_user(norm.out)
     call, result, tensor = arguments(after, "mul"), value(after), value(norm.out)
     if after is None or call is None or result is None or tensor is None:
@@ -239,7 +239,7 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
         return None
     weight, offset, derived = found
     if offset and rounding == "hf":
-        return None  # the sum of weight and offset would be rounded there, and is not in ours
+        return None  # the graph would round weight + offset, ours does not
     return replace(
         norm,
         out=after,
@@ -247,15 +247,14 @@ def _times_weight(norm: Norm, rounding: str) -> Norm | None:
         weight=weight,
         weight_offset=offset,
         out_dtype=result.dtype,
-        # In the compute type there is nothing to round.
+        # The compute type needs no rounding.
         rounding=rounding if norm.out_dtype != compute_dtype(norm.out_dtype) else "once",
     )
 
 
 def _weight(factor: Any, exact: bool) -> tuple[Node, float, tuple[Node, ...]] | None:
-    """A parameter, what is added to it, and the nodes that do so, of w, w.float() and 1 + w.float().
-
-    The sum is in the compute type.
+    """From w, w.float() or 1 + w.float(): the parameter, its offset, and the nodes of the sum, which is in the compute
+    type.
     """
     offset, derived = 0.0, []
     if plus := arguments(factor, "add"):

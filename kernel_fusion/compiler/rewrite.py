@@ -1,8 +1,7 @@
-"""Replacing what was found by one operator each: norms with the addition before them, gates, biases with activations.
+"""Replaces what was found by one operator each: norms with the addition before them, gates, biases with activations.
 
-A new node stands after its operands and before whatever reads its results, and nothing moves across a node that writes
-to a tensor or changes a mode such as autocast. The sum before a norm usually has other readers; they read it from the
-new node.
+A new node stands after its operands and before all readers of its results. Nothing moves across a node that writes to a
+tensor or changes a mode such as autocast. Other readers of the sum before a norm read it from the new node.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ class Fused:
 
 
 def fuse_graph(graph: Graph) -> Fused:
-    """Replace what can be replaced in one graph, in place."""
+    """Replace everything possible in one graph, in place."""
     nothing, fused = Fused(), Fused()
     _hoist_numbers(graph)
-    # A norm takes a dropout, and a gate an activation, before anything else could.
+    # Norms claim dropouts, and gates claim activations, before later steps could.
     for step in (_fuse_norm, _fuse_gate, _fuse_activation):
         for node in list(graph.nodes):
-            if node.users:  # one that was erased has none
+            if node.users:  # an erased node has no users
                 fused += step(graph, node) or nothing
     return fused
 
 
 def _hoist_numbers(graph: Graph) -> None:
-    """Move the numbers that a graph takes as inputs to its beginning; Dynamo reads each where it is used first."""
+    """Move number inputs to the beginning of a graph; Dynamo puts each at its first use."""
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_method", target="item"):
         if node.args[0] in inputs and clear_between(inputs[-1], node):
@@ -81,7 +80,7 @@ def _fuse_norm(graph: Graph, node: Node) -> Fused | None:
 
 @dataclass(frozen=True)
 class _Addition:
-    """residual + dropout(input), of equal shapes; `place` is what the operator has to stand after."""
+    """residual + dropout(input), of equal shapes; the operator must stand after `place`."""
 
     node: Node
     place: Node
@@ -92,7 +91,7 @@ class _Addition:
 
 
 def _addition(norm: Norm) -> _Addition | None:
-    """The addition that gives what is normalised, if one operator can do both."""
+    """The addition before a norm, if one operator can do both."""
     total, call = value(norm.h), arguments(norm.h, "add")
     if call is None or total is None or not clear_between(norm.h, norm.out):
         return None
@@ -108,13 +107,13 @@ def _addition(norm: Norm) -> _Addition | None:
 
 
 def _like(t: Tensor, other: Tensor) -> bool:
-    """Whether one operator takes both: equal shapes and devices, dtypes with one compute type."""
+    """Whether one operator takes both: equal shapes and devices, and one compute type."""
     kinds = t.dtype in FLOATING and compute_dtype(t.dtype) == compute_dtype(other.dtype)
     return kinds and t.device == other.device and t.layout == torch.strided and same_shape(t, other)
 
 
 def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition:
-    """The addition; with the dropout of x, if the addition alone reads that."""
+    """The addition, with x's dropout if only the addition reads it."""
     found = _dropout(x)
     if found is None or only_user(x, node) is None or not clear_between(x, node):
         return _Addition(node, place, x, residual)
@@ -124,7 +123,7 @@ def _with_dropout(node: Node, place: Node, x: Node, residual: Node) -> _Addition
 
 
 def _dropout(node: Node) -> tuple[Node, float] | None:
-    """What is dropped out and with which probability: 0 outside training."""
+    """The argument of a dropout and its probability, 0 outside training; None for other nodes."""
     call = arguments(node, "dropout")
     if call is None or call["inplace"] or not isinstance(call["p"], int | float) or value(call["input"]) is None:
         return None
@@ -158,7 +157,7 @@ def _replace_norm(graph: Graph, norm: Norm) -> None:
 
 
 def _staged(graph: Graph, norm: Norm, x: Node, residual: Node | None, dropout_p: float) -> tuple[Node, Node]:
-    """The operator of norms with stages, at the graph's place for insertions, and its first result."""
+    """Insert the operator of staged norms; returns it and its first result."""
     seed = _seed(graph, x) if dropout_p > 0.0 else None
     affine = (norm.num_dims, norm.weight, norm.bias, norm.eps, norm.weight_offset, norm.out_dtype, norm.rms)
     stages = (IDENTITY, norm.activation, dropout_p, seed, norm.rounding)
@@ -182,7 +181,7 @@ def _fuse_gate(graph: Graph, node: Node) -> Fused | None:
 
 
 def _equal(t: Tensor | None, other: Tensor) -> bool:
-    """Whether a tensor is as another in shape, dtype and device."""
+    """Whether two tensors agree in shape, dtype and device."""
     return t is not None and t.dtype == other.dtype and _like(t, other)
 
 
@@ -206,7 +205,7 @@ def _fuse_activation(graph: Graph, node: Node) -> Fused | None:
 
 
 def _dropped(node: Node) -> tuple[Node, float]:
-    """The dropout that alone reads a node, and its probability; or the node itself and 0."""
+    """A node's dropout, if that is its only reader, and the probability; else the node and 0."""
     after = only_user(node)
     found = _dropout(after) if after is not None else None
     if after is None or found is None or found[1] == 0.0 or not clear_between(node, after):
@@ -215,7 +214,7 @@ def _dropped(node: Node) -> tuple[Node, float]:
 
 
 def _biased(graph: Graph, x: Node, act: Node) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """What a bias is added to, the bias, and the nodes that did so; a linear layer with a bias is made one without."""
+    """The input of a bias addition, the bias, and the replaced nodes; a linear layer with a bias loses it."""
     if only_user(x, act) is None or not clear_between(x, act):
         return None
     if call := arguments(x, "add"):
@@ -231,7 +230,7 @@ def _biased(graph: Graph, x: Node, act: Node) -> tuple[Node, Node, tuple[Node, .
 
 
 def _is_bias(node: Any, total: Tensor) -> bool:
-    """Whether a node is one number per column, in the dtype of what it is added to."""
+    """Whether a node has one number per column, in the dtype of the sum."""
     bias = value(node)
     return bias is not None and bias.dtype == total.dtype and bias.shape == total.shape[-1:]
 
@@ -248,14 +247,14 @@ def _seed(graph: Graph, x: Node) -> Node:
 
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-    """A new call whose result looks like that of another node."""
+    """Insert a call whose result looks like that of another node."""
     made = graph.call_function(target, args)
     made.meta = dict(like.meta)
     return made
 
 
 def _erase(graph: Graph, nodes: Sequence[Node]) -> None:
-    """Erase nodes that nothing reads any more, readers before what they read."""
+    """Erase unread nodes, readers before what they read."""
     for node in sorted(set(nodes), reverse=True):
         if not node.users:
             graph.erase_node(node)

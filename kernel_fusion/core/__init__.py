@@ -1,1 +1,1 @@
-"""What every layer shares: the specs of what is computed and the checks of arguments."""
+"""Shared by every layer: specs of what is computed, and checks of arguments."""

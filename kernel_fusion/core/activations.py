@@ -1,7 +1,7 @@
 """The activations: name, definition, and the order that native/shared/activations.h repeats.
 
-A row here is what eager computes and every test compares with; the struct of the same name in the header is what the
-kernels compute. Adding an activation is one of each.
+Eager computes a row here, and every test compares with it. Kernels compute the struct of the same name in the header. A
+new activation is one of each.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 
 def _squareplus(x: Tensor) -> Tensor:
-    """(x + sqrt(x^2 + 4)) / 2; of negative x 2 / (sqrt(x^2 + 4) - x), where the sum would cancel."""
+    """(x + sqrt(x^2 + 4)) / 2; for negative x 2 / (sqrt(x^2 + 4) - x), because the sum would cancel."""
     two, negative = torch.full_like(x, 2), x < 0
     above, below = torch.where(negative, 0, x), torch.where(negative, x, 0)
     return torch.where(negative, 2 / (torch.hypot(below, two) - below), above / 2 + torch.hypot(above, two) / 2)
 
 
-# Each maps a tensor to one of the same dtype, is differentiable (twice), and takes NaN and infinities as PyTorch does.
+# Each keeps the dtype, is twice differentiable, and treats NaN and infinities as PyTorch does.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
@@ -39,8 +39,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squareplus": _squareplus,
 }
 
-# What an absent activation is called in specs and operators; the slope of |x|, which backward of `mean_abs` takes; and
-# what backward takes that knows the value y of a tanh or sigmoid: functions whose slopes at y are theirs.
+# `IDENTITY` stands for no activation. "sign" is the slope of |x|, for `mean_abs`. The last two have, at the result y of
+# a tanh or sigmoid, the slopes of those: backward then needs only y.
 IDENTITY = "identity"
 _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     IDENTITY: lambda x: x,
@@ -49,10 +49,10 @@ _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     "from_sigmoid": lambda y: y**2 / 2 - y**3 / 3,
 }
 
-# The position of a name is its code in C++; the internal ones come first.
+# A name's position is its code in C++; internal ones come first.
 CODES = {name: code for code, name in enumerate([*_INTERNAL, *ACTIVATIONS])}
 
 
 def formula(name: str) -> Callable[[Tensor], Tensor]:
-    """The definition of an activation, or of an internal one, by its name."""
+    """The definition of an activation, internal ones included."""
     return ACTIVATIONS.get(name) or _INTERNAL[name]

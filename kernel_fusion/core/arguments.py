@@ -1,8 +1,7 @@
-"""Checks of what an operator is called with, which need not be what a verb would have called it with.
+"""Checks of an operator's arguments, which need not come from a verb: exported programs and anybody may call operators.
 
-Operators are reached from exported programs and by anybody's direct call. Here is what PyTorch's own operations would
-not refuse in words: they crash, run out of memory, or compute something else. The C++ operators check the same for
-their kernels.
+They refuse what PyTorch's own operations would crash on, run out of memory with, or misread. The C++ operators check
+the same for their kernels.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _NAMES: dict[str, Collection[str]] = {
 
 
 def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as what serves an operator, which anybody may call with anything."""
+    """`function`, made to serve an operator that anybody may call with anything."""
     schema = operator._schema
     name, names = schema.name.split("::")[1], [a.name for a in schema.arguments]
 
     def serve(*args: Any) -> Any:
-        check(name, dict(zip(names, args, strict=False)))  # without defaults, which are right
+        check(name, dict(zip(names, args, strict=False)))  # defaults are right
         return function(*args)
 
     return serve
 
 
 def check(operator: str, arguments: Mapping[str, Any]) -> None:
-    """Raise unless the arguments, by their names in the schema, are such that something can be computed with them."""
+    """Raise unless the arguments, by their schema names, make sense."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             memory(value)
@@ -74,10 +73,10 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
 
 
 def memory(t: Tensor) -> None:
-    """Raise, in PyTorch's words, unless the storage of a plain tensor holds what its sizes and strides say.
+    """Raise, in PyTorch's words, unless a plain tensor's storage holds its sizes and strides.
 
-    Libraries free the storage of parameters and activations and fill it again later. PyTorch's elementwise operations
-    read it all the same.
+    Libraries free and refill the storage of parameters and activations, and PyTorch's elementwise operations read it
+    anyway.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
@@ -96,7 +95,7 @@ def memory(t: Tensor) -> None:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether the elements of `t` lie in its own storage, and it does not stand for something else."""
+    """Whether the elements of `t` are in its own storage."""
     return (
         type(t) in (Tensor, Parameter)
         and t.layout == torch.strided
@@ -106,7 +105,7 @@ def _has_memory(t: Tensor) -> bool:
 
 
 def one_device(operator: str, tensors: Collection[Any]) -> None:
-    """Raise unless those that are tensors are on one device."""
+    """Raise unless all tensors are on one device."""
     devices = {str(t.device): None for t in tensors if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise RuntimeError(
@@ -116,7 +115,7 @@ def one_device(operator: str, tensors: Collection[Any]) -> None:
 
 
 def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> None:
-    """Raise unless kernels can read the tensors that are given, all on one device, and `takes` is true."""
+    """Raise unless kernels can read the given tensors, on one device, and `takes` is true."""
     given = [t for t in tensors if t is not None]
     for t in given:
         memory(t)
@@ -126,15 +125,15 @@ def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> Non
 
 
 def floating(*tensors: Tensor | None) -> bool:
-    """Whether the tensors that are given have element types that kernels know."""
+    """Whether kernels know the dtypes of the given tensors."""
     return all(t is None or t.dtype in checks.FLOATING for t in tensors)
 
 
 def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
-    """Whether the tensors that are given have this shape."""
+    """Whether the given tensors have this shape."""
     return all(t is None or list(t.shape) == list(shape) for t in tensors)
 
 
 def is_seed(seed: Tensor | None) -> bool:
-    """Whether this is a seed of dropout, or none."""
+    """Whether `seed` is a seed of dropout or None."""
     return seed is None or (seed.dtype == torch.int64 and list(seed.shape) == [1])

@@ -1,10 +1,9 @@
-"""A folder of compiled artefacts that can be trusted: private, atomic, and checked before anything is loaded.
+"""A folder of compiled artefacts that can be trusted: private, atomic, and checked before use.
 
-An entry is the payload followed by a trailer that holds its key and its SHA-256. A trailer rather than a header,
-because a shared library with trailing bytes is still one for the dynamic loader. A file that is truncated, damaged,
-made for another key, or that another user could have written, is a miss. An entry is checked and used through one file
-descriptor, since a path may lead elsewhere a moment later. Every failure to write is a miss too: a read-only or full
-disk costs time, never correctness.
+An entry is a payload and a trailer with its key and SHA-256; a shared library still loads with trailing bytes. A file
+that is truncated, damaged, made for another key, or writable by another user is a miss. Entries are checked and used
+through one file descriptor, because a path may change meanwhile. A failed write, on a full disk for example, is a miss
+too: it costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _MAGIC = b"kernel_fusion cache entry 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TRAILER_BYTES = 2 * _DIGEST_BYTES + len(_MAGIC)
 _TEMPORARY = ".tmp-"
-_STALE_S = 3600  # a temporary file of that age has no writer any more
+_STALE_S = 3600  # older temporary files have no writer any more
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def digest(*parts: str | bytes) -> str:
-    """Hexadecimal SHA-256 of the parts, each with its length so that no two lists of parts agree."""
+    """Hexadecimal SHA-256 of the parts, each with its length, so that different lists differ."""
     h = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -47,7 +46,7 @@ def seal(payload: bytes, key: str) -> bytes:
 
 
 def unseal(content: bytes, key: str) -> bytes | None:
-    """The payload, or None where `content` is not a whole entry for `key`."""
+    """The payload, or None unless `content` is a whole entry for `key`."""
     payload, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     expected = bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
     return payload if trailer == expected else None
@@ -61,11 +60,11 @@ class Cache:
     suffix: str
 
     def path(self, key: str) -> Path:
-        """Where the entry of `key` is or would be."""
+        """The path of the entry of `key`, existing or not."""
         return cache_dir() / self.kind / (key + self.suffix)
 
     def read(self, key: str) -> bytes | None:
-        """The payload of `key`, or None where there is no entry that can be trusted."""
+        """The payload of `key`, or None without a trusted entry."""
         try:
             file, payload = self._open(key)
         except OSError:
@@ -74,7 +73,7 @@ class Cache:
         return payload
 
     def open(self, key: str) -> int | None:
-        """A descriptor of the entry of `key`, its content checked; None where there is none that can be trusted."""
+        """A descriptor of the checked entry of `key`, or None without a trusted one."""
         try:
             return self._open(key)[0]
         except OSError:
@@ -88,14 +87,14 @@ class Cache:
             if payload is None:
                 raise OSError(errno.EBADMSG, "it is damaged", str(path))
             with suppress(OSError):
-                os.utime(file)  # `keep` goes by the time of the last use
+                os.utime(file)  # `keep` sorts by last use
         except BaseException:
             os.close(file)
             raise
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
-        """Store `payload` by an atomic rename; the path, or None where it cannot be stored."""
+        """Store `payload` by an atomic rename; returns the path, or None on failure."""
         try:
             path = self.path(key)
             replace_file(self.folder() / path.name, seal(payload, key))
@@ -104,14 +103,14 @@ class Cache:
         return path
 
     def export(self, folder: Path, key: str, payload: bytes) -> None:
-        """Store `payload` in another cache folder, which every user may read; OSError where that is impossible."""
+        """Store `payload` in another cache folder, readable by all users; OSError on failure."""
         path = folder / self.kind / (key + self.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, seal(payload, key))
         path.chmod(0o644)
 
     def folder(self) -> Path:
-        """The real path of the folder of this kind, made if need be.
+        """The real path of this kind's folder, created if missing.
 
         Raises:
             OSError: it cannot be made, or others could change it.
@@ -138,25 +137,25 @@ class Cache:
         return [path for path in paths if name.fullmatch(path.name) and path.is_file()]
 
     def size(self) -> int:
-        """Bytes that the entries take."""
+        """Total bytes of the entries."""
         return sum(path.stat().st_size for path in self.entries())
 
     def keep(self, count: int) -> None:
-        """Delete all entries but the `count` that were used last, and what killed writers left."""
+        """Delete all but the `count` last used entries, and the leftovers of killed writers."""
         with suppress(OSError):
             by_use = sorted(self.entries(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in (*by_use[count:], *self._left_behind(_STALE_S)):
                 path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete every entry; files that are none of ours stay."""
+        """Delete every entry; other files stay."""
         with suppress(OSError):
             for path in (*self.entries(), *self._left_behind(0)):
                 path.unlink(missing_ok=True)
             (cache_dir() / self.kind).rmdir()
 
     def _left_behind(self, seconds: float) -> list[Path]:
-        """Temporary files of that age."""
+        """Temporary files of at least this age."""
         paths = (cache_dir() / self.kind).glob(f"{_TEMPORARY}*")
         return [path for path in paths if time.time() - path.lstat().st_mtime >= seconds]
 
@@ -166,13 +165,13 @@ CUBINS = Cache("cubin", ".cubin")
 
 
 def open_private(path: Path) -> tuple[int, bytes]:
-    """A descriptor of a file that only this user or root could have written, and its content.
+    """A descriptor and the content of a file that only this user or root could have written.
 
     Raises:
         OSError: there is no such file, or it cannot be trusted.
     """
     folder = trusted(path.parent)
-    file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+    file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never wait for a pipe
     try:
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode) or info.st_mode & _OTHERS_WRITE or info.st_uid not in _us():
@@ -185,7 +184,7 @@ def open_private(path: Path) -> tuple[int, bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, for its owner alone.
+    """Write a file atomically, for its owner only.
 
     Raises:
         OSError: it cannot be written.
@@ -201,19 +200,19 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def make_private_dir(path: Path) -> None:
-    """Create `path` and its missing parents for the owner alone (mode 0700)."""
+    """Create `path` and its missing parents with mode 0700."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def trusted(folder: Path) -> Path:
-    """The real path of `folder`, where nobody but this user and root can change what it holds or what it is.
+    """The real path of `folder`, which only this user and root can change or replace.
 
-    Looked at from the root down, because no one else can replace what lies in a folder that has passed.
+    Checked from the root down, because nobody else can replace the contents of a folder that passed.
 
     Raises:
-        PermissionError: others can change `folder` or what it lies in; the message says which.
+        PermissionError: others can change `folder` or a parent; the message says which.
         OSError: there is no such folder.
     """
     real = Path(os.path.realpath(folder, strict=True))
@@ -223,20 +222,20 @@ def trusted(folder: Path) -> Path:
             raise PermissionError(errno.EPERM, "it belongs to another user", str(part))
         writers = info.st_mode & _OTHERS_WRITE
         if part != real and (info.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(info.st_gid))):
-            continue  # in a sticky folder nobody renames what is another's
+            continue  # in a sticky folder only owners rename
         if writers:
             raise PermissionError(errno.EPERM, "other users can write it", str(part))
     return real
 
 
 def _us() -> set[int]:
-    """Who may write what we load."""
+    """The users who may write what we load."""
     return {os.geteuid(), 0}
 
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether a group is this user's alone: many systems give each user one, and let it write all that they make."""
+    """Whether a group has this user only: many systems make such groups, writable by default."""
     import grp
     import pwd
 
@@ -249,7 +248,7 @@ def _is_own_group(group: int) -> bool:
 
 @lru_cache
 def _outsiders() -> frozenset[int]:
-    """The user who stands for root, among others, in a container whose user namespace has no number for root."""
+    """The user that stands for root, and others, in a container whose user namespace does not map root."""
     try:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,8 +1,8 @@
 """Argument checks of the verbs.
 
-Shapes that don't fit are PyTorch's to complain about, so that the error is in its words; what PyTorch does not know
-(our mixes of dtypes, `weight_offset`, `out_dtype`) is refused here, and the texts stand here alone. The C++ operators
-only decide whether they can serve a call: one that they can't serve goes to the eager definition, which runs these.
+Wrong shapes are left to PyTorch, for its words. Everything PyTorch does not know (our mixes of dtypes, `weight_offset`,
+`out_dtype`) is refused here and nowhere else. The C++ operators send calls that they cannot serve to the eager
+definition, which runs these checks.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _MASKS = (torch.bool, *FLOATING)
 
 
 def given(verb: str, argument: str, value: object) -> None:
-    """Raise where a tensor, or an array that stands for one, is wanted and there is None."""
+    """Raise if a required tensor or array is None."""
     if value is None:
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got None")
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor, or stands for one as the proxies of `torch.fx` do."""
+    """Raise unless `value` is a tensor, or a proxy of `torch.fx` for one."""
     if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
 
 
 def matrices(verb: str, **tensors: object) -> None:
-    """Raise unless all are tensors with rows and columns, of floating-point numbers."""
+    """Raise unless all are floating-point tensors with rows and columns."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             tensor(verb, name, value)
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
-        elif value.dtype not in FLOATING:  # PyTorch's product of integers takes the scale for one
+        elif value.dtype not in FLOATING:  # PyTorch's integer product takes the scale for an integer
             choices = " or ".join(map(_short, FLOATING))
             raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {_short(value.dtype)}")
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
-    """Raise, as PyTorch's pointwise operations do, unless all are on one device; a number of the CPU goes anywhere.
+    """Raise, as PyTorch's pointwise operations do, unless all are on one device; numbers of the CPU go anywhere.
 
-    PyTorch's products and its masking in place look at no device where one of the tensors is on "meta".
+    PyTorch's products and in-place masking check no device if a tensor is on "meta".
     """
     for other in others:
         if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
@@ -58,7 +58,7 @@ def one_device(first: Tensor, *others: Tensor | None) -> None:
 
 
 def mask(verb: str, mask: Tensor) -> None:
-    """Raise unless the mask is meant to keep (boolean) or to be added (floating point)."""
+    """Raise unless the mask is boolean (keep) or floating point (added)."""
     tensor(verb, "mask", mask)
     if mask.dtype not in _MASKS:
         raise RuntimeError(
@@ -68,18 +68,18 @@ def mask(verb: str, mask: Tensor) -> None:
 
 
 def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """The mask in the shape of what it masks, without a copy; raise where it does not broadcast to that."""
+    """The mask, broadcast without a copy to what it masks; raise if it does not broadcast."""
     try:
         return torch.broadcast_to(mask, shape)
     except RuntimeError as error:
         if _broadcast(mask.shape, shape):
-            raise  # its memory is the reason
+            raise  # about its memory
         text = f"`{verb}`: `mask` must broadcast to shape {list(shape)}, got {list(mask.shape)}: {error}"
         raise RuntimeError(text) from error
 
 
 def not_float8(operation: str, *dtypes: torch.dtype) -> None:
-    """Raise, in PyTorch's words, of float8, in which its operations but a few do not compute either."""
+    """Raise, in PyTorch's words, on float8, which most of its operations do not compute in."""
     for dtype in dtypes:
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
@@ -155,7 +155,7 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
-    """The activation's name, or that of its absence; raise where there is no such activation."""
+    """The activation's name, or "identity" for None; raise if it is unknown."""
     if name is None or name == IDENTITY:
         return IDENTITY
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -165,7 +165,7 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 
 
 def group_size(verb: str, shape: Sequence[int], size: int) -> None:
-    """Raise unless groups of so many columns make up the normalised dimension, of which there is one."""
+    """Raise unless there is one normalised dimension and groups of `size` columns divide it."""
     if len(shape) != 1:
         raise ValueError(f"`{verb}`: `group_size` goes with a `normalized_shape` of one dimension, got {list(shape)}")
     if size < 1 or shape[0] % size:
@@ -179,7 +179,7 @@ def rounding(verb: str, rounding: str) -> None:
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
+    """Raise unless `value` can be a result's dtype; whether it suits an input is checked with the input."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
@@ -215,8 +215,8 @@ def dimension(verb: str, argument: str, value: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number, or stands for one as symbols do."""
-    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # which Dynamo asks no symbol
+    """Whether it is a number, or a symbol for one."""
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # Dynamo never asks this of symbols
 
 
 def _is_size(value: Any) -> bool:
@@ -225,10 +225,10 @@ def _is_size(value: Any) -> bool:
     return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
 
 
-# What the refusal of an argument may be, before `explain` has seen it.
+# Types of refusals that `explain` can explain.
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# What each argument that is neither tensor nor name must be, in words and as a question.
+# What each number, shape or dtype must be, in words and as a test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": ("a number", _is_number),
     "weight_offset": ("a number", _is_number),
@@ -246,23 +246,22 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
     """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
 
-    It is asked once a call has failed, so that one that succeeds pays for no check. Where PyTorch's call refuses by
-    some type of error, that is the type here too.
+    It runs after a call has failed, so successful calls pay for no check. The type is that of PyTorch's refusal.
 
     Args:
-        tensors: by the names of the arguments; None is no reason.
-        broadcast: whether their shapes have to broadcast.
-        others: numbers, shapes and dtypes by their names, which are those of `_KINDS`.
+        tensors: by argument name; None explains nothing.
+        broadcast: whether their shapes must broadcast.
+        others: numbers, shapes and dtypes, by the names of `_KINDS`.
     """
     if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
-        return  # about no argument, or PyTorch's call of this name has named it
+        return  # not about an argument, or PyTorch's call of this name has named it
     there = {name: value for name, value in tensors.items() if value is not None}
     of_arrays = not isinstance(next(iter(there.values()), None), Tensor)
     for name, value in there.items():
         if not (of_arrays and hasattr(value, "__dlpack__")):
             tensor(verb, name, value)
         if getattr(value, "is_nested", False):
-            return  # which has no shape to speak of
+            return  # it has no shape
     for name, value in others.items():
         expected, fits = _KINDS[name]
         if not fits(value):
@@ -299,7 +298,7 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
 
 
 def _described(value: object) -> str:
-    """A value by its type, or itself where that is short."""
+    """A value's type, or the value if it is short."""
     return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
 
 

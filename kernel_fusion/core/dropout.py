@@ -1,17 +1,17 @@
-"""The numbers of dropout, the same for every backend; its random bits are defined in backends/eager/dropout.py.
+"""Dropout's numbers, the same for every backend; backends/eager/dropout.py defines the random bits.
 
-native/extension/stages.h is the same, for C++.
+native/extension/stages.h repeats them for C++.
 """
 
 from __future__ import annotations
 
 
 def threshold(p: float) -> int:
-    """How many of the 2^32 values of an element's bits drop it: from 0, none, to 2^32, all."""
+    """How many of the 2^32 values of an element's bits drop it."""
     return round(p * 2**32)
 
 
 def scale(p: float) -> float:
-    """What kept elements are multiplied by: 1 / (1 - p) of the p that `threshold` stands for; 0 where none is kept."""
+    """The factor of kept elements, 1 / (1 - p) with p as `threshold` rounds it; 0 if none is kept."""
     kept = 1 - threshold(p) / 2**32
     return 1 / kept if kept else 0.0

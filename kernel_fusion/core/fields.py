@@ -1,8 +1,7 @@
-"""Fields: dataclasses that cross to C++ as rows of integers.
+"""Dataclasses that cross to C++ as rows of integers.
 
-The annotations of such a dataclass are the only description of it: a field is a number, a flag, one of `Names`, several
-of these in a tuple, or such a dataclass again. `numbers` and `read` convert, and backends/cuda/headers.py writes the
-structs.
+The annotations of such a dataclass describe it completely: a field is a number, a flag, one of `Names`, a tuple of
+these, or such a dataclass again. `numbers` and `read` convert, and backends/cuda/headers.py writes the structs.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 
 class Names(NamedTuple):
-    """An enumeration; the position of a name is its code.
+    """An enumeration; a name's position is its code.
 
     Attributes:
-        cpp: what it is called in C++; None for one that is codes there.
+        cpp: its name in C++; None if it has only codes there.
         names: in the order of their codes.
-        enumerators: their names in C++, where they differ.
-        optional: whether there is a code, -1, for None.
+        enumerators: their names in C++, if different.
+        optional: whether None has a code, -1.
     """
 
     cpp: str | None
@@ -44,23 +43,23 @@ class Names(NamedTuple):
         return constant(self.enumerators[self.code(name)] if self.enumerators else name)
 
     def literal(self, name: str | None) -> str:
-        """What C++ writes for a name."""
+        """A name as C++ writes it."""
         return f"{self.cpp}::{self.enumerator(name)}" if self.cpp else str(self.code(name))
 
 
-# How often each kind of kernel ran, as the extension counts.
+# The extension's counters of kernel launches, by kind of kernel.
 COUNTERS = Names("Counter", ("cpu_forward", "cpu_backward", "cuda_launch"))
 
 
 class Several(NamedTuple):
-    """So many fields of one kind: `Annotated[tuple[int, ...], Several(int, 5)]`, or `tuple[int, int]`."""
+    """A number of fields of one kind: `Annotated[tuple[int, ...], Several(int, 5)]`, or `tuple[int, int]`."""
 
     kind: Any
     length: int
 
 
 def is_struct(kind: Any) -> bool:
-    """Whether a kind is a dataclass, in C++ a struct."""
+    """Whether a kind is a dataclass, and so a struct in C++."""
     return dataclasses.is_dataclass(kind)
 
 
@@ -71,14 +70,14 @@ def constant(name: str) -> str:
 
 @cache
 def kinds(owner: type) -> dict[str, Any]:
-    """The fields of a dataclass, in order; the kind of each is int, bool, `Names`, `Several`, or a dataclass."""
+    """The kind of each field, in order: int, bool, `Names`, `Several`, or a dataclass."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(owner)}
 
 
 @cache
 def marks(owner: type) -> dict[str, Any]:
-    """What the annotation of a field says beside its kind, of those that say something."""
+    """The additional remarks in fields' annotations, by field."""
     found = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
         args = get_args(hint)
@@ -100,7 +99,7 @@ def _kind(hint: Any) -> Any:
 
 
 def numbers(kind: Any, value: Any) -> list[int]:
-    """A value of a kind as integers; of a dataclass the fields that `kind` has, which may be a base of its class."""
+    """A value as integers; for a dataclass the fields of `kind`, which may be a base class."""
     if is_struct(kind):
         return [n for name, each in kinds(kind).items() for n in numbers(each, getattr(value, name))]
     if isinstance(kind, Several):
@@ -109,7 +108,7 @@ def numbers(kind: Any, value: Any) -> list[int]:
 
 
 def read(kind: Any, row: Iterator[int]) -> Any:
-    """The value of a kind that the next of these integers stand for."""
+    """The value of a kind that the next integers stand for."""
     if is_struct(kind):
         return kind(**{name: read(each, row) for name, each in kinds(kind).items()})
     if isinstance(kind, Several):
@@ -125,11 +124,11 @@ def count(kind: Any) -> int:
 
 
 def literal(kind: Any, value: Any) -> str:
-    """What C++ writes for a number, a flag or a name."""
+    """A number, flag or name as C++ writes it."""
     return kind.literal(value) if isinstance(kind, Names) else str(int(value))
 
 
 def constants(of: Any, *names: str) -> dict[str, str]:
-    """These fields of a dataclass as constants of a kernel: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
+    """Fields of a dataclass as kernel constants: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
     values = {constant(name): literal(kinds(of.__class__)[name], getattr(of, name)) for name in names}
     return {name: f"kf::{value}" if "::" in value else value for name, value in values.items()}

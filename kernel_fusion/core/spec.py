@@ -1,10 +1,9 @@
-"""Specs: what is computed, and nothing about how. Immutable and hashable; a kernel's compile key and a test's id.
+"""Specs say what is computed, and nothing about how. They are immutable, a kernel's compile key and a test's id.
 
-Beside each stands its access: how the tensors of a call lie in memory. The two are what a kernel is compiled for, and
-the only description of it: what C++ knows of their fields is derived from these (core/fields.py). The row count is
-never part of a spec, so a new batch size compiles nothing and cannot change a row's bits. Pointwise chains, reductions
-and softmax meet a new length at every step of decoding, so their specs have none either, and an access has at most a
-length rounded up.
+Each has an access beside it: how a call's tensors lie in memory. A kernel is compiled for the two, and C++ derives its
+structs from them (core/fields.py). The number of rows is in neither, so a new batch size compiles nothing and changes
+no bits. Pointwise chains, reductions and softmax have no length either, because decoding brings a new one at every
+step; their access has at most a rounded length.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, Several, marks
 
-# The names of element types, the same in Python and CUDA. Kernels have two more: booleans, and bits, eight to a byte.
+# Element types, with the same names in Python and CUDA. Kernels also have booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
 BOOLEAN, BITS = "b8", "b1"
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 VECTOR_BYTES = 16  # the most that one instruction reads
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
-# Types by the digits that a result keeps.
+# Dtypes by precision.
 _BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
 # The kinds of fields that are names.
@@ -34,21 +33,21 @@ Dtype = Annotated[str, _DTYPES]
 Activation = Annotated[str, Names(None, tuple(CODES))]
 _Direction = Literal["inference", "forward", "backward", "backward_weight"]
 Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
-# Where a norm rounds: "once", at its store; or as Hugging Face's norms, the normalised value to its own dtype, and its
-# product with the weight to the promoted dtype of the two.
+# Where a norm rounds: once, at its store; or as in Hugging Face's norms, which round the normalised value to its own
+# dtype and the product with the weight to the promoted one.
 ROUNDINGS = ("once", "hf")
 Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
-# Dropout. An operator has two arguments for it, a probability and a seed.
+# Dropout; for an operator two arguments, a probability and a seed.
 Dropout = Annotated[bool, bool, "dropout"]
-# A tensor of the input's shape, in a spec its dtype. An operator's argument; names that begin with its name are its
-# options.
+# A tensor of the input's shape; in a spec its dtype, for an operator an argument. Names that begin with its name are
+# its options.
 Row = Annotated[str, _DTYPES, "row"]
 # act(a), act(a + b), act(a * b), act(a) * b
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
-# How an operand meets a vector of the iteration: it lies in the order of the iteration; its rows (innermost dimension)
-# are contiguous, repeat one element or have a stride; or, which plans say and no access, each element is looked up.
+# How an operand's elements meet a vector: in order; by rows (innermost dimension) that are contiguous, repeat one
+# element or have a stride; or each looked up, which only plans say.
 Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
-# What a reduction sums.
+# The terms of a reduction's sum.
 Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
 
 
@@ -63,12 +62,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def rounding_for(rounding: str, dtype: torch.dtype) -> str:
-    """The rounding that differs from "once" for norms of tensors of this dtype: in the compute type none does."""
+    """The rounding, with "hf" replaced by "once" for compute types, which need none."""
     return rounding if dtype in (torch.float16, torch.bfloat16) else "once"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that every backend accumulates in: float64 for float64, float32 for the rest."""
+    """The type that every backend accumulates in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -107,23 +106,23 @@ class Stages:
 
     @property
     def changes_x(self) -> bool:
-        """Whether a stage changes x before anything is added to it."""
+        """Whether a stage changes x before an addition."""
         return self.dropout or self.pre_activation != IDENTITY or self.gate_first
 
     @property
     def follows(self) -> bool:
-        """Whether a stage follows norm(x) * weight + bias, so that backward computes that again."""
+        """Whether a stage follows norm(x) * weight + bias, so that backward recomputes this."""
         there = (name for name in FOLLOWING if getattr(self, name) not in (None, IDENTITY))
         return any((unless := FOLLOWING[name]) is None or not getattr(self, unless) for name in there)
 
 
-# The tensors among them.
+# Stages that are tensors.
 ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
-# What follows norm(x) * weight + bias, and the option that moves it to x.
+# Stages that follow norm(x) * weight + bias, and the option that moves one to x.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
 # A row that goes with no residual and no stage but its own options and these.
 ALONE = {"gate": ("rounding",)}
-# What a verb's name begins with, by the row that it takes.
+# The prefix of a verb's name, by the row that it takes.
 VERBS = {"residual": "add_", "gate": "gated_"}
 
 
@@ -162,24 +161,24 @@ class RowNormSpec(Stages):
 
     @property
     def acc(self) -> str:
-        """The type that sums are kept in."""
+        """The type of the sums."""
         return "f64" if self.x == "f64" else "f32"
 
     @property
     def has_stages(self) -> bool:
-        """Whether there is anything around the norm."""
+        """Whether anything stands around the norm."""
         return self.residual is not None or self.any
 
     @property
     def row(self) -> str:
-        """The type of what is normalised: in forward as a thread holds it, in backward as memory does."""
+        """The type of the normalised row: in a thread's registers for forward, in memory for backward."""
         if self.residual is not None:
             return self.residual
         return self.acc if self.changes_x and not self.direction.startswith("backward") else self.x
 
     @property
     def pre_x(self) -> str | None:
-        """The type of what backward reads beside the normalised row: a stage's, or x for the slope of an activation."""
+        """The type of what backward reads beside the normalised row: a stage's row, or x for an activation's slope."""
         if self.beside is not None:
             return self.beside
         return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
@@ -198,14 +197,14 @@ class RowNormSpec(Stages):
 
 @dataclass(frozen=True)
 class Access:
-    """How the tensors of one call lie in memory: alignment of rows in bytes (at most 16), and strided or contiguous.
+    """How a call's tensors lie in memory: alignment of rows in bytes (at most 16), and strided or contiguous.
 
     Attributes:
         x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
         residual: alignment of the residual or a stage's row (forward), or of dh (backward).
-        pre_x: alignment of what backward reads beside the normalised row, called x: a stage's row, or x beside h.
+        pre_x: alignment of what backward reads beside the normalised row: a stage's row, or x beside h.
         strided_residual, strided_pre_x: as strided_x.
     """
 
@@ -239,11 +238,11 @@ class PointwiseSpec:
     """y = dropout(scale * f(a, b)), or its gradients.
 
     Attributes:
-        combine, activation: what f is.
+        combine, activation: define f.
         dropout: whether there is any.
-        a, b: dtypes of the operands; b is None for "first" alone, in backward but for the row that a's gradient is
-            summed to. In backward a may be `BITS`: of the slope, in place of the argument of the activation.
-        y: dtype of the result, in forward; dy, da, db: dtypes in backward, None where a gradient is not wanted.
+        a, b: dtypes of the operands. b is None for "first", except in backward for the row that a's gradient is summed
+            to. In backward, a may be `BITS` of the slope instead of the activation's argument.
+        y: dtype of forward's result. dy, da, db: dtypes in backward, None for unwanted gradients.
         bits: whether forward writes such bits.
     """
 
@@ -260,18 +259,18 @@ class PointwiseSpec:
 
     @property
     def acc(self) -> str:
-        """The compute type, which y, and dy with it, decides."""
+        """The compute type, decided by y or dy."""
         return "f64" if "f64" in (self.y, self.dy) else "f32"
 
     @property
     def result(self) -> str:
-        """The most exact dtype that something is rounded to."""
+        """The most precise dtype among the results."""
         return max(filter(None, (self.y, self.da, self.db)), key=_BY_PRECISION.index)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand meets the iteration, and the alignment of its vectors in bytes."""
+    """How an operand meets the iteration, and its alignment in bytes."""
 
     mode: Mode = "linear"
     align: int = VECTOR_BYTES
@@ -285,14 +284,13 @@ class PointwiseAccess:
     """How the operands of a pointwise call lie.
 
     Attributes:
-        dims: dimensions of the iteration, as far as an operand is addressed by coordinates.
-        vec: elements in the largest vector of the widest operand that is read by vectors.
-        operands: y or da; db, or bits that are written; dy; a, or bits that are read; b.
-        lanes: where db is summed over rows, which are whole vectors, their length rounded to threads of a block that go
-            along it; else 0.
-        aligned_positions: whether the positions of a vector, for dropout, are neighbours, the first a multiple of vec.
-        divisor: where rows are not whole vectors, the largest power of two that divides them; else 0.
-        repeats: whether then all operands but the linear ones repeat elements, so that caches hold them.
+        dims: dimensions of the iteration that some operand is addressed by.
+        vec: elements in the largest vector of the widest operand read by vectors.
+        operands: y or da; db, or written bits; dy; a, or read bits; b.
+        lanes: threads along a row, if db is summed over rows of whole vectors; else 0.
+        aligned_positions: whether a vector's positions, for dropout, are consecutive from a multiple of vec.
+        divisor: the largest power of two that divides rows without whole vectors; else 0.
+        repeats: whether then all non-linear operands repeat elements, so that caches hold them.
     """
 
     dims: int = 1
@@ -319,12 +317,12 @@ class ReduceAccess:
     """How a reduction reads.
 
     Attributes:
-        vec, lanes, threads: where columns are summed, elements per vector across them, threads along them, and threads
-            of a block, as `ReduceRule` (backends/cuda/reduce.py) has them for these lengths; 0 where rows are.
-        capacity: of rows: largest vectors per chunk of a row, rounded up to a power of two.
-        contiguous: whether neighbours of a row are neighbours in memory.
+        vec, lanes, threads: for sums over columns: elements per vector across, threads along, and threads of a block
+            (`ReduceRule` in backends/cuda/reduce.py). 0 for rows.
+        capacity: for rows: vectors per chunk, rounded up to a power of two.
+        contiguous: whether neighbours in a row are neighbours in memory.
         chunked: whether rows have several chunks.
-        nested: whether rows are addressed by two coordinates.
+        nested: whether two coordinates address a row.
         align, align_out: alignment of vectors in bytes.
     """
 
@@ -341,7 +339,7 @@ class ReduceAccess:
 
 @dataclass(frozen=True)
 class SoftmaxSpec:
-    """Softmax of rows of x, with a mask of dtype `mask` ("b8": boolean) or without, causal or not."""
+    """Softmax of rows of x, with or without a mask of dtype `mask` ("b8": boolean), causal or not."""
 
     x: Dtype
     mask: Dtype | None = None
@@ -355,7 +353,7 @@ class SoftmaxSpec:
 
 @dataclass(frozen=True)
 class SoftmaxBwdSpec:
-    """The gradient of a softmax: dtypes of dy, y and dx; with `leaves_out`, dx is 0 where y is."""
+    """The gradient of a softmax: dtypes of dy, y and dx. With `leaves_out`, dx is 0 where y is."""
 
     dy: Dtype
     y: Dtype
@@ -381,10 +379,10 @@ class SoftmaxAccess:
     """How the tensors of a softmax lie.
 
     Attributes:
-        vec: elements per vector, which divides the row.
+        vec: elements per vector; it divides the row.
         capacity: vectors per row, rounded up to 2^k or 3 * 2^k.
         x: rows of x, or of y in backward; other: those of the mask, or of dy.
-        mask_repeats: whether a row of the mask is one element, repeated.
+        mask_repeats: whether a row of the mask repeats one element.
     """
 
     vec: int

@@ -1,7 +1,7 @@
-"""The arguments that operators have for the stages around a norm, made of their list: `Stages` in core/spec.py.
+"""Operators' arguments for the stages around a norm, derived from `Stages` in core/spec.py.
 
-A name, a flag and a row are an argument each, dropout is two. Schemas, checks, the definition and Triton take them from
-here, C++ from what backends/cuda/headers.py writes.
+A name, a flag or a row is one argument, dropout is two. Schemas, checks, the definition and Triton use these; C++ uses
+what backends/cuda/headers.py writes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from torch import Tensor
 from kernel_fusion.core.fields import Names, kinds, marks
 from kernel_fusion.core.spec import ALONE, ROWS, Stages, dtype_name
 
-FIRST = 9  # where they begin among the arguments of `staged_row_norm`
+FIRST = 9  # the position of the first one in `staged_row_norm`
 
 
 class Argument(NamedTuple):
     """One argument.
 
     Attributes:
-        name: in the schema.
-        stage: the field of `Stages` that it stands for.
-        type: in the schema.
-        default: that of a stage that is not there.
-        kind: `Names` of one that is a name; for a tensor "row" or "seed"; None for the rest.
+        name, type: in the schema.
+        stage: its field of `Stages`.
+        default: the value of an absent stage.
+        kind: `Names` for a name, "row" or "seed" for a tensor, else None.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Argument(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """The tensor whose option it is: without that it does not count."""
+        """The tensor whose option it is; without that tensor it is ignored."""
         if self.type == "float":
             return "seed"
         return next((row for row in ROWS if self.name.startswith(f"{row}_")), None)
@@ -61,30 +60,30 @@ def _arguments() -> Iterator[Argument]:
 
 ARGUMENTS = tuple(_arguments())
 TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
-# What each argument that is a name may be.
+# The values that name arguments may have.
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
 ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
-# Where tensors stand among the arguments of `staged_row_norm`.
+# The positions of tensors among the arguments of `staged_row_norm`.
 PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
-_tuple_of: Any = namedtuple  # of names that only the list knows, which a checker of types cannot follow
+_tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
 
 class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
-    """An operator's arguments for stages, by name and in this order; those left out have their defaults."""
+    """An operator's stage arguments, by name and in order, with defaults."""
 
     __slots__ = ()
 
 
 def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What an operator would be given, of a verb's arguments by their names: a seed where one would be drawn."""
+    """An operator's arguments from a verb's, by name; `seed` is True if one would be drawn."""
     given = {each.name: each.default for each in ARGUMENTS}
     given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
     return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
 
 
 def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Stages`, for which kernels are compiled, of arguments by their names; they may lack defaults."""
+    """The fields of `Stages` for named arguments, which may omit defaults."""
     found = {}
     for each in ARGUMENTS:
         value = given.get(each.name, each.default)
@@ -100,7 +99,7 @@ def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | None:
-    """An argument that is there beside a row that goes without it, and that row; a residual is a tensor or True."""
+    """A given argument that cannot go with a given row, and that row; `residual` is a tensor or True."""
     for row, goes_with in ALONE.items():
         if given.get(row) is None:
             continue
@@ -114,23 +113,23 @@ def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | No
 
 
 def around(compiled: Mapping[str, Any]) -> bool:
-    """Whether, with the fields of `Stages` as they are here, something stands around a norm."""
+    """Whether these fields of `Stages` put anything around a norm."""
     return Stages(**{field.name: compiled[field.name] for field in fields(Stages)}).any
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """`Given`, with its rows in this dtype."""
+    """`given`, with its rows in this dtype."""
     rows = {name: getattr(given, name) for name in ROWS}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed
 
 
 def other_row(given: Given, residual: Tensor | None) -> Tensor | None:
-    """The row beside the input: the one of `ROWS` that is given, or the residual."""
+    """The second row: the given one of `ROWS`, or the residual."""
     at = row_at(given)
     return residual if at is None else given[at]
 
 
 def row_at(given: Given) -> int | None:
-    """Where the one of `ROWS` that is given stands among the arguments; None where there is none."""
+    """The position of the given one of `ROWS`, or None."""
     return next((i for i, each in enumerate(ARGUMENTS) if each.kind == "row" and given[i] is not None), None)

@@ -1,6 +1,6 @@
-"""Hugging Face `kernels`: our layers in models whose layers are open to it, as those of transformers are.
+"""Hugging Face `kernels`: our layers in models that look layers up, such as those of transformers.
 
-`register` once, then `from_pretrained(..., use_kernels=True)`; or `kernelize` for a model that is there.
+Call `register` once, then `from_pretrained(..., use_kernels=True)`; or `kernelize` an existing model.
 
 Example:
     >>> import kernel_fusion.hf, torch
@@ -25,7 +25,7 @@ from kernel_fusion.hf.folder import write_folder
 
 __all__ = ["LAYERS", "Layer", "kernelize", "layers", "mapping", "register", "write_folder"]
 
-# Names under which models look for layers.
+# The names under which models look up layers.
 LAYERS = (
     "RMSNorm",
     "RMSNormZeroCentered",
@@ -42,7 +42,7 @@ _DEVICES = ("cpu", "cuda", "rocm", "xpu")
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of `kernel_fusion.hf.layers` as a repository, which is what mappings of `kernels` hold.
+    """A layer of `kernel_fusion.hf.layers`, as the repository that mappings of `kernels` hold.
 
     Attributes:
         layer_name: one of `LAYERS`.
@@ -56,44 +56,43 @@ class Layer:
 
 
 def mapping() -> dict[str, dict[str, Layer]]:
-    """Each layer on each device, for `kernels.register_kernel_mapping` or `use_kernel_mapping`; good for every mode."""
+    """Each layer on each device, for `kernels.register_kernel_mapping` or `use_kernel_mapping`."""
     return {name: dict.fromkeys(_DEVICES, Layer(name)) for name in LAYERS}
 
 
 def register() -> None:
-    """Have `kernels`, and transformers with `use_kernels=True`, take our layers from now on.
+    """Make `kernels`, and transformers with `use_kernels=True`, use our layers from now on.
 
     Raises:
-        ImportError: `kernels` is not installed, or transformers is and does not take this version of it: then it would
-            leave every layer as it is and say nothing.
+        ImportError: `kernels` is missing, or transformers does not accept its version and would silently do nothing.
     """
     kernels = _kernels()
     kernels.register_kernel_mapping(mapping())
     if importlib.util.find_spec("transformers") is not None:
         from transformers.integrations import hub_kernels
 
-        # What `use_kernels=True` registers again, over all that was registered before.
+        # `use_kernels=True` registers these defaults again, over earlier registrations.
         defaults = hub_kernels.get_kernel_mapping_transformers()
         for name, devices in mapping().items():
             defaults.setdefault(name, {}).update(devices)
 
 
 def kernelize(model: nn.Module, *, mode: Any = None, device: str | None = None) -> list[str]:
-    """Give the layers of `model` that we have ours, and return their names.
+    """Replace the layers of `model` that we have, and return their names.
 
     Args:
         model: changed in place; parameters and state dict stay.
-        mode, device: as in `kernels.kernelize`; the mode is training or inference, as the model is, where not given.
+        mode, device: as in `kernels.kernelize`; the default mode is the model's, training or inference.
 
     Raises:
         ImportError: as for :func:`register`.
-        RuntimeError: no layer of the model got one of ours.
+        RuntimeError: no layer of the model was replaced.
     """
     kernels = _kernels()
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     with kernels.use_kernel_mapping(mapping()), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"\s*No kernel mapping found for layer")  # which we have not
+        warnings.filterwarnings("ignore", message=r"\s*No kernel mapping found for layer")  # layers that we lack
         kernels.kernelize(model, mode=mode, device=device)
     forwards = [getattr(layers, name).forward for name in LAYERS]
     served = [name for name, module in model.named_modules() if getattr(module.forward, "__func__", None) in forwards]
@@ -106,7 +105,7 @@ def kernelize(model: nn.Module, *, mode: Any = None, device: str | None = None) 
 
 
 def _kernels() -> Any:
-    """The package, of a version that takes effect."""
+    """The package, in a version that takes effect."""
     if importlib.util.find_spec("kernels") is None:
         raise ImportError("kernel_fusion.hf needs the package kernels (pip install kernels)")
     if importlib.util.find_spec("transformers") is not None:

@@ -1,9 +1,8 @@
-"""The folder that an upload to the Hugging Face Hub needs: our Python sources, as kernels without compiled code.
+"""The folder for an upload to the Hugging Face Hub: our Python sources, as kernels without compiled code.
 
-The Hub's rules for such kernels: Python alone, the package's own name in every import, and operators in a namespace
-that no other build has. So a folder holds the layers, the definition and the Triton kernels, under a name made of their
-contents. C++ and CUDA sources, which we compile on first use, may not be in it: the Hub's own tool builds what is in
-those languages. A CPU is left with the definition, for which nobody needs an upload.
+The Hub requires pure Python, the package's own name in every import, and a unique operator namespace. So a folder holds
+the layers, the definition and the Triton kernels, under a name derived from their contents. The Hub's own tool compiles
+C++ and CUDA, so these are left out, and a CPU gets the definition.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from kernel_fusion.core import cache
 
 _PACKAGE = Path(__file__).parents[1]
-# What the layers need of the package; the rest is compiled, or for other uses.
+# The parts of the package that the layers need.
 _SOURCES = ("errors.py", "config.py", "core", "backends", "operators", "functional", "hf/layers.py")
 _WITHOUT = ("backends/cuda", "operators/headers.py")
 _INIT = '"""Fused norms and activations for PyTorch, as Triton kernels."""\n\nfrom kernel_fusion.hf import layers\n'
@@ -42,14 +41,14 @@ Fused norms and activations for PyTorch, as Triton kernels: {layers}.
 
 
 def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "xpu")) -> Path:
-    """Write the folder; a `kernels.LocalLayerRepository` reads it, and so does the Hub once it is uploaded.
+    """Write the folder, for `kernels.LocalLayerRepository` or an upload.
 
     Args:
-        path: made if it is not there.
-        backends: as `kernels` names them; each gets a build.
+        path: created if missing.
+        backends: by their names in `kernels`; each gets a build.
 
     Raises:
-        FileExistsError: the folder has builds already.
+        FileExistsError: the folder already has builds.
     """
     root = Path(path)
     builds = root / "build"
@@ -78,7 +77,7 @@ def write_folder(path: str | Path, backends: Sequence[str] = ("cuda", "rocm", "x
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """The sources of a build by their paths in it."""
+    """The sources of a build, with their paths in it."""
     for source in (_PACKAGE / each for each in _SOURCES):
         for file in [source] if source.is_file() else sorted(source.rglob("*.py")):
             relative = file.relative_to(_PACKAGE).as_posix()

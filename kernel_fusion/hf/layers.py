@@ -1,7 +1,7 @@
-"""Layers for Hugging Face `kernels`: each a `forward` that a model's own layer gets, with the layer as `self`.
+"""Layers for Hugging Face `kernels`: each is a `forward` for a model's own layer, which is `self`.
 
-They are stateless, as `kernels` demands: no constructor, no attribute of their own. A name there stands for layers that
-round differently, so each class of a model is tried once, on a few numbers, before one of its layers is served.
+`kernels` requires them to be stateless. Layers of one name round differently, so each class of a model is tried once,
+on a few numbers, before it is served.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Layer(nn.Module):
 
 
 class RMSNorm(_Layer):
-    """The norm of Llama and most others, and that of OLMo, which rounds once."""
+    """The norm of Llama and most others, and OLMo's, which rounds once."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """Normalise, with the rounding of the layer's class."""
+        """Normalise with the rounding of the layer's class."""
         weight, eps = self.weight, self.variance_epsilon
         rounding = rounding_of(type(self), _norm)
-        mixed = rounding == "hf" and weight.dtype != hidden_states.dtype  # then the product is promoted
+        mixed = rounding == "hf" and weight.dtype != hidden_states.dtype  # the product is promoted
         out_dtype = torch.promote_types(weight.dtype, hidden_states.dtype) if mixed else None
         return rms_norm(hidden_states, weight.shape, weight, eps, out_dtype=out_dtype, rounding=rounding)
 
@@ -45,10 +45,10 @@ class RMSNormZeroCentered(_Layer):
 
 
 class RMSNormGated(_Layer):
-    """The norm of gated delta nets, whose result is multiplied by an activation of the gate."""
+    """The norm of gated delta nets, multiplied by an activation of the gate."""
 
     def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        """Normalise and gate, with the rounding of the layer's class."""
+        """Normalise and gate with the rounding of the layer's class."""
         weight, eps, activation = self.weight, self.variance_epsilon, self.activation
         rounding = rounding_of(type(self), _gated)
         return gated_rms_norm(
@@ -73,11 +73,11 @@ class GeluTanh(_Layer):
 
 
 class NewGELU(GeluTanh):
-    """The same formula, in the words of GPT-2."""
+    """GPT-2's name for it."""
 
 
 class FastGELU(GeluTanh):
-    """The same formula, factored otherwise."""
+    """The same, factored differently."""
 
 
 class QuickGELU(_Layer):
@@ -110,17 +110,17 @@ def _gated(rounding: str, x: Tensor, weight: Tensor, gate: Tensor | None = None)
 
 
 def rounding_of(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
-    """The `rounding` with which `definition` computes what the layers of a class compute, "hf" or "once".
+    """The `rounding`, "hf" or "once", with which `definition` agrees with the layers of a class.
 
     Raises:
-        RuntimeError: neither does, so the class is none that the layer may serve.
+        RuntimeError: neither agrees, so the layer cannot serve the class.
     """
     if kind not in _roundings:
         _roundings[kind] = _tried(kind, definition)
     return _roundings[kind]
 
 
-setattr(rounding_of, "_dynamo_marked_constant", True)  # noqa: B010  # no tracer is to follow what is tried
+setattr(rounding_of, "_dynamo_marked_constant", True)  # noqa: B010  # tracers must not follow the trial
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def _tried(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
     rows = (x, x.flip(0)) if definition is _gated else (x,)
     theirs = kind.forward(layer, *rows)
     for rounding in ("hf", "once"):
-        # The other rounding changes a fifth of all elements; another order of the sum may change one in a thousand.
+        # The wrong rounding changes a fifth of all elements, another summation order one in a thousand.
         if theirs.dtype == x.dtype and (definition(rounding, x, weight) != theirs).double().mean() < 0.01:
             return rounding
     raise RuntimeError(f"kernel_fusion.hf: {kind.__name__} computes another norm than the layer that is to serve it")

@@ -1,10 +1,10 @@
-"""Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no build step by hand.
+"""Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-One shared library, made of the operators and of the CPU kernels, compiled for the best instruction set of this machine.
-A library built ahead, for machines unknown or to compare them, has the kernels for every set; the process picks one.
-Built on first use by one process at a time, in a private folder (native/jobs.py), and stored by an atomic rename, so
-that parallel processes build once and a killed builder leaves nothing behind that anyone would load.
-`torch.utils.cpp_extension` would need ninja, and its own lock file blocks for ever if a builder is killed.
+The one shared library has the operators and the CPU kernels, compiled for this machine's best instruction set. A
+library built ahead, for unknown machines or for comparisons, has them for every set, and the process picks one. One
+process at a time builds at first use, in a private folder (native/jobs.py), and stores the library by an atomic rename.
+So parallel processes build once, and nobody loads what a killed builder left. `torch.utils.cpp_extension` would need
+ninja, and its lock file blocks forever if a builder is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
 
-# Libraries that stay in the cache, those used last: of several versions of PyTorch, compilers and processors that share
-# a home, or of states of the sources.
+# Libraries kept in the cache, the last used: for several PyTorch versions, compilers and processors that share a home,
+# or states of the sources.
 _KEPT = 8
-# From as many on, headers that several units compile cost less than a long unit.
+# With this many cores, headers compiled several times cost less than a long unit.
 _MANY_CORES = 6
-# The files that take longest beside these headers.
+# The files that take longest apart from these headers.
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent
@@ -44,20 +44,19 @@ _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
 _SUFFIXES = {".cpp", ".h", ".cuh"}
 
-# Nothing that changes NaN or Inf. No contraction, so that a * b - round(a * b) is 0 where a formula counts on it; the
-# kernels say fma where they mean it.
+# No flag that changes NaN or Inf, and no contraction: formulas need a * b - round(a * b) to be 0, and kernels say fma.
 _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    "-DAT_PER_OPERATOR_HEADERS",  # a header of PyTorch brings the operators that it names, not all of them
+    "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only the operators that they name
 ]
-# The names and the instructions are those of PyTorch's own kernels: where PyTorch runs its AVX2 kernels, ours run.
-# A CPU_CAPABILITY of its own puts each variant into a namespace of its own. Without it all variants of at::vec's
-# inline functions share one name, and the linker keeps one of them for all.
+# Names and instructions are those of PyTorch's own kernels: where its AVX2 kernels run, ours do. Each variant has its
+# own CPU_CAPABILITY, and so a namespace. Otherwise the inline functions of at::vec would share one name in all
+# variants, and the linker would keep one of them.
 _VARIANTS = (
     {
-        "DEFAULT": [],  # the baseline, without -O3, which would take twice the time to build
+        "DEFAULT": [],  # the baseline, without -O3, which doubles the build time
         "AVX2": ["-O3", "-mavx2", "-mfma", "-mf16c"],
         "AVX512": ["-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     }
@@ -72,28 +71,28 @@ def cpu_variants() -> list[str]:
 
 
 def _own_variants() -> list[str]:
-    """The one for this process, by PyTorch's word, which extension/cpu/variant.cpp follows too."""
+    """This process's variant as PyTorch names it; extension/cpu/variant.cpp does the same."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 
 
 def cpu_flags(variant: str) -> list[str]:
-    """The compiler's flags for the CPU kernels of a variant."""
+    """The compiler's flags for a variant of the CPU kernels."""
     return [*_include_flags(), f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}", *_VARIANTS[variant]]
 
 
 def link_flags() -> list[str]:
-    """The linker's flags for what uses PyTorch's libraries, after the objects.
+    """The linker's flags for users of PyTorch's libraries, after the objects.
 
-    The C++ library that PyTorch has loaded comes first: a compiler may have a static one of its own, and with two of
-    them in a process a number in an error message is formatted by one with the tables of the other, which crashes.
+    PyTorch's loaded C++ library comes first. A compiler may have a static one, and with two in a process, one would
+    format numbers with the other's tables and crash.
     """
     lib = Path(torch.__file__).parent / "lib"
     return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
 
 
 def _loaded_cxx_library() -> list[str]:
-    """The path of the libstdc++ in this process; none where the system does not say, or it is another library."""
+    """The path of this process's libstdc++; empty if unknown or another library."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -116,13 +115,13 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
-    """What a library depends on: PyTorch, compiler, flags, machine, sources."""
+    """The cache key of a library: PyTorch, compiler, flags, machine, sources."""
     flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
     return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *_sources())
 
 
 def exported_key() -> str:
-    """The key of a library that was built elsewhere: for this PyTorch, architecture and sources, by any compiler."""
+    """The key of a library built elsewhere: for this PyTorch, architecture and sources, by any compiler."""
     return cache.digest("exported", torch.__version__, platform.machine(), *_sources())
 
 
@@ -131,14 +130,14 @@ def _sources() -> list[str | bytes]:
 
 
 def _keys() -> list[str]:
-    """Those of the libraries that serve this process: with a compiler its own, and one that was exported."""
+    """The keys of libraries that serve this process: its own, if there is a compiler, and an exported one."""
     compiler = cxx_compiler()
     own = [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())] if compiler else []
     return [*own, exported_key()]
 
 
 def kept_library() -> Path | None:
-    """The path of a library in the cache that serves this process, or None."""
+    """The path of a cached library that serves this process, or None."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
         for key in _keys():
             if cache.EXTENSIONS.read(key) is not None:
@@ -147,14 +146,14 @@ def kept_library() -> Path | None:
 
 
 def built_library(say: Say, *, every_variant: bool = False) -> Path:
-    """The path in the cache of the library for this PyTorch and machine, built if it is not there.
+    """The cached library for this PyTorch and machine, built if missing.
 
     Args:
         say: called with a line before and after a build, and every few seconds meanwhile.
-        every_variant: with the CPU kernels for other machines too, which takes longer.
+        every_variant: include the CPU kernels for other machines, which takes longer.
 
     Raises:
-        BuildError: there is no compiler, or it failed, or the library cannot be kept.
+        BuildError: there is no compiler, it failed, or the library cannot be stored.
     """
     if not every_variant and (kept := kept_library()) is not None:
         return kept
@@ -169,15 +168,15 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
 
 
 def load_library(load: Callable[[int], Library], say: Say) -> Library:
-    """What `load` makes of the library for this PyTorch and machine, built if it is not in the cache.
+    """`load` the library for this PyTorch and machine, built if it is not cached.
 
     Args:
-        load: called with a descriptor, which is its own from then on; raises OSError where the library cannot be
-            loaded. One that came from the cache is then built again, once.
+        load: called with a descriptor, which it then owns; raises OSError if the library cannot be loaded. A cached one
+            is then built again, once.
         say: called with a line before and after a build, and every few seconds meanwhile.
 
     Raises:
-        BuildError: there is no compiler, or it failed, or what it built cannot be loaded.
+        BuildError: there is no compiler, it failed, or its library cannot be loaded.
     """
     with _errors_of_builds():
         for key in _keys():
@@ -213,7 +212,7 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _no_folder() -> str | None:
-    """Why nothing can be kept, or None."""
+    """Why nothing can be stored, or None."""
     try:
         cache.EXTENSIONS.folder()
     except OSError as error:
@@ -222,10 +221,10 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], say: Say) -> int:
-    """A descriptor of the library, built by this process or by the one it waited for, and kept where it can be."""
+    """A descriptor of the library, built by this process or by the one it waited for, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
-        with suppress(OSError):  # without a folder to meet in, every process builds
+        with suppress(OSError):  # without a common folder, every process builds
             stack.enter_context(jobs.turn(cache.EXTENSIONS.folder(), say))
         if (file := cache.EXTENSIONS.open(key)) is not None:
             return file
@@ -244,14 +243,14 @@ def _build(key: str, variants: Sequence[str], say: Say) -> int:
 
 
 def copy_of(file: int, stack: ExitStack) -> Path:
-    """A copy of a library, in a folder of our own until `stack` is left."""
+    """A copy of a library, in a private folder until `stack` closes."""
     copy = stack.enter_context(jobs.private_folder(_workplaces())) / "kernel_fusion.so"
     copy.write_bytes(os.pread(file, os.fstat(file).st_size, 0))
     return copy
 
 
 def _workplaces() -> list[Path]:
-    """The places to build in: temporary files are nearer than a home often is, unless others can change them there."""
+    """The places to build in: temporary files, often nearer than a home, if others cannot change them there."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -259,10 +258,10 @@ def _workplaces() -> list[Path]:
 
 
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
-    """What is compiled together, and with which flags; the longest first.
+    """What to compile together, and with which flags; the longest first.
 
-    Files that include the same headers share the time these take. So with many cores, where the longest unit decides,
-    only the long files stand alone; on few cores there are few units.
+    Files with common headers share their compile time. So with many cores, where the longest unit decides, only the
+    long files are alone; with few cores there are few units.
     """
     files = sorted(_SOURCES.glob("*.cpp"))
     autograd = [path for path in files if path.stem.endswith("_autograd") or path.stem == "node"]
@@ -286,7 +285,7 @@ def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[s
 
 
 def _include_flags() -> list[str]:
-    """Those that every unit has."""
+    """The flags of every unit."""
     include = Path(torch.__file__).parent / "include"
     folders = [f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]

@@ -1,12 +1,12 @@
-"""Keeps a process from forking while that would leave the child, or its parent, waiting for ever."""
+"""Keeps a process from forking when the child, or its parent, would then wait forever."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# A fork waits until this is free. A module that is half imported would keep the child waiting for ever; a compiler that
-# is half started, whose pipe the child would have a copy of, the parent.
+# A fork waits for this. A half imported module would block the child. A half started compiler would block the parent,
+# because the child has a copy of its pipe.
 no_fork = threading.RLock()
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
-"""The means of a build: a turn among processes, a folder of its own, compilers side by side.
+"""The tools of a build: turns among processes, a private folder, parallel compilers.
 
-Turns and folders are held by `flock`, which the system drops with the process that held it. No threads are started,
-because the first call may come when the interpreter shuts down and can start none.
+`flock` guards turns and folders, and the system releases it with the process. No threads are started, because the first
+call may come at interpreter shutdown.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kernel_fusion.native.forks import no_fork
 
 Say = Callable[[str], None]
 
-PATIENCE_S = 1800.0  # several times as long as a build takes on a busy machine
+PATIENCE_S = 1800.0  # several times a build on a busy machine
 SIGN_OF_LIFE_S = 10.0
 _POLL_S = 0.02
 _PREFIX = "kernel_fusion-builder-"
-_STALE_S = 60.0  # a folder of that age whose lock is free lost its builder
+_STALE_S = 60.0  # an older folder whose lock is free lost its builder
 
-_held: set[int] = set()  # descriptors with a lock on them
+_held: set[int] = set()  # descriptors with a lock
 
 
 def _let_go() -> None:
-    """A forked child has a copy of each descriptor, which would keep the lock of a parent that was killed."""
+    """Close a forked child's copies of descriptors, which would keep the locks of a killed parent."""
     while _held:
         os.close(_held.pop())
 
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class _Clock:
-    """The seconds since something began, and when to say so."""
+    """The seconds since a start, and when to report them."""
 
     def __init__(self) -> None:
         self.start = self.said = time.monotonic()
@@ -59,7 +59,7 @@ class _Clock:
         return first
 
     def is_due(self) -> bool:
-        """Whether the last sign of life is long ago; True counts as one."""
+        """Whether the last report is long ago; True counts as a report."""
         if time.monotonic() - self.said < SIGN_OF_LIFE_S:
             return False
         self.said = time.monotonic()
@@ -68,7 +68,7 @@ class _Clock:
 
 @contextmanager
 def turn(folder: Path, say: Say) -> Iterator[None]:
-    """One process at a time, by a lock in `folder`, which others cannot change; without it after much patience."""
+    """One process at a time, by a lock in a private `folder`; after long patience, go on without it."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     with _closing(file):
         with suppress(OSError):  # a file system without locks
@@ -91,7 +91,7 @@ def _wait(file: int, folder: Path, say: Say) -> None:
 
 @contextmanager
 def private_folder(places: Sequence[Path]) -> Iterator[Path]:
-    """An empty folder of our own, in the first of `places` where others cannot change it; it is gone afterwards.
+    """An empty private folder in the first safe one of `places`, deleted afterwards.
 
     Raises:
         BuildError: there is no such place.
@@ -99,7 +99,7 @@ def private_folder(places: Sequence[Path]) -> Iterator[Path]:
     folder = _new_folder(places)
     try:
         with _closing(os.open(folder, os.O_RDONLY)) as file:
-            with suppress(OSError):  # some network file systems lock no folders; then nobody takes it for stale either
+            with suppress(OSError):  # some network file systems lock no folders; then nobody calls it stale either
                 _lock(file)
             _remove_stale(folder.parent)
             yield folder
@@ -125,7 +125,7 @@ def _new_folder(places: Sequence[Path]) -> Path:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the folders of builders that were killed."""
+    """Remove the folders of killed builders."""
     for path in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             info = path.lstat()
@@ -137,10 +137,10 @@ def _remove_stale(parent: Path) -> None:
 
 
 def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
-    """Run compilers, as many at a time as there are cores, with their temporary files in `folder`.
+    """Run compilers, one per core at a time, with their temporary files in `folder`.
 
     Raises:
-        BuildError: one failed; the message holds its first words.
+        BuildError: one failed; the message has its first words.
         OSError: one cannot be started.
     """
     waiting, clock = list(enumerate(commands)), _Clock()
@@ -178,14 +178,14 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
 
 
 def num_cores() -> int:
-    """Those that this process may use; two at least, since a compiler waits for files now and then."""
+    """The cores that this process may use; at least two, because compilers also wait for files."""
     with suppress(AttributeError):  # not on macOS
         return max(2, len(os.sched_getaffinity(0)))
     return max(2, os.cpu_count() or 1)
 
 
 def _head(errors: Path) -> str:
-    """The first lines; what follows them is mostly their echo. A compiler may write in any encoding."""
+    """The first lines, in any encoding; later ones mostly repeat them."""
     return "\n".join(errors.read_text("utf-8", errors="replace").splitlines()[:20])
 
 
@@ -199,7 +199,7 @@ def _lock(file: int) -> bool:
 
 @contextmanager
 def _closing(file: int) -> Iterator[int]:
-    """Close `file` in the end, with the lock that may be on it; a forked child has closed it already."""
+    """Close `file` with its lock at the end; a forked child has closed it already."""
     _held.add(file)
     try:
         yield file
@@ -207,5 +207,5 @@ def _closing(file: int) -> Iterator[int]:
         if file in _held:
             _held.discard(file)
             with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # said, because a process forked just now may have a copy
+                fcntl.flock(file, fcntl.LOCK_UN)  # explicit, because a process forked just now may have a copy
             os.close(file)

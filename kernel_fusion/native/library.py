@@ -1,4 +1,4 @@
-"""Opens the C++ extension and declares its C functions. `kernel_fusion.operators.loader` does so once per process."""
+"""Opens the C++ extension and declares its C functions; `kernel_fusion.operators.loader` does so once per process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kernel_fusion.native.forks import no_fork
 
 
 def open_extension() -> ctypes.CDLL:
-    """The extension, built if need be.
+    """The extension, built if necessary.
 
     Raises:
         BuildError: it cannot be built or opened.
     """
     with no_fork:
-        from kernel_fusion.native import build  # here, because it needs what only POSIX has
+        from kernel_fusion.native import build  # here, because it needs POSIX
 
     opened = build.load_library(_dlopen, say)
     opened.kf_count.restype = ctypes.c_int64
@@ -29,16 +29,16 @@ def open_extension() -> ctypes.CDLL:
 
 
 def say(line: str) -> None:
-    """Tell the user how a build goes, where anybody can be told."""
+    """Print a build's progress for the user, if there is anywhere to print to."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _dlopen(file: int) -> ctypes.CDLL:
-    """Open the library that `file` is, rather than what a path leads to by now.
+    """Open the library behind `file`, not what its path leads to by now.
 
-    The name has the number of this process in it, which no other library's has, and debuggers can follow it. `file`
-    stays open, so that no other library gets the same name.
+    The name contains this process's number, so that no other library has it and debuggers can follow it. `file` stays
+    open, so that no other library gets the same name.
     """
     try:
         process = os.readlink("/proc/self")

@@ -1,8 +1,7 @@
 """The operators `torch.ops.kernel_fusion.*`: schemas, tracing, `torch.vmap`, loading, and the choice of a backend.
 
-Importing any module of this package defines them all. Schemas are in Python, so that `import kernel_fusion` builds
-nothing and `torch.export.load` reads a program in a fresh process. `stubs` stands in for the C++ kernels until `loader`
-has loaded them.
+Importing any module here defines them all. Schemas are in Python, so that `import kernel_fusion` builds nothing and
+`torch.export.load` works in a fresh process. `stubs` replaces the C++ kernels until `loader` has loaded them.
 """
 
 from __future__ import annotations

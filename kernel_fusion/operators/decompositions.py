@@ -1,4 +1,4 @@
-"""The operators as compositions of PyTorch's, for `run_decompositions` and for compilers that know no others.
+"""The operators as compositions of PyTorch's, for `run_decompositions` and compilers that know no others.
 
 They are the eager definitions, so a decomposed program computes what `backend="eager"` does.
 """

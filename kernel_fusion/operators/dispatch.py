@@ -1,7 +1,7 @@
-"""What serves a call of a verb.
+"""Chooses what serves a call of a verb.
 
-The automatic choice is made by PyTorch's dispatcher, among the extension's kernels and the stubs. Here are the explicit
-requests, which get the backend they name or an error that says why not, and the tensors that no kernel of ours reads.
+PyTorch's dispatcher makes the automatic choice, among the extension's kernels and the stubs. This module handles
+explicit requests, which get their backend or an error with the reason, and tensors that none of our kernels reads.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _OPTIONAL_TENSOR = (Tensor, type(None))
 
 
 def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callable[..., Any]:
-    """What serves a call of `verb`: the operator `name`, which chooses by device, or the definition.
+    """The callable for a call of `verb`: the operator `name`, which chooses by device, or the definition.
 
     Args:
         backend: as the user gave it; None takes that of `use_backend`.
-        tensors: all that the verb reads, or None. What kernels do not take goes to the definition, unless a backend was
-            named.
+        tensors: all that the verb reads, or None. Without a named backend, those that kernels do not take go to the
+            definition.
 
     Raises:
-        TypeError: something among `tensors` is none.
+        TypeError: a member of `tensors` is no tensor.
         ValueError: `backend` is not a backend.
         BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
     """
@@ -53,7 +53,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
 
 
 def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Callable[..., Any]:
-    """What serves a call that reads these tensors by this backend, None being the automatic choice."""
+    """The callable for these tensors and this backend; None is the automatic choice."""
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":
@@ -65,7 +65,7 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
 
 
 def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """What serves DTensors: on each rank, what serves its parts of them."""
+    """The callable for DTensors: on each rank, the one for its parts."""
     from kernel_fusion.distributed.serve import serve  # imports torch.distributed.tensor
 
     with torch.no_grad():
@@ -74,26 +74,26 @@ def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tenso
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the operators themselves know what to do with an argument: PyTorch's own tensors, and None."""
+    """Whether the operators handle an argument themselves: PyTorch's own tensors, and None."""
     return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
 
 
 def _by_device(name: str) -> Callable[..., Any]:
     """The operator `name`, which chooses by device."""
-    # The object behind an overload costs 0.5 µs less to call, and torch.compile knows the overload alone.
+    # The object behind an overload is faster to call, but torch.compile knows only overloads.
     overload = _OVERLOADS[name]
     return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
 
 
 def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Why `backend`, one with kernels of ours, cannot serve `verb` of these tensors, or None if it can."""
+    """Why `backend`, which has kernels, cannot serve `verb` of these tensors, or None."""
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
         if device is None or tensor.device != device:
             if device is not None and tensor.dim() > 0:
-                continue  # tensors on several devices are an error of their own
+                continue  # several devices are an error of their own
             if reason := unavailable_reason(backend, tensor.device, verb):
                 return reason
             device = device or tensor.device
@@ -103,9 +103,8 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
 
 
 def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
-    """Why backend `name` cannot run `verb` on `device` (default: at all, on this machine), or None if it can.
-
-    The extension is loaded to find out.
+    """Why backend `name` cannot run `verb` on `device` (default: anywhere on this machine), or None. Loads the
+    extension.
     """
     if name == "eager":
         return None
@@ -120,10 +119,9 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
         return reason
     reason = availability.why_not_triton(device)
     if reason is None:
-        define_triton()  # here, where no tracer follows
+        define_triton()  # here, no tracer follows
     return reason
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler: a tracer that followed this function
-# would end up in the loader.
+# As torch.compiler.assume_constant_result, without importing the compiler: a tracer must not follow into the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

@@ -1,4 +1,4 @@
-"""What serves a call where the extension has no kernels: Triton, CUDA kernels launched from Python, the definition."""
+"""Serves calls without kernels in the extension: by Triton, CUDA kernels launched from Python, or the definition."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
 
 
 def serve(verb: str, *args: Any) -> Any:
-    """The verb, called with its operator's arguments, by what can run on their device without the extension."""
+    """The verb, by whatever can run on the device of its operator's arguments without the extension."""
     on_gpu = args[0].device.type in ("cuda", "xpu")
     return (serve_on_gpu if on_gpu else schemas.reference_call)(verb, *args)
 
 
 def serve_on_gpu(verb: str, *args: Any) -> Any:
-    """The same for a GPU: the CUDA kernels where Python can launch them, else Triton's, else the definition."""
+    """On a GPU: CUDA kernels if Python can launch them, else Triton's, else the definition."""
     input = args[0]
     if availability.refusal(input) is None:
         if verb in LAUNCHED_FROM_PYTHON and availability.why_not_cuda(input.device) is None:
@@ -49,7 +49,7 @@ def _launch_from_python(verb: str, *args: Any) -> Any:
 
 @cache
 def define_triton() -> None:
-    """Define the operators of the Triton backend, when first needed: they import Triton."""
+    """Define the Triton backend's operators at first need, because they import Triton."""
     from kernel_fusion.backends.triton import operators
 
     operators.define(schemas.library, schemas.VERBS)
@@ -58,10 +58,10 @@ def define_triton() -> None:
 
 
 def take_over(device: str) -> None:
-    """Have the Triton kernels serve the verbs on a device type for which the extension has none that run."""
+    """Let the Triton kernels serve the verbs on a device type for which the extension's cannot run."""
     define_triton()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch remarks that the extension's kernels are replaced
+        warnings.simplefilter("ignore")  # PyTorch warns that the extension's kernels are replaced
         for name in schemas.VERBS:
             for key in (f"Autograd{device}", device):
                 schemas.library.impl(name, _by_triton(name), key, allow_override=True)

@@ -1,6 +1,6 @@
-"""The schemas as a C++ header, for programs that have no Python: there the extension defines the operators itself.
+"""Writes the schemas as a C++ header. In programs without Python, the extension defines the operators itself.
 
-`python -m kernel_fusion.operators.headers` writes it. It is kept in git, and a test compares.
+`python -m kernel_fusion.operators.headers` writes it to git; a test compares.
 """
 
 from __future__ import annotations

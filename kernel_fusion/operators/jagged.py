@@ -1,6 +1,6 @@
-"""Jagged nested tensors: their rows lie one after another in `values()`, and there our kernels read them.
+"""Jagged nested tensors: our kernels read their rows, which lie one after another in `values()`.
 
-The results are jagged with the same offsets. A call that mixes rows of several examples is PyTorch's affair.
+Results are jagged with the same offsets. PyTorch serves calls that mix rows of several examples.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kernel_fusion.core.stages import PLACES
 
 
 def has_rows(value: Any) -> bool:
-    """Whether `value` is a jagged tensor whose `values()` are the rows of its examples and nothing else."""
+    """Whether `value` is a jagged tensor whose `values()` are exactly the rows of its examples."""
     jagged = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
     return jagged and value.lengths() is None and value._ragged_idx == 1
 
 
 def has_rows_of(value: Any, num_dims: int) -> bool:
-    """The same, and its last `num_dims` dimensions are within a row."""
+    """Whether moreover its last `num_dims` dimensions lie within a row."""
     return has_rows(value) and num_dims <= value.dim() - 2
 
 
 def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[Any, ...], *args: Any) -> Any:
-    """The operator `name` on the values of the jagged among its arguments, if it treats every row alike.
+    """Call the operator `name` on the values of jagged arguments, if it treats every row alike.
 
     Args:
-        choose: what serves a call that reads certain tensors.
+        choose: gives the callable for certain tensors.
         tensors: those that the call reads.
-        args: of the operator; tensors first.
+        args: the operator's, tensors first.
     """
     jagged = [arg for arg in args if has_rows(arg)]
     given = _ROWWISE[name](*args) if _alike(jagged, tensors) else None
@@ -55,7 +55,7 @@ def _values(value: Any) -> Any:
 
 
 def _alike(jagged: list[Tensor], tensors: tuple[Any, ...]) -> bool:
-    """Whether all nested tensors among `tensors` have rows, and the same offsets."""
+    """Whether all nested tensors have rows and share their offsets."""
     nested = [t for t in tensors if isinstance(t, Tensor) and t.is_nested]
     return len(nested) == len(jagged) and all(t.shape[:2] == jagged[0].shape[:2] for t in nested)
 
@@ -73,7 +73,7 @@ def _staged_norm(input: Tensor, residual: Tensor | None, num_dims: int, *rest: A
 def _pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Any, ...] | None:
     plain = [t for t in (a, b) if t is not None and not has_rows(t)]
     dims = max(t.dim() for t in (a, b) if t is not None)
-    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # which cannot reach the examples
+    return (a, b, *rest) if all(t.dim() <= dims - 2 for t in plain) else None  # they do not reach the examples
 
 
 def _reduce(input: Tensor, dim: list[int], *rest: Any) -> tuple[Any, ...] | None:
@@ -85,7 +85,7 @@ def _softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     return (input, mask, scale, causal) if mask is None and input.dim() > 2 + causal else None
 
 
-# The arguments of the call on values, or None where that is not the same.
+# The arguments for values, or None if that call differs.
 _ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,

@@ -1,4 +1,4 @@
-"""Loads the C++ extension, once per process and when something first needs it; says so if it cannot be had."""
+"""Loads the C++ extension once per process, when first needed, and reports it if that fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """The thread that loads the extension in the parent does not exist here and would never let go of the lock."""
+    """The parent's loading thread does not exist here and would never release the lock."""
     global _lock
     _lock = threading.RLock()
 
@@ -37,7 +37,7 @@ def is_loaded() -> bool:
 
 
 def load() -> bool:
-    """Load the extension, building it if need be. False, with one warning per process, where that is impossible."""
+    """Load the extension, building it if necessary. Returns False, with one warning per process, on failure."""
     global _library, _error
     if _library is not None:
         return True
@@ -45,7 +45,7 @@ def load() -> bool:
         if _library is None and _error is None:
             try:
                 _library = _open()
-            except Exception as error:  # whatever a machine lacks, the definition serves the call
+            except Exception as error:  # whatever fails, the definition serves the call
                 _error = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
                 warnings.warn(
                     f"kernel_fusion works without its C++ extension, which could not be built: {_error}\n"
@@ -78,7 +78,7 @@ def launches(counter: str) -> int:
 
 
 def cpu_variant() -> str:
-    """The build of the CPU kernels that runs in this process: one of `build.cpu_variants`.
+    """The build of the CPU kernels that this process runs, one of `build.cpu_variants`.
 
     Raises:
         BuildError: the extension cannot be loaded.
@@ -87,11 +87,11 @@ def cpu_variant() -> str:
 
 
 def use_cpu_variant(name: str) -> None:
-    """Make every thread run the build `name` of the CPU kernels from now on, to measure or to test it.
+    """Make all threads run the build `name` of the CPU kernels, for measurements and tests.
 
     Raises:
-        ValueError: this machine cannot run it, or the library that is loaded is without it; `kernel-fusion warmup
-            --any-cpu` builds one that has them all.
+        ValueError: this machine cannot run it, or the loaded library lacks it (`kernel-fusion warmup --any-cpu` builds
+            all).
         BuildError: the extension cannot be loaded.
     """
     if not library().kf_use_cpu_variant(name.encode()):
@@ -102,12 +102,12 @@ def use_cpu_variant(name: str) -> None:
 
 
 def keep_memory(largest: int | None) -> None:
-    """Keep what tensors on the CPU free and hand it out again, up to a size; larger ones are in new memory each time.
+    """Reuse the freed memory of CPU tensors up to a size; larger ones get new memory each time.
 
-    For measurements only: nothing that is kept goes back to the system before the next call of this function.
+    Only for measurements: the system gets nothing back before the next call of this function.
 
     Args:
-        largest: in bytes; None gives PyTorch its own allocator back.
+        largest: in bytes; None restores PyTorch's allocator.
 
     Raises:
         BuildError: the extension cannot be loaded.
@@ -123,13 +123,13 @@ def _open() -> ctypes.CDLL:
 
 
 def _forget_stubs() -> None:
-    """Under a tracer's Python dispatcher an operator remembers the stub it found; the kernels are there now."""
+    """Under a tracer's Python dispatcher, operators remember a stub; let them find the new kernels."""
     for name in schemas.VERBS | schemas.PARTS:
         schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner where the CUDA kernels can run; without one its CUDA operators are eager."""
+    """Give the extension its planner if CUDA kernels can run; without it, its CUDA operators are eager."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     able = [device.index for device in devices if availability.why_not_cuda(device) is None]
     if able:

@@ -1,4 +1,4 @@
-"""Shapes and dtypes for tracing, of the operators that do not get theirs from C++: those of the PyTorch calls."""
+"""Shapes and dtypes for tracing, by PyTorch's own calls; the norms have theirs in C++."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kernel_fusion.operators.schemas import library
 
 
 def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
-    """Of the sum, by PyTorch's rules."""
+    """The sum's, by PyTorch's rules."""
     return torch.empty_like(a) if b is None else torch.empty_like(torch.add(a, b))
 
 
 def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The result, and a bit for each element of it."""
+    """The result, and one bit per element."""
     y = pointwise(a, b, *rest)
     return y, y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
 
 
 def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The gradients that the mask, the last argument, asks for."""
+    """The gradients that the last argument, a mask, asks for."""
     wants = rest[-1]
     return (
         torch.empty_like(dy if a.dtype == torch.uint8 else a) if wants[0] else dy.new_empty(0),
@@ -33,12 +33,12 @@ def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[
 
 
 def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dtype | None) -> Tensor:
-    """Of the sum, by PyTorch's rules."""
+    """The sum's, by PyTorch's rules."""
     return torch.empty_like(input.sum(dim, keepdim, dtype=dtype or input.dtype))
 
 
 def softmax(input: Tensor, *_: Any) -> Tensor:
-    """A contiguous result, whatever the input's strides are."""
+    """A contiguous result, whatever the input's strides."""
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,6 @@
-"""The schemas of `torch.ops.kernel_fusion.*`, and the operators that are the eager definitions.
+"""The schemas of `torch.ops.kernel_fusion.*`, and the eager definitions as operators.
 
-Schemas are defined at import: that builds nothing, and `torch.export.load` reads a program in a fresh process.
+Schemas are defined at import, which builds nothing; so `torch.export.load` works in a fresh process.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments, stages
 from kernel_fusion.core.spec import compute_dtype
 
-# Not SymInt[] shapes but the number of normalised dimensions: a new row count then never means a new trace.
+# The number of normalised dimensions, not SymInt[] shapes: a new row count then needs no new trace.
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
-    # Both norms with what stands around them. `residual` of the result is h, without elements where none was given.
-    # Beside a gate, weight and bias may have a dimension more than is normalised: one of groups, each with its own.
+    # Both norms with stages. The result `residual` is h, empty without a residual. Beside a gate, weight and bias may
+    # have one more dimension than is normalised: groups with parameters of their own.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
@@ -31,26 +31,25 @@ VERBS = {
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
 }
-# What the verbs are made of below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd, or
-# (1, *rows), rstd alone, for RMSNorm: one tensor, because one allocation costs less than two. Results that nobody wants
-# have no elements. Backward normalises `input` again, which is h where there is a residual, and else x. It takes x
-# itself where there are a residual and a pre-activation, and bias where there is an activation or a gate. `dresidual`
-# is the gradient of the other row, which may also be the gate.
+# The parts of verbs below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd; for RMSNorm (1,
+# *rows), rstd. It is one tensor, because one allocation is cheaper than two. Unwanted results are empty. Backward
+# normalises `input` again, which is h with a residual, else x. It also takes x with both a residual and a
+# pre-activation, and bias with an activation or a gate. `dresidual` is the gradient of the other row, residual or gate.
 PARTS = {
-    # Compiled graphs that PyTorch has cached hold calls of these by position: arguments may be added last, not moved.
+    # PyTorch's cached graphs call these by position, so new arguments come last.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
-    # `bits` of what backward needs of a and b: whether the slope of the activation, which has two values, is that at 1.
-    # Backward takes them, or a result whose value tells the slope, as the operand of a chain of one.
+    # `bits` is what backward needs of a and b for an activation with two slopes: which one. Backward takes the bits, or
+    # a result that reveals the slope, as the operand of a chain of one.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
 }
-# The eager definitions as operators, so that C++ can reach them: they decompose into ATen under every transform.
+# The eager definitions as operators for C++; they decompose into ATen under every transform.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
@@ -62,7 +61,7 @@ library = torch.library.Library("kernel_fusion", "DEF")
 
 
 def overload(name: str) -> Any:
-    """The overload of the operator `name`: what tracers know."""
+    """The overload of the operator `name`, which tracers know."""
     return getattr(torch.ops.kernel_fusion, name).default
 
 
@@ -74,12 +73,12 @@ for _name, (_schema, _definition) in _REFERENCES.items():
 
 
 def default_eps(input: Tensor) -> float:
-    """What `eps=None` of rms_norm stands for: the machine epsilon of the compute type."""
+    """The meaning of rms_norm's `eps=None`: the machine epsilon of the compute type."""
     return torch.finfo(compute_dtype(input.dtype)).eps
 
 
 def reference_call(name: str, *args: Any) -> Any:
-    """The verb `name`, called with an operator's arguments, by the eager definition."""
+    """Call the eager definition of the verb `name` with an operator's arguments."""
     if f"{name}_reference" in _REFERENCES:
         definition: Any = _REFERENCES[f"{name}_reference"][1]
         return definition(*args)
@@ -90,7 +89,7 @@ def reference_call(name: str, *args: Any) -> Any:
 
 
 def bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments in the schema's order, defaults filled in: the dispatcher leaves trailing defaults out."""
+    """The arguments in the schema's order with defaults, which the dispatcher omits at the end."""
     arguments = operator._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

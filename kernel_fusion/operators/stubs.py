@@ -1,8 +1,7 @@
-"""The Python stub of each operator: it loads the extension when a call first needs it, and serves what has no kernel.
+"""The Python stub of each operator: loads the extension at the first call that needs it, and serves what has no kernel.
 
-A stub sits on the two catch-all dispatch keys (`Autograd` and `CompositeExplicitAutograd`). The extension's kernels sit
-on the specific keys (AutogradCPU, CUDA, ...) and win over the stub from the moment they exist, so nothing is ever
-overridden.
+Stubs sit on the two catch-all dispatch keys (`Autograd`, `CompositeExplicitAutograd`). The extension's kernels sit on
+specific keys (AutogradCPU, CUDA, ...) and win as soon as they exist, so nothing is overridden.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kernel_fusion.core import arguments
 from kernel_fusion.errors import BuildError
 from kernel_fusion.operators import fallback, loader, schemas
 
-# The devices whose kernels the extension registers (`meta` stands for tracing).
+# The devices with kernels in the extension ("meta" stands for tracing).
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 

@@ -1,8 +1,7 @@
-"""What `torch.vmap` does with the operators.
+"""The operators' rules for `torch.vmap`.
 
-Rows batch trivially: a batched input is one call with more rows. Everything else (a batched weight or mask, dropout,
-whose elements have positions) is one call per example: a rule cannot vmap PyTorch's operations, in whose dispatch it
-stands.
+A batched input is one call with more rows. Everything else (a batched weight or mask, dropout, whose elements have
+positions) is a call per example, because a rule cannot vmap the PyTorch operations inside.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
-    """Whether an argument with this entry of `in_dims` is batched; that of a list of numbers is a list of None."""
+    """Whether an argument with this entry of `in_dims` is batched; the entry of a list of numbers is a list of None."""
     return isinstance(dim, int)
 
 
@@ -33,7 +32,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 
 def register(name: str, prefix: str = "") -> None:
-    """Give the operator of the verb `name`, or a backend's own operator of it, called `prefix` + `name`, its rule."""
+    """Give a rule to the operator of the verb `name`, or to a backend's own, called `prefix` + `name`."""
     rows = _RULES[name]
     operator = schemas.overload(prefix + name)
 
@@ -54,7 +53,7 @@ def _same(input: Tensor, *rest: Any) -> list[Any]:
 
 def _reduce(input: Tensor, dim: list[int], *rest: Any) -> list[Any] | None:
     if input.dim() == 1:
-        return None  # examples of no dimension, and no dimension means all
+        return None  # examples have no dimension, and an empty `dim` means all
     dims = [d + 1 if d >= 0 else d for d in dim] or list(range(1, input.dim()))
     return [input, dims, *rest]
 
@@ -63,7 +62,7 @@ def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None
     return [input, mask, *rest] if mask is None else None
 
 
-# `rows(args)` gives the arguments of one call with more rows, or None where that is not the same.
+# `rows(args)`: the arguments of one call with more rows, or None if that differs.
 _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "layer_norm": _same,
     "rms_norm": _same,

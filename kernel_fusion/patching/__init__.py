@@ -1,4 +1,4 @@
-"""One line for a model that exists: its modules call this library's kernels, and it computes the same."""
+"""Makes the modules of an existing model call this library's kernels, with the same results."""
 
 from __future__ import annotations
 

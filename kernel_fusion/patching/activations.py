@@ -1,7 +1,7 @@
-"""Activation modules: which of our activations one is, and the forward that computes it in one pass.
+"""Activation modules: recognises ours and makes a forward that computes them in one pass.
 
-One that PyTorch computes in a single kernel gains nothing and is left; one written as a formula costs a kernel, and a
-tensor kept for backward, for each operation. torch.compile fuses formulas itself, so it is shown the module's own.
+A module that PyTorch computes in a single kernel is left. One written as a formula costs a kernel, and a tensor kept
+for backward, per operation. torch.compile fuses formulas itself, so it sees the module's own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kernel_fusion.functional import bias_act, softmax
 from kernel_fusion.patching.agree import disagreement
 from kernel_fusion.patching.stand_in import StandIn, arguments, generator
 
-# Two of our activations differ by 3e-4 at least somewhere, and two ways to write one in fp32 by less than this.
+# Any two of our activations differ somewhere by 3e-4; two fp32 spellings of one differ by less than this.
 _SAME = 1e-5
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """An activation by its name."""
+    """An activation, by name."""
 
     name: str
 
@@ -76,7 +76,7 @@ def _floating(x: Any) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations that run, views aside."""
+    """Counts the operations that run, except views."""
 
     count = 0
 
@@ -87,13 +87,13 @@ class _Operations(TorchDispatchMode):
 
 
 def name_of(function: Callable[[Tensor], Any]) -> str | None:
-    """The activation that a function of one tensor is, if it is one: found by calling it, forward and backward."""
+    """The name of the activation that a function computes, or None; found by calling it, forward and backward."""
     x = torch.linspace(-8, 8, 1001).reshape(7, 11, 13)
     kept = x.clone()
     try:
         with torch.no_grad():
             y = function(x)
-    except Exception:  # unknown code may raise anything for a tensor that it was not made for
+    except Exception:  # unknown code may raise anything for an unexpected tensor
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(x, kept):
         return None
@@ -104,7 +104,7 @@ def name_of(function: Callable[[Tensor], Any]) -> str | None:
 
 
 def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
-    """Whether ours is no less exact in any dtype, forward and backward."""
+    """Whether our activation is no less exact in every dtype, forward and backward."""
     x = 3 * torch.randn(64, 65, generator=generator())
 
     def ours(x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _agrees(function: Callable[[Tensor], Any], name: str) -> bool:
 
 
 def operations(function: Callable[[Tensor], Any]) -> int:
-    """How many operations of PyTorch a function of one tensor runs."""
+    """How many PyTorch operations a function of one tensor runs."""
     x = torch.ones(4, 4)
     counted = _Operations()  # type: ignore[no-untyped-call]
     with torch.no_grad(), counted:
@@ -123,7 +123,7 @@ def operations(function: Callable[[Tensor], Any]) -> int:
 
 
 def fit_activation(module: nn.Module) -> ActivationForm | str | None:
-    """The form of an activation module; the reason to leave one; None for what is no activation."""
+    """The form of an activation module, the reason to leave it, or None if it is no activation."""
     if module._parameters or module._buffers or not arguments(type(module).forward):
         return None
     stand_in = StandIn(module)

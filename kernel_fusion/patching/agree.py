@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# Another eps, offset or formula leaves 1e-4 of a row's largest value at least, and what fp32 rounds leaves 1e-6.
+# Another eps, offset or formula changes at least 1e-4 of a row's largest value; fp32 rounding changes 1e-6.
 SAME_FUNCTION = 2.0**-14
-# "hf" and "once" differ in a tenth of all elements; two orders of summation in fp32 differ in a thousandth.
+# "hf" and "once" differ in a tenth of all elements, two fp32 summation orders in a thousandth.
 SAME_ROUNDING = 0.01
 
 Function = Callable[..., Tensor]
 
 
 def same_function(found: Tensor, exact: Tensor) -> bool:
-    """Whether an fp32 result is that of a float64 evaluation, each row beside its largest value."""
+    """Whether an fp32 result agrees with a float64 one, relative to each row's largest value."""
     if found.shape != exact.shape or not found.isfinite().all():
         return False
     largest = exact.abs().amax(-1, keepdim=True)
@@ -24,7 +24,7 @@ def same_function(found: Tensor, exact: Tensor) -> bool:
 
 
 def differing_bits(ours: Tensor, theirs: Tensor) -> float:
-    """The part of the elements that differ; 1 where one differs by more than a unit in the last place."""
+    """The share of elements that differ; 1 if one differs by more than a unit in the last place."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return 1.0
     off = (ours.double() - theirs.double()).abs()
@@ -33,7 +33,7 @@ def differing_bits(ours: Tensor, theirs: Tensor) -> float:
 
 
 def no_worse(ours: Tensor, theirs: Tensor, exact: Tensor) -> bool:
-    """Whether the error of ours is at most twice that of theirs and one rounding, taken over the whole tensor."""
+    """Whether our error over the whole tensor is at most twice (theirs + one rounding)."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape or not ours.isfinite().all():
         return False
     exact = exact.double()
@@ -50,7 +50,7 @@ def gradients(function: Function, inputs: Sequence[Tensor], cotangent: Tensor) -
 
 
 def disagreement(ours: Function, theirs: Function, exact: Function, inputs: Sequence[Tensor]) -> str | None:
-    """What is worse in ours, forward and backward, beside the float64 evaluation `exact`; None if nothing is."""
+    """The result or gradient in which ours is worse than theirs against the float64 evaluation `exact`, or None."""
     y = theirs(*inputs)
     random = torch.Generator().manual_seed(1)
     cotangent = torch.randn(y.shape, generator=random).to(y.dtype)

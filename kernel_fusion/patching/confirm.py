@@ -1,4 +1,4 @@
-"""The last look before a norm is exchanged: its own parameters, its own device and dtype, the kernels that will run."""
+"""The last check before a norm is replaced: its own parameters, device and dtype, and the kernels to run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def confirm(module: nn.Module, form: NormForm) -> str | None:
-    """Why the norm should not be exchanged after all; None where it may.
+    """Why the norm should not be replaced after all, or None.
 
-    Parameters that are on `meta`, or sharded and gathered only while the model runs, cannot be looked at.
+    Parameters on `meta`, or sharded and gathered only while the model runs, cannot be checked.
     """
     parameters = [p for p in module._parameters.values() if p is not None]
     if any(not p.is_floating_point() for p in parameters):

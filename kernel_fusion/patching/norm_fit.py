@@ -1,8 +1,8 @@
-"""Which of our norms a module computes: found by calling it.
+"""Finds which of our norms a module computes, by calling it.
 
-First the function, in fp32 beside float64: LayerNorm or RMSNorm, which parameter is weight and which bias, where eps
-is, what is added to the weight, how a gate comes in. Rows of many sizes show eps. Then, for each pair of dtypes, how
-it rounds and what it returns, forward and backward.
+First the function, in fp32 against float64: LayerNorm or RMSNorm, which parameter is weight and which bias, where eps
+is, the weight's offset, how a gate comes in. Rows of many sizes reveal eps. Then, for each pair of dtypes, how the
+module rounds and which dtype it returns, forward and backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ACTIVATIONS = sorted({*ACTIVATIONS, None}, key=lambda name: (name != "silu", na
 
 
 class CudaAutocast(TorchFunctionMode):
-    """What CUDA's autocast does to the functions that norms are written in, for tensors of the CPU."""
+    """Applies CUDA autocast's rules for the functions that norms use to CPU tensors."""
 
     WIDENED = frozenset(
         {"pow", "__pow__", "__rpow__", "square", "sum", "prod", "cumsum", "norm", "vector_norm", "rsqrt", "reciprocal"}
@@ -37,7 +37,7 @@ class CudaAutocast(TorchFunctionMode):
     )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Widen the tensors that a function takes, where autocast would."""
+        """Widen a function's tensors if autocast would."""
         if getattr(func, "__name__", "") in self.WIDENED:
             args = tuple(_widened(value) for value in args)
             kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
@@ -49,7 +49,7 @@ def _widened(value: Any) -> Any:
 
 
 class Examination:
-    """One module under examination: its stand-in, called as a function of input, gate and parameters."""
+    """One module under examination: its stand-in, as a function of input, gate and parameters."""
 
     def __init__(self, module: nn.Module, gated: bool) -> None:
         self.module = module
@@ -76,7 +76,7 @@ class Examination:
         return self.stand_in(*tensors[:inputs])  # type: ignore[no-any-return]
 
     def ours(self, form: NormForm, case: Case, backend: str | None = "eager") -> Callable[..., Tensor]:
-        """Our verb, as a function of the same tensors."""
+        """Our verb as a function of the same tensors."""
         eps = getattr(self.module, form.eps) if isinstance(form.eps, str) else form.eps
 
         def call(*tensors: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def fit(module: nn.Module, rounding: str) -> NormForm | str:
 
 
 def _attempt(function: Callable[..., Any], *inputs: Tensor) -> Tensor | None:
-    """What unknown code returns for made-up tensors; None where it raises, whatever that is, or returns no tensor."""
+    """The tensor that unknown code returns for made-up inputs; None if it raises or returns something else."""
     try:
         with torch.no_grad():
             result = function(*inputs)
@@ -136,7 +136,7 @@ def _function(examination: Examination, gate_name: str) -> NormForm | str:
         for y in [_attempt(examination.theirs, *(t.reshape(*lead, *examination.row) for t in (x, *gate)), *parameters)]
         if y is not None and y.shape == (*lead, *examination.row)
     }
-    if 2 not in found:  # a norm of another dimension may take rows alone
+    if 2 not in found:  # a norm over another dimension may take rows
         return "it takes no batches of rows of its parameters' length, or returns something else"
     wide = [t.double() for t in (x, *gate, *parameters)]
     for form in _hypotheses(examination, gate_name):
@@ -167,7 +167,7 @@ def _hypotheses(examination: Examination, gate_name: str) -> Iterator[NormForm]:
 
 
 def _gates(examination: Examination, name: str) -> list[Gate | None]:
-    """How a gate may come in; its groups are the columns that change with the first one."""
+    """How a gate may come in; the columns that change with the first one are its group."""
     if not examination.gated:
         return [None]
     x, gate = examination.rows(4, torch.float32)
@@ -186,7 +186,7 @@ def _gates(examination: Examination, name: str) -> list[Gate | None]:
 
 
 def _with_cases(examination: Examination, form: NormForm, rounding: str) -> NormForm | str:
-    """The form with the pairs of dtypes in which both agree."""
+    """The form, with the pairs of dtypes in which both agree."""
     inherited = type(examination.module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
     cases: dict[Key, Case] = {}
     weights = _DTYPES if examination.names else (None,)
@@ -197,7 +197,7 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
         for autocast in (False, True):
             key = Key(input_dtype, weight_dtype, autocast)
             plain = cases.get(key._replace(autocast=False))
-            if inherited and autocast:  # the verb does as PyTorch's norms do
+            if inherited and autocast:  # the verb follows PyTorch's norms
                 case = plain and plain._replace(out_dtype=None)
             else:
                 case = _agreed(examination, form, key, rounding)
@@ -209,7 +209,7 @@ def _with_cases(examination: Examination, form: NormForm, rounding: str) -> Norm
 
 
 def _agreed(examination: Examination, form: NormForm, key: Key, rounding: str) -> Case | None:
-    """The rounding in which both agree for these dtypes, forward and backward."""
+    """The rounding in which both agree for these dtypes, forward and backward, or None."""
     count = max(4, 4096 // max(1, torch.Size(examination.row).numel()))
     inputs = [*examination.rows(count, key.input), *examination.parameters(key.weight or torch.float32)]
     mode: AbstractContextManager[Any] = CudaAutocast() if key.autocast else nullcontext()

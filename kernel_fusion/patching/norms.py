@@ -1,7 +1,7 @@
-"""Norms as they are patched: the form that was found, and the forward that computes it.
+"""Patched norms: the form that was found, and the forward that computes it.
 
-A form has a case for each pair of dtypes, of input and weight, in which the module and our verb agree. Any other call
-runs the module's own forward: other dtypes, other arguments, an autocast that was not examined.
+A form has a case for each pair of dtypes (input, weight) in which the module and our verb agree. All other calls run
+the module's own forward: other dtypes, other arguments, an autocast that was not examined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernel_fusion.functional import (
 
 
 class Gate(NamedTuple):
-    """How a second argument gates a norm: its name in the module's forward, and arguments of `kf.gated_rms_norm`."""
+    """How a second argument gates a norm: its name in the module's forward, and `kf.gated_rms_norm`'s arguments."""
 
     name: str
     activation: str | None
@@ -33,14 +33,14 @@ class Gate(NamedTuple):
 
 
 class Case(NamedTuple):
-    """How a call rounds, and the dtype of its result; None leaves that to the verb."""
+    """How a call rounds, and its result's dtype; None leaves that to the verb."""
 
     rounding: str
     out_dtype: torch.dtype | None
 
 
 class Key(NamedTuple):
-    """What decides the case of a call."""
+    """The properties of a call that choose its case."""
 
     input: torch.dtype
     weight: torch.dtype | None
@@ -49,7 +49,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class NormForm:
-    """A norm in the arguments of our verbs."""
+    """A norm as arguments of our verbs."""
 
     rms: bool
     shape: tuple[int, ...] | None  # None: the last dimension, whatever its size
@@ -58,7 +58,7 @@ class NormForm:
     eps: str | float  # the name of the attribute, or the number
     weight_offset: float
     gate: Gate | None = None
-    dims: tuple[int, ...] = ()  # the numbers of dimensions of x beside the row; none: any
+    dims: tuple[int, ...] = ()  # allowed numbers of leading dimensions of x; empty: any
     cases: tuple[tuple[Key, Case], ...] = ()
 
     def __deepcopy__(self, memo: Any) -> NormForm:
@@ -75,7 +75,7 @@ class NormForm:
         return {"forward": _gated_forward(self, original) if self.gate else _forward(self, original)}
 
     def parts(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
-        """Weight, bias and eps of a module, read at each call, so that a change of them counts."""
+        """A module's weight, bias and eps, read at each call, because they may change."""
         weight = None if self.weight is None else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -83,7 +83,7 @@ class NormForm:
     def call(
         self, case: Case, x: Tensor, *gate: Tensor, weight: Any, bias: Any, eps: float, backend: str | None = None
     ) -> Tensor:
-        """The verb of this form."""
+        """Call the verb of this form."""
         shape = self.shape or x.shape[-1:]
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "backend": backend, **case._asdict()}
         if self.gate is not None:
@@ -96,7 +96,7 @@ class NormForm:
         return layer_norm(x, shape, weight, bias, eps, **options)
 
     def fits(self, x: Any) -> bool:
-        """Whether this is a tensor of rows that the form was examined with."""
+        """Whether x is a tensor of rows such as the form was examined with."""
         if not isinstance(x, Tensor) or x.dim() == 0:
             return False
         shape = self.shape or tuple(x.shape[-1:])
@@ -104,7 +104,7 @@ class NormForm:
 
 
 def _case(cases: Mapping[Key, Case], x: Tensor, weight: Tensor | None) -> Case | None:
-    """The case of a call, if it is one that was examined."""
+    """The case of a call, or None if it was not examined."""
     autocast = torch.is_autocast_enabled(x.device.type)
     if autocast and x.device.type != "cuda":
         return None
@@ -116,7 +116,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     add: Callable[..., Any] = add_rms_norm if form.rms else add_layer_norm
 
     def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
-        """The norm; with a residual, the pair of the norm of their sum and that sum."""
+        """The norm; with a residual, the pair of the sum's norm and the sum."""
         if len(args) != 1 or kwargs or not form.fits(args[0]):
             return original.forward(self, *args, **kwargs)
         (x,) = args

@@ -1,4 +1,4 @@
-"""`kf.patch` and `kf.unpatch`: walk through a model, examine each kind of module once, and exchange classes."""
+"""`kf.patch` and `kf.unpatch`: walk through a model, examine each kind of module once, exchange classes."""
 
 from __future__ import annotations
 
@@ -35,37 +35,36 @@ def patch(
     residuals: bool = True,
     rounding: str = "match",
 ) -> Report:
-    r"""Make the modules of a model call this library's kernels, where they compute the same.
+    r"""Make the modules of a model call this library's kernels where they compute the same.
 
-    A module is recognised by what it computes, not by its name: each kind is called with random tensors, in fp32, bf16
-    and fp16, forward and backward, beside our operations in float64. Where ours is no less exact, the module gets a
-    subclass of its class whose forward calls it. Parameters, names, state dict, hooks and `isinstance` stay as they
-    are, and `kf.unpatch` undoes it. What does not agree is left and named in the report.
+    A module is recognised by what it computes, not by its name. Each kind is called with random tensors in fp32, bf16
+    and fp16, forward and backward, and compared with our operations and float64. If ours is no less exact, the module
+    gets a subclass of its class whose forward calls ours. Parameters, names, state dict, hooks and `isinstance` stay,
+    and `kf.unpatch` undoes it. Modules that do not agree are left and listed in the report.
 
     .. math:: \mathrm{act}(g) \cdot v, \quad \mathrm{norm}(x) \cdot w + b, \quad h = r + x,\; \mathrm{norm}(h)
 
     Args:
-        model: any module; on any device, `meta` too, before or after `.to()`. It is changed in place.
-        norms: LayerNorm and RMSNorm of any class, with an offset of the weight, with a gate, in groups.
+        model: any module on any device, `meta` too, before or after `.to()`. It is changed in place.
+        norms: LayerNorm and RMSNorm of any class, with a weight offset, with a gate, in groups.
         mlps: gated products, `act(gate) * value`, in any method of a module.
-        activations: activations that are written as formulas, and `nn.Softmax` over the last dimension. Those that
-            PyTorch computes in one kernel are left.
+        activations: activations written as formulas, and `nn.Softmax` over the last dimension. Those that PyTorch
+            computes in one kernel are left.
         residuals: additions whose sum the same method gives to a patched norm.
         rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
-            rounds all of them so.
+            applies to all norms.
 
     Returns:
-        A :class:`Report`, to be printed. A second call changes nothing.
+        A :class:`Report` to print. A second call changes nothing.
 
     Raises:
         TypeError: `model` is no module.
         ValueError: an unknown `rounding`.
 
-    Dtypes: any pair of fp32, bf16 and fp16 of input and weight that was found to agree, fp64 where the module computes
-    in it; other calls run the module's own forward. Norms accumulate in fp32 (fp64 for fp64).
+    Dtypes: any pair of fp32, bf16 and fp16 (input, weight) that was found to agree, and fp64 if the module computes in
+    it; other calls run the module's own forward. Norms accumulate in fp32 (fp64 for fp64).
 
-    Source: none but the models themselves; the forms are those of :func:`rms_norm`, :func:`gated_rms_norm`,
-    :func:`gated_act`.
+    Source: the models themselves; the forms are those of :func:`rms_norm`, :func:`gated_rms_norm`, :func:`gated_act`.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -100,8 +99,8 @@ def unpatch(model: nn.Module) -> Report:
         model: any module; it is changed in place.
 
     Returns:
-        A :class:`Report` of the modules that were given back. A module that something else has made a subclass of
-        since, such as FSDP2, keeps that class and is named.
+        A :class:`Report` of the restored modules. A module that something else subclassed since, such as FSDP2, keeps
+        that class and is listed.
 
     Raises:
         TypeError: `model` is no module.
@@ -134,7 +133,7 @@ class _Walk:
         self.known: dict[Any, Any] = {}
 
     def once(self, key: Any, examine: Callable[[], T]) -> T:
-        """The answer for a key."""
+        """The answer for a key, examined once."""
         if key not in self.known:
             self.known[key] = examine()
         return self.known[key]  # type: ignore[no-any-return]
@@ -159,7 +158,7 @@ class _Walk:
             self.report.replaced.append(Line(kind, str(answer), name))
 
     def _form(self, module: nn.Module, norms: bool, activations: bool) -> Any:
-        """The form of a module without submodules; the reason why it has none; None where nobody would expect one."""
+        """The form of a module without submodules, the reason why it has none, or None if nobody would expect one."""
         kind = type(module)
         if isinstance(module, nn.Softmax):
             return self.once(_kind(module), lambda: fit_softmax(module)) if activations else None
@@ -177,7 +176,7 @@ class _Walk:
         return form if "norm" in kind.__name__.lower() else None
 
     def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool) -> None:
-        """Rewrite the gated products of a module's methods, and the additions before norms."""
+        """Rewrite gated products and additions before norms in a module's methods."""
         if plan_of(module) is not None:
             return
         found = rewrite.search(original_class(type(module)))
@@ -192,7 +191,7 @@ class _Walk:
             self._settle(name, module, _hands_off(module) or form)
 
     def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str] | None:
-        """The activation that a text in a method stands for: what it is known by, and its name."""
+        """The activation that a text in a method refers to: its identity and its name."""
         act = _value(module, found, text)
         if isinstance(act, nn.Module):
             if next(act.children(), None) is not None or act._parameters or act._buffers:
@@ -206,13 +205,13 @@ class _Walk:
 
 
 def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
-    """What the text of a callee stands for in a method of this module; None where that is a local name, or nothing."""
+    """The object that a callee's text refers to in a method of this module; None for local or unknown names."""
     code = found.function.__code__
     if text.split(".")[0].split("[")[0] in code.co_varnames[1:]:
         return None
     try:
         return eval(text, dict(found.function.__globals__), {code.co_varnames[0]: module})
-    except Exception:  # the attribute may be missing, or made by any property
+    except Exception:  # the attribute may be missing, or a property that raises
         return None
 
 
@@ -225,7 +224,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _may_be_ours(module: nn.Module) -> bool:
-    """Whether a module without submodules may be a norm or an activation: not one that PyTorch has for another job."""
+    """Whether a module without submodules may be a norm or an activation; PyTorch's other layers are not."""
     kind = type(module)
     if kind.__module__.startswith("torch."):
         return kind in _TORCH_NORMS or kind.__module__ == "torch.nn.modules.activation"
@@ -233,7 +232,7 @@ def _may_be_ours(module: nn.Module) -> bool:
 
 
 def _hands_off(module: nn.Module) -> str | None:
-    """Why a module that somebody has changed is left alone."""
+    """Why a module that somebody has changed is left alone, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
     if "forward" in vars(module):
@@ -242,12 +241,12 @@ def _hands_off(module: nn.Module) -> str | None:
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """What decides how a module computes."""
+    """The key of modules that compute alike."""
     members = [(name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()]
     return original_class(type(module)), repr(settings(module)), tuple(members)
 
 
 def _place(module: nn.Module) -> tuple[Any, ...]:
-    """Where its parameters are, and of which dtypes."""
+    """The devices and dtypes of its parameters."""
     tensors: list[Tensor] = [p for p in module._parameters.values() if p is not None]
     return tuple((t.device, t.dtype, type(t)) for t in tensors)

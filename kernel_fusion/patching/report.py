@@ -1,4 +1,4 @@
-"""What `patch` and `unpatch` did to a model, and why not more."""
+"""What `patch` and `unpatch` changed in a model, and what they left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """One module: its class, what is said of it, and its name in the model."""
+    """One module: its class, a remark, and its name in the model."""
 
     kind: str
     text: str
@@ -22,8 +22,8 @@ class Report:
 
     Attributes:
         model: the class of the model.
-        replaced: a line for each module that was changed, with what computes it now.
-        left: a line for each norm, activation, softmax or gate that was not, with the reason.
+        replaced: a line for each changed module, with what computes it now.
+        left: a line for each other norm, activation, softmax or gate, with the reason.
         already: how many modules had been changed before.
         seconds: how long it took.
 
@@ -47,7 +47,7 @@ class Report:
 
 
 def _table(title: str, lines: Iterable[Line]) -> list[str]:
-    """Lines of one class and text are one row, with their number and the first name."""
+    """A row for each class and text, with the count and the first name."""
     rows = [(*key, list(group)) for key, group in groupby(sorted(lines), key=lambda line: line[:2])]
     return [
         f"  {title:8} {len(group):4} {kind}: {text} ({group[0].name}{', …' if len(group) > 1 else ''})"

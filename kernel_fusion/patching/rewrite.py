@@ -1,8 +1,7 @@
-"""Rewrites methods where they gate or add: `act(gate) * value`, and `h = a + b` before `norm(h)`.
+"""Rewrites methods that gate or add: `act(gate) * value`, and `h = a + b` before `norm(h)`.
 
-The text of a method is parsed, these expressions become calls of `sites.py`, and the result is compiled with the
-method's own globals. All else in it stays as its author wrote it. A method whose text cannot be had, or that somebody
-has wrapped, is left.
+A method's source is parsed, these expressions become calls of `sites.py`, and the result is compiled with the method's
+own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _GATED, _ADD_NORM, _SUM = "_kf_gated", "_kf_add_norm", "_kf_normed"
 
 @dataclass
 class Found:
-    """What a method has: the text of the activations that gate, and of the norms that follow an addition."""
+    """What a method has: the texts of its gating activations, and of its norms after an addition."""
 
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)
@@ -35,7 +34,7 @@ class Found:
 
 
 def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
-    """The methods that a class and those of its own file define: libraries' base classes are no place for layers."""
+    """The methods of a class, with inherited ones from its own file; base classes of libraries hold no layers."""
     found: dict[str, types.FunctionType] = {}
     for base in reversed(kind.__mro__):
         if base.__module__ == kind.__module__ and issubclass(base, nn.Module):
@@ -45,7 +44,7 @@ def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
 
 @functools.cache
 def search(kind: Any) -> dict[str, Found]:
-    """The methods of a class that have something to rewrite, and what."""
+    """The methods of a class with something to rewrite, and what."""
     result = {}
     for name, function in methods_of(kind).items():
         if name.startswith("__") or (tree := _parse(function)) is None:
@@ -58,7 +57,7 @@ def search(kind: Any) -> dict[str, Found]:
 
 
 def rewritten(function: types.FunctionType, acts: dict[str, tuple[Any, str]], norms: frozenset[str]) -> Any:
-    """The method with its expressions replaced: those gated by one of `acts`, those normalised by one of `norms`."""
+    """The method with expressions replaced: those gated by `acts`, those normalised by `norms`."""
     tree = _parse(function)
     assert tree is not None
     _Rewriter(lambda text: text in acts, lambda text: text in norms).body(tree)
@@ -81,7 +80,7 @@ def rewritten(function: types.FunctionType, acts: dict[str, tuple[Any, str]], no
 
 
 def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of a method, if its text is at hand and is what runs."""
+    """The syntax tree of a method, if its source is available and is what runs."""
     if hasattr(function, "__wrapped__") or set(function.__code__.co_freevars) - {"__class__"}:
         return None
     try:
@@ -96,7 +95,7 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def _strip(tree: ast.FunctionDef) -> None:
-    """Take out what is evaluated where a function is defined: the compiled one gets the values that it had."""
+    """Remove what is evaluated at definition; the compiled function gets the old values."""
     tree.returns = None
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
@@ -106,7 +105,7 @@ def _strip(tree: ast.FunctionDef) -> None:
 
 
 def _mangles(tree: ast.AST) -> bool:
-    """Whether a name in a method depends on the class that it is written in."""
+    """Whether a name in a method depends on its class (`__name`)."""
     names = [n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(tree)]
     return any(name.startswith("__") and not name.endswith("__") for name in names)
 
@@ -122,9 +121,9 @@ def _arguments(function: types.FunctionType) -> tuple[str, ...]:
 
 
 class _Rewriter:
-    """Replaces expressions in a function; `acts` and `norms` are asked whether to, with the text of the callee.
+    """Replaces expressions in a function; asks `acts` and `norms`, with the callee's text, whether to.
 
-    `ask` may only collect: what returns None replaces nothing.
+    If `ask` returns None, nothing is replaced, so it may just collect.
     """
 
     def __init__(self, acts: Callable[[str], Any], norms: Callable[[str], Any]) -> None:
@@ -149,7 +148,7 @@ class _Rewriter:
         self._sums(block)
 
     def _gates(self, block: list[ast.stmt], in_loop: bool) -> None:
-        """`act(gate) * value`, also where the activated gate was given a name before."""
+        """`act(gate) * value`, even if the activated gate was named before."""
         for index, statement in enumerate(block):
             for holder, product in list(_children(statement, ast.BinOp)):
                 if not isinstance(product.op, ast.Mult):
@@ -159,7 +158,7 @@ class _Rewriter:
                     if call is None or not self.acts(ast.unparse(call.func)):
                         continue
                     gate, text = call.args[0], ast.Constant(ast.unparse(call.func))
-                    if call is not one:  # keep the name, for the gate
+                    if call is not one:  # keep the name, now for the gate
                         _replace_value(block[:index], call, gate)
                         gate = one
                     act = ast.parse(ast.unparse(call.func), mode="eval").body
@@ -167,7 +166,7 @@ class _Rewriter:
                     break
 
     def _named(self, before: list[ast.stmt], operand: ast.expr) -> ast.Call | None:
-        """The call that a name stands for, if it was assigned in this block and the product is all that reads it."""
+        """The call that a name stands for, if it is assigned in this block and only the product reads it."""
         if not isinstance(operand, ast.Name) or operand.id in self.captured:
             return None
         for earlier in reversed(before):
@@ -178,13 +177,13 @@ class _Rewriter:
                 if sum(name == operand.id and line > last for name, line in self.loads) != 1:
                     return None
                 call = _call(earlier.value)
-                # What is between may write into a tensor that has a name, but not into the result of a call.
+                # Statements between may write into a named tensor, but not into the result of a call.
                 kept = call is not None and (isinstance(call.args[0], ast.Call) or earlier is before[-1])
                 return call if kept and len(earlier.targets) == 1 else None
         return None
 
     def _sums(self, block: list[ast.stmt]) -> None:
-        """`h = a + b` with `norm(h)` in the next statement, copies of h aside; and `norm(a + b)`."""
+        """`h = a + b` with `norm(h)` in the next statement (copies of h may come between), and `norm(a + b)`."""
         for statement in list(block):
             for holder, call in list(_children(statement, ast.Call)):
                 if _call(call) is None:
@@ -201,7 +200,7 @@ class _Rewriter:
     def _split(
         self, block: list[ast.stmt], addition: ast.Assign, statement: ast.stmt, holder: Any, call: ast.Call
     ) -> None:
-        """Norm and sum from one call, where the sum was; the norm is used where it was."""
+        """Make one call for norm and sum where the sum was; the norm is used where it was."""
         self.count += 1
         name = f"{_SUM}{self.count}"
         sum_ = addition.value
@@ -210,7 +209,7 @@ class _Rewriter:
         target = ast.Tuple([ast.Name(name, ast.Store()), addition.targets[0]], ast.Store())
         block[block.index(addition)] = ast.Assign([target], made, lineno=0)
         self._put(holder, call, ast.Name(name, ast.Load()))
-        if not isinstance(statement, ast.Return):  # let go of it as early as before
+        if not isinstance(statement, ast.Return):  # release it as early as before
             block.insert(block.index(statement) + 1, ast.Delete([ast.Name(name, ast.Del())]))
 
     @staticmethod
@@ -235,7 +234,7 @@ def _made(function: str, *args: ast.expr) -> ast.Call:
 
 
 def _call(node: ast.AST) -> ast.Call | None:
-    """A call of one positional argument by something that has a name."""
+    """The node, if it is a call of a named callee with one positional argument."""
     plain = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
     if not plain or isinstance(node.args[0], ast.Starred):  # type: ignore[attr-defined]
         return None
@@ -246,7 +245,7 @@ def _call(node: ast.AST) -> ast.Call | None:
 
 
 def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
-    """The expressions of a kind that a statement evaluates once, innermost first, each with where it stands."""
+    """The expressions of a kind that a statement evaluates once, innermost first, with their places."""
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.stmt) and name in ("body", "orelse", "finalbody", "handlers", "cases"):
             continue
@@ -258,14 +257,14 @@ def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, s
 
 
 def _stores(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement binds a name, somewhere in it."""
+    """Whether a statement binds a name anywhere."""
     return any(
         isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in ast.walk(statement)
     )
 
 
 def _addition(block: list[ast.stmt], index: int, name: str) -> ast.Assign | None:
-    """The statement `name = a + b` just before a statement, copies of names aside."""
+    """The statement `name = a + b` before the statement at `index`, skipping copies of names."""
     for earlier in reversed(block[:index]):
         if not isinstance(earlier, ast.Assign) or len(earlier.targets) != 1:
             return None
@@ -287,7 +286,7 @@ def _replace_value(block: list[ast.stmt], old: ast.expr, new: ast.expr) -> None:
 
 @dataclass(frozen=True)
 class RewriteForm:
-    """The expressions of a class that are replaced: activations with what they are known by and their names; norms."""
+    """A class's expressions to replace: activations with identity and name, and norms."""
 
     acts: tuple[tuple[str, Any, str], ...]
     norms: frozenset[str]
@@ -300,7 +299,7 @@ class RewriteForm:
         return "; ".join([*gates, *(f"addition before {norm}" for norm in sorted(self.norms))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-        """The methods that have one of the expressions, rewritten."""
+        """The rewritten methods."""
         acts = {text: (known, name) for text, known, name in self.acts}
         return {
             name: rewritten(found.function, acts, self.norms)

@@ -1,4 +1,4 @@
-"""What rewritten methods call: one pass where that is the same, and else what the method said."""
+"""Called by rewritten methods: one pass if that is the same, else the method's own expression."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def identity(act: Any) -> Any:
-    """What an activation is known by: a module by its class, a function by itself."""
+    """The identity of an activation: a module's class, or the function itself."""
     return original_class(type(act)) if isinstance(act, nn.Module) else act
 
 
 def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any], Any]:
-    """The function `act(gate) * value`, in one pass for the activations that were examined."""
+    """Make a function for `act(gate) * value`, in one pass for the examined activations."""
 
     def gated(text: str, act: Any, gate: Any, value: Any) -> Any:
         known, name = acts[text]
         if (
-            not torch.compiler.is_compiling()  # which fuses this itself
+            not torch.compiler.is_compiling()  # the compiler fuses this itself
             and identity(act) is known
             and (not isinstance(act, nn.Module) or is_bare(act))
             and _floating(gate)
@@ -40,7 +40,7 @@ def gated_by(acts: dict[str, tuple[Any, str]]) -> Callable[[str, Any, Any, Any],
 
 
 def add_norm(norm: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """The pair of `norm(a + b)` and `a + b`; in one pass where the norm is patched and nothing hooks into it."""
+    """The pair of `norm(a + b)` and `a + b`, in one pass if the norm is patched and has no hooks."""
     if (
         isinstance(norm, nn.Module)
         and is_changed(norm)

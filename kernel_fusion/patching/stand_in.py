@@ -1,7 +1,7 @@
-"""A stand-in for a module, to be called with made-up tensors: the module's code over random parameters on the CPU.
+"""A stand-in for a module: its code over random parameters on the CPU, to be called with made-up tensors.
 
-So a module on `meta`, or one whose parameters are sharded, is examined as well as any other, no hook runs, and nothing
-that the code sets in itself is seen by the module.
+So modules on `meta` or with sharded parameters can be examined, no hook runs, and the module never sees what its code
+sets on itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kernel_fusion.patching.swap import original_class
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """Random numbers that leave those of the user alone."""
+    """A generator that leaves the user's random numbers alone."""
     return torch.Generator().manual_seed(seed)
 
 
 class StandIn:
-    """The forward of a module without submodules, over parameters that can be exchanged."""
+    """The forward of a module without submodules, over exchangeable parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.kind = original_class(type(module))
@@ -54,13 +54,13 @@ def _on_cpu(buffer: Tensor) -> Tensor:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """The numbers, names and flags among the attributes of a module, which with its class decide its forward."""
+    """The numbers, names and flags of a module; together with its class they decide its forward."""
     plain = (bool, int, float, str, tuple, type(None), torch.dtype)
     return {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
 
 
 def arguments(function: Any) -> list[inspect.Parameter] | None:
-    """The positional arguments of a method without `self`; None where it takes any number, or demands keywords."""
+    """The positional parameters of a method without `self`; None if it takes any number or requires keywords."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     if any(p.kind == p.VAR_POSITIONAL or (p.kind == p.KEYWORD_ONLY and p.default is p.empty) for p in parameters):
         return None
@@ -69,7 +69,7 @@ def arguments(function: Any) -> list[inspect.Parameter] | None:
 
 @contextlib.contextmanager
 def examining() -> Iterator[None]:
-    """A quiet room: small tensors are faster on one thread, and unknown code may warn of what is tried on it."""
+    """Within: one thread, faster for small tensors, and no warnings from unknown code."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

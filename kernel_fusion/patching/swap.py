@@ -1,7 +1,7 @@
-"""How a module is changed: it gets another class, a subclass of its own with the same name, and nothing else.
+"""Changes a module by exchanging its class for a subclass with the same name, and nothing else.
 
-So parameters, buffers, hooks, names, `isinstance` and the state dict are what they were, and giving back the class
-undoes it. Copies and pickles hold the original class and the plan, and make the subclass again.
+Parameters, buffers, hooks, names, `isinstance` and the state dict stay, and restoring the class undoes it. Copies and
+pickles store the original class and the plan, and make the subclass again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 class Plan(Hashable, Protocol):
-    """What is done to modules of a class: hashable, comparable, and picklable, since pickles of modules hold it."""
+    """How modules of a class are changed. It is hashable, and picklable, because modules' pickles contain it."""
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
         """The methods that replace those of `original`."""
@@ -23,17 +23,17 @@ class Plan(Hashable, Protocol):
 
 
 def original_class(kind: type) -> Any:
-    """The class that a changed class was made from; any other class is its own."""
+    """The class that a changed class was made from; any other class itself."""
     return kind.__dict__.get("_kf_original", kind)
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether the module has one of our classes, itself: a subclass that somebody else made of it is theirs."""
+    """Whether the module's class is ours; somebody else's subclass of it is not."""
     return "_kf_original" in type(module).__dict__
 
 
 def plan_of(module: nn.Module) -> Plan | None:
-    """What was done to a changed module, by us or under a class that somebody made of ours."""
+    """The plan of a changed module, even if somebody made a subclass of ours."""
     return getattr(type(module), "_kf_plan", None)
 
 
@@ -50,7 +50,7 @@ def restore(module: nn.Module) -> None:
 
 @functools.cache
 def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
-    """The subclass of `original` that carries out `plan`: one for each pair, so compiled code is shared."""
+    """The subclass of `original` that carries out `plan`; one per pair, so that compiled code is shared."""
     names = ("__module__", "__qualname__", "__doc__")
     members: dict[str, Any] = {name: getattr(original, name) for name in names}
     members |= {"_kf_original": original, "_kf_plan": plan, "__reduce_ex__": _reduce}
@@ -59,7 +59,7 @@ def changed_class(original: Any, plan: Plan) -> type[nn.Module]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy the original class and the plan in place of a class that nobody can import."""
+    """Pickle and copy the original class and the plan, because nobody can import the subclass."""
     reduced: Any = super(type(self), self).__reduce_ex__(max(2, int(protocol)))
     _, (_, *args), *state = reduced
     return _new, (original_class(type(self)), plan_of(self), *args), *state
@@ -71,9 +71,9 @@ def _new(original: Any, plan: Plan, *args: Any) -> nn.Module:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether calling the module does nothing but its class's `forward`: no hooks, no `forward` of its own.
+    """Whether calling the module only runs its class's `forward`: no hooks, no `forward` of its own.
 
-    Hooks may move, gather or record what a module reads and returns, so such a module is called as it always was.
+    Hooks may move, gather or record inputs and results, so modules with hooks are called as before.
     """
     return not (
         module._forward_hooks

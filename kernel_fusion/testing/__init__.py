@@ -1,1 +1,1 @@
-"""How correctness is judged: float64 references and derived error budgets. Used by the tests and by `verify`."""
+"""Judges correctness by float64 references and derived error budgets, for the tests and `verify`."""

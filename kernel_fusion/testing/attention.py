@@ -1,4 +1,4 @@
-"""Cases of softmax and of the scores of attention."""
+"""Cases of softmax and attention scores."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from kernel_fusion.testing.long_double import sum_to
 
 @dataclass(frozen=True)
 class _MaskedCase(Case):
-    """What softmax and scores have in common.
+    """The common part of softmax and scores.
 
     Attributes:
-        mask: "boolean" (True with probability 3/4), "dead" (boolean, and the first row has none left), "additive", or
-            None.
-        mask_shape: None for that of the scores.
-        mask_dtype: of an additive mask, None for that of the input.
+        mask: "boolean" (True with probability 3/4), "dead" (the same, but the first row is masked), "additive" or None.
+        mask_shape: None for the scores' shape.
+        mask_dtype: of an additive mask; None for the input's.
         causal: as in the verb.
     """
 
@@ -37,12 +36,12 @@ class _MaskedCase(Case):
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
-        """The shape of what is masked."""
+        """The shape of the masked tensor."""
         return self.shape
 
     @property
     def result_size(self) -> int:
-        """That of the mask's gradient, where it has one."""
+        """The size of an additive mask's gradient, else of the result."""
         return math.prod(self.mask_shape or self.scores_shape) if self.mask == "additive" else super().result_size
 
     def _make_mask(self, draw: Draw) -> Tensor | None:
@@ -68,7 +67,7 @@ class _MaskedCase(Case):
 
 
 def _weights(scores: Tensor, dim: int = -1) -> Tensor:
-    """Softmax by PyTorch, with zeros for rows of which nothing is left."""
+    """PyTorch's softmax, with zeros for fully masked rows."""
     dead = (scores == -math.inf).all(dim, keepdim=True)
     return torch.softmax(scores.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0)
 
@@ -112,19 +111,19 @@ class SoftmaxCase(_MaskedCase):
     std: float = 2.0
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Logits:
-        """x, mask and dy."""
+        """Draw x, mask and dy."""
         draw = Draw(device, seed)
         x = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout).requires_grad_()
         mask = self._make_mask(draw)
         return Logits(x, mask, draw.normal(self.shape, self.dtype, layout=self.layout))
 
     def ours(self, inputs: Logits, backend: str | None) -> Results:
-        """y, by the verb."""
+        """y by the verb."""
         options: dict[str, Any] = {"scale": self.scale, "mask": inputs.mask, "causal": self.causal, "backend": backend}
         return {"y": kf.softmax(inputs.x, self.dim, **options)}
 
     def definition(self, inputs: Logits) -> Results:
-        """y by the operator's definition, moved to the last dimension and back."""
+        """y by the operator's definition."""
         if not self.shape:
             return {"y": eager.softmax(inputs.x[None], inputs.mask, self.scale, self.causal)[0]}
         mask = None if inputs.mask is None else inputs.mask.expand(self.shape).movedim(self.dim, -1)
@@ -150,7 +149,7 @@ class SoftmaxCase(_MaskedCase):
 
 @dataclass
 class QueryKey(Tensors):
-    """Query, key, mask and the cotangent of their scores."""
+    """Query, key, mask and the scores' cotangent."""
 
     query: Tensor
     key: Tensor
@@ -163,8 +162,8 @@ class ScoresCase(_MaskedCase):
     """One call of `attention_scores`.
 
     Attributes:
-        shape, dtype: of the query, (..., L, D), and of both.
-        key_shape: (..., S, D); None for that of the query.
+        shape, dtype: of the query, (..., L, D); dtype of the key, too.
+        key_shape: (..., S, D); None for the query's.
         scale, normalize: as in the verb.
         layout: of query and key, as in `lay_out`.
         mask, mask_shape, mask_dtype, causal: see `_MaskedCase`.
@@ -183,16 +182,16 @@ class ScoresCase(_MaskedCase):
 
     @property
     def runs_kernels(self) -> bool:
-        """The scores themselves are PyTorch's; their softmax is ours."""
+        """Only normalised scores run our kernels; plain ones are PyTorch's."""
         return self.normalize and super().runs_kernels
 
     @property
     def factor(self) -> float:
-        """What the product is multiplied by."""
+        """The factor of the product."""
         return self.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> QueryKey:
-        """Query, key, mask and dy."""
+        """Draw query, key, mask and dy."""
         draw = Draw(device, seed)
         query, key = (
             draw.normal(shape, self.dtype, layout=self.layout).requires_grad_()
@@ -202,12 +201,12 @@ class ScoresCase(_MaskedCase):
         return QueryKey(query, key, mask, draw.normal(self.scores_shape, self.dtype))
 
     def ours(self, inputs: QueryKey, backend: str | None) -> Results:
-        """The scores, or their softmax, by the verb."""
+        """The scores or their softmax by the verb."""
         options: dict[str, Any] = {"causal": self.causal, "normalize": self.normalize, "backend": backend}
         return {"y": kf.attention_scores(inputs.query, inputs.key, self.scale, mask=inputs.mask, **options)}
 
     def definition(self, inputs: QueryKey) -> Results:
-        """The product, the scale, and what PyTorch does with masks; the definition of softmax."""
+        """Product, scale, PyTorch's masking, and the definition of softmax."""
         scores = inputs.query @ inputs.key.mT * self.factor
         if not self.normalize:
             return {"y": unfused.masked(scores, inputs.mask, self.causal)}
@@ -215,7 +214,7 @@ class ScoresCase(_MaskedCase):
         return {"y": eager.softmax(scores, mask, 1.0, self.causal)}
 
     def pytorch(self, inputs: QueryKey) -> Results:
-        """A product, a multiplication, a mask, and softmax where it is wanted."""
+        """Product, multiplication, mask and, if wanted, softmax."""
         scores = unfused.attention_scores(inputs.query, inputs.key, self.scale)
         scores = unfused.masked(scores, inputs.mask, self.causal)
         return {"y": (_weights(scores) if self.normalize else scores).to(self.dtype)}

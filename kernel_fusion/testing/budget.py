@@ -1,9 +1,8 @@
-"""The budget that every result is judged by, and the verdict.
+"""The budget by which every result is judged, and the verdict.
 
-The budget is derived, never tuned: an element may be off by twice (the largest error of the same PyTorch call in the
-same dtype + one rounding of the element to the output dtype). PyTorch's error is a random variable: where results are
-few and may all happen to round well, several draws are judged together and PyTorch's errors pooled; how many, and why,
-is said in `oracle.compare`.
+An element may be off by twice (the largest error of the same PyTorch call in the same dtype + one rounding of the
+element to the output dtype). This is derived, never tuned. PyTorch's error is random, so small results are judged over
+several draws, with PyTorch's errors pooled; `oracle.compare` says how many.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Comparison:
     Attributes:
         name: of a result, "y" or "h", or of a gradient, "dx" and so on.
         error, pytorch_error: largest absolute errors, ours and PyTorch's.
-        excess: largest error over its budget; at most 1 passes. Infinite where only one of the two is NaN.
+        excess: largest error over its budget; at most 1 passes. Infinite if only one of the two is NaN.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Comparison:
 
 
 def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
-    """Judge draws of (our result, its reference, PyTorch's result) under the budget of this module."""
+    """Judge draws of (our result, reference, PyTorch's result)."""
     errors, roundings, pytorch_error = [], [], 0.0
     for ours, expected, theirs in draws:
         if ours.shape != expected.shape or ours.dtype != theirs.dtype:
@@ -54,7 +53,7 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
         info = torch.finfo(ours.dtype)
         errors.append(_errors(ours, expected))
         roundings.append(np.maximum(np.nan_to_num(np.abs(expected)) * (info.eps / 2), info.tiny))
-        # Where PyTorch overflows or has NaN, it is no yardstick.
+        # PyTorch's overflows and NaN do not widen the budget.
         their_errors = _errors(theirs, expected)
         pytorch_error = max(pytorch_error, float(their_errors[np.isfinite(their_errors)].max(initial=0.0)))
     worst = [
@@ -66,9 +65,9 @@ def judge(name: str, draws: list[tuple[Tensor, Any, Tensor]]) -> Comparison:
 
 
 def _errors(result: Tensor, expected: Array) -> Array:
-    """Absolute errors; equal infinities, and NaN where NaN is expected, are none."""
-    got = result.detach().cpu().double().numpy()  # which a long double reference widens further
+    """Absolute errors; equal infinities, and expected NaN, count as 0."""
+    got = result.detach().cpu().double().numpy()  # a long double reference widens it further
     same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-    with np.errstate(invalid="ignore"):  # inf - inf, where the signs agree
+    with np.errstate(invalid="ignore"):  # inf - inf of equal signs
         errors: Array = np.where(same, 0.0, np.abs(got - expected))
     return errors

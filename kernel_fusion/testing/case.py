@@ -1,9 +1,8 @@
-"""What a case is: one call of a verb, its random inputs, and three ways to the same results.
+"""A case: one call of a verb, its random inputs, and three ways to the same results.
 
-Ours by a backend; PyTorch's unfused call in the same dtypes; and the reference, the eager definition in float64. Where
-PyTorch refuses a mix of dtypes, its call is made on inputs widened to float32 and the result rounded, which is what its
-users write. Cases in float64 have formulas of their own in NumPy's long double, backward by hand. They are in
-`row_norms`, `pointwise`, `reductions` and `attention`, a few lines for each of the ways; everything else is here.
+The ways are our verb on a backend, PyTorch's unfused call in the same dtypes, and the reference: the eager definition
+in float64, or for float64 hand-written formulas in NumPy's long double. If PyTorch refuses a mix of dtypes, its inputs
+are widened to float32 and its result is rounded, as users would do.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Results = dict[str, Tensor]
 _T = TypeVar("_T", bound="Tensors")
 _MAX_DRAWS, _MAX_DRAWN = 64, 2**21
 _DROPOUT_SEED = 20
-# Short names of fields in the names of cases.
+# Short forms of fields, for the names of cases.
 _SHORT = {
     "activation": "act",
     "bias": "b",
@@ -47,14 +46,14 @@ _SHORT = {
 
 @dataclass
 class Tensors:
-    """The tensors of a case: leaves of the autograd graph; what has no gradient; the cotangents "d" + result."""
+    """The tensors of a case: leaves of the graph, tensors without gradient, and the cotangents "d" + result."""
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that gradients are asked for, by the names of the gradients."""
+        """The tensors to differentiate for, by the gradients' names."""
         return {f"d{name}": t for name, t in vars(self).items() if t is not None and t.requires_grad}
 
     def widened(self: _T) -> _T:
-        """The same in float64 on the CPU, lying in memory as before."""
+        """The same tensors in float64 on the CPU, with the same strides."""
         return replace(self, **{f.name: _widened(getattr(self, f.name)) for f in fields(self)})
 
 
@@ -63,14 +62,14 @@ def _widened(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.cpu()
     if t.numel() == 0:
         return t.detach().cpu().double().requires_grad_(t.requires_grad)
-    # The whole storage, since a conversion gives tensors with gaps or overlaps other strides.
+    # Converts the whole storage, because a conversion changes the strides of tensors with gaps or overlaps.
     whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
     wide = whole.cpu().double().as_strided(t.shape, t.stride(), t.storage_offset())
     return wide.requires_grad_(t.requires_grad)
 
 
 def with_gradients(results: Results, inputs: Tensors) -> Results:
-    """The results, detached, and the gradients of every leaf."""
+    """The detached results and the gradients of all leaves."""
     leaves = inputs.leaves()
     cotangents = [getattr(inputs, f"d{name}").to(y.device) for name, y in results.items()]
     gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), cotangents)
@@ -99,30 +98,30 @@ class Case(ABC):
 
     @abstractmethod
     def pytorch(self, inputs: Any) -> Results:
-        """The results by PyTorch's own calls, unfused, in the dtypes of the inputs."""
+        """The results by PyTorch's own unfused calls, in the inputs' dtypes."""
 
     @abstractmethod
     def long_double(self, inputs: Any) -> Reference:
-        """Results and gradients by hand, in NumPy's widest type."""
+        """Hand-written results and gradients in NumPy's widest type."""
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether a backend with kernels must run some; where there is no element, none need run."""
+        """Whether kernels must run; without elements none need to."""
         return math.prod(self.shape) > 0
 
     @property
     def result_size(self) -> int:
-        """How many elements the smallest result has."""
+        """The number of elements of the smallest result."""
         return math.prod(self.shape)
 
     @property
     def draws(self) -> int:
-        """How many draws are looked at, so that small inputs and results show values enough."""
+        """The number of draws, so that small inputs and results show enough values."""
         size = max(1, math.prod(self.shape))
         return self.at_most(max(2048 // size, 64 // max(1, self.result_size)))
 
     def at_most(self, draws: int) -> int:
-        """So many draws, or as many as are quick."""
+        """`draws`, limited so that the case stays quick."""
         return max(1, min(_MAX_DRAWS, _MAX_DRAWN // max(1, math.prod(self.shape)), draws))
 
     def __str__(self) -> str:
@@ -165,25 +164,25 @@ class Draw:
 
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.clone(memory_format=torch.contiguous_format),
-    # rows of a wider tensor
+    # Rows of a wider tensor.
     "padded": lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 1)[..., :-1].copy_(t),
-    # a storage offset of one element
+    # A storage offset of one element.
     "unaligned": lambda t: t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t),
-    # the first two dimensions permuted, the others contiguous
+    # The first two dimensions permuted.
     "transposed": lambda t: t.movedim(0, 1).contiguous().movedim(0, 1),
-    # the last dimension before all others, as in an NCHW tensor that lies as NHWC
+    # The last dimension stored before all others, as in an NCHW tensor stored as NHWC.
     "channels-last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1),
-    # the second half of a tensor that is twice as wide
+    # The second half of a tensor twice as wide.
     "half": lambda t: t.new_empty(*t.shape[:-1], 2 * t.shape[-1]).chunk(2, -1)[1].copy_(t),
-    # every second element
+    # Every second element.
     "strided": lambda t: t.new_empty(*t.shape[:-1], 2 * t.shape[-1])[..., ::2].copy_(t),
-    # the first row in place of all, with stride 0
+    # The first row repeated with stride 0.
     "expanded": lambda t: t[:1].clone().expand_as(t),
 }
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:
-    """A tensor equal to `values` ("expanded": to its first row) that lies in memory as `layout` says."""
+    """A tensor equal to `values` (for "expanded", to its first row) with the memory layout `layout`."""
     if layout not in _LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}")
     return _LAYOUTS[layout](values)
@@ -191,7 +190,7 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device | str) -> Iterator[None]:
-    """The seed that the verbs draw for their dropout is the same in every such block; generators stay as they were."""
+    """Within, verbs draw always the same seed for dropout; generators are restored."""
     on_gpu = torch.device(device).type == "cuda"
     with torch.random.fork_rng(devices=[torch.device(device)] if on_gpu else []):
         torch.manual_seed(_DROPOUT_SEED)
@@ -199,7 +198,7 @@ def seeded(device: torch.device | str) -> Iterator[None]:
 
 
 def dropout_seed(device: torch.device | str) -> Tensor:
-    """The seed that a verb draws in a block of `seeded`."""
+    """The seed that a verb draws within `seeded`."""
     with seeded(device):
         return eager.draw_seed(torch.device(device))
 
@@ -210,5 +209,5 @@ def wide(t: Tensor) -> Array:
 
 
 def dropout_factors(like: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """What dropout multiplies the elements by, in a tensor that lies in memory as `like`: 0, or a scale."""
+    """Dropout's factors, 0 or a scale, in a tensor with the layout of `like`."""
     return eager.dropout(torch.ones_like(like), p, None if seed is None else seed.to(like.device))

@@ -1,7 +1,4 @@
-"""What `verify` checks: every verb, dtype and direction, at shapes and layouts that take ways of their own.
-
-The tests run the same lists, and larger grids beside them.
-"""
+"""The cases of `verify`, at shapes and layouts with code paths of their own. The tests run these and larger grids."""
 
 from __future__ import annotations
 
@@ -20,24 +17,23 @@ from kernel_fusion.testing.row_norms import GatedNormCase, RowNormCase, StagedNo
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (_FP32, _BF16, _HALF, _FP64)
-# (input; weight, bias and residual)
+# Pairs of dtypes: input; weight, bias and residual.
 _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 
 def cases(quick: bool) -> list[Case]:
-    """All of them; `quick` leaves out shapes, never a verb or a dtype."""
+    """All cases; `quick` omits shapes, never a verb or a dtype."""
     families = (row_norms, staged_norms, gated_norms, pointwise, reductions, softmaxes, scores)
     return [case for family in families for case in family(quick)]
 
 
 def row_norms(quick: bool) -> Iterator[Case]:
-    """The norms alone: each shape or layout that takes a path of its own through the kernels, in every dtype.
+    """The norms alone, in every dtype, at each shape or layout with its own path through the kernels.
 
-    A row of one element; an odd length (no whole vectors); a few vectors; a row that needs a whole block, with and
-    without affine parameters; rows that lie apart (strided) or off alignment; two normalised dimensions; a mean of
-    1e4 standard deviations, where E[x²] - E[x]² would lose every digit; values whose squares overflow fp16; the
-    longest rows that stay on chip; and no rows at all. The row of one element stays away from 0: there RMSNorm's dx
-    is nothing but cancellation, of an error that grows like 1 / |x|, and the smallest draw alone would decide.
+    These are a row of one element; an odd length (no whole vectors); a few vectors; a row for a whole block, with and
+    without parameters; strided or unaligned rows; two normalised dimensions; a mean of 1e4 standard deviations, where
+    E[x²] - E[x]² loses every digit; values whose squares overflow fp16; the longest rows on chip; no rows. The row of
+    one element avoids 0, where RMSNorm's dx is pure cancellation with an error like 1 / |x|.
     """
     quick_grid: tuple[dict[str, Any], ...] = (
         {"shape": (7, 1), "mean": 3.0, "std": 0.5},
@@ -63,7 +59,7 @@ def row_norms(quick: bool) -> Iterator[Case]:
 
 
 def training_cases(quick: bool) -> list[RowNormCase]:
-    """The fp32 LayerNorm cases whose training step is checked: a norm, a loss, and the gradients of the loss."""
+    """The fp32 LayerNorm cases with a training step: a norm, a loss, and the loss's gradients."""
     shapes = ((100, 512), (1000, 1024)) if quick else ((100, 512), (1000, 1024), (5000, 256))
     return [_row_norm("layer_norm", _FP32, _FP32, shape=shape) for shape in shapes]
 
@@ -76,9 +72,9 @@ def _row_norm(
 
 
 def staged_norms(quick: bool) -> Iterator[Case]:
-    """The norms with stages, each alone and all at once, at rows of an odd and of an even length.
+    """The norms with each stage alone and with all, on rows of odd and even length.
 
-    Rows are longer than what an executor holds at once, too, and lie apart in memory.
+    Some rows are longer than an executor holds at once, and some are strided.
     """
     stages: tuple[dict[str, Any], ...] = (
         {"pre_activation": "relu"},
@@ -107,7 +103,7 @@ def staged_norms(quick: bool) -> Iterator[Case]:
 
 
 def gated_norms(quick: bool) -> Iterator[Case]:
-    """The norms with a gate, last and first, of whole rows and of groups; shapes as for the norms with stages."""
+    """The norms with a gate, last and first, of whole rows and of groups, at the shapes of staged norms."""
     places: tuple[tuple[dict[str, Any], int], ...] = (
         ({"shape": (16, 255)}, 51),
         ({"shape": (5, 4096), "gate_layout": "contiguous"}, 512),
@@ -127,7 +123,7 @@ def gated_norms(quick: bool) -> Iterator[Case]:
 
 
 def pointwise(quick: bool) -> Iterator[Case]:
-    """The chains: every verb and activation in every dtype; operands that are broadcast, permuted or interleaved."""
+    """The chains: every verb and activation in every dtype; broadcast, permuted and interleaved operands."""
     names: list[str | None] = [*ACTIVATIONS, None]
     for dtype in DTYPES:
         for activation in names:
@@ -169,7 +165,7 @@ def reductions(quick: bool) -> Iterator[Case]:
 
 
 def softmaxes(quick: bool) -> Iterator[Case]:
-    """Softmax with each kind of mask, causal, and over a dimension that is not the last."""
+    """Softmax with each kind of mask, causal, and over another than the last dimension."""
     places: tuple[dict[str, Any], ...] = (
         {"shape": (64, 255)},
         {"shape": (5, 4099), "scale": 0.125},
@@ -190,7 +186,7 @@ def softmaxes(quick: bool) -> Iterator[Case]:
 
 
 def scores(quick: bool) -> Iterator[Case]:
-    """The scores of attention, plain, masked and normalised."""
+    """Attention scores, plain, masked and normalised."""
     places: tuple[dict[str, Any], ...] = (
         {"shape": (2, 3, 9, 16)},
         {"shape": (2, 3, 9, 16), "key_shape": (2, 1, 12, 16), "normalize": True, "causal": True},

@@ -1,7 +1,6 @@
-"""The activations in NumPy's long double, value and slope: the yardstick of what is computed in float64.
+"""The activations in NumPy's long double, value and slope: the reference for float64.
 
-Written from the formulas' mathematics rather than from another implementation. PyTorch's thresholds and subgradients at
-kinks are part of the formulas.
+They are written from the mathematics, not from another implementation, with PyTorch's thresholds and subgradients.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """The gradient of an operand of `shape` that was broadcast to the gradient's shape."""
+    """The gradient of an operand of `shape` that was broadcast."""
     lead = gradient.ndim - len(shape)
     gradient = gradient.sum(tuple(range(lead)))
     stretched = tuple(i for i, size in enumerate(shape) if size == 1 and gradient.shape[i] != 1)

@@ -1,7 +1,6 @@
-"""The oracle: every result is compared with a float64 evaluation of the eager definition.
+"""The oracle: compares every result with a float64 evaluation of the eager definition.
 
-Here a case is run and judged; what a case is, and the budget, are in the modules beside this one, whose names can all
-be imported from here.
+It also exports the names of the modules beside it, which define cases and the budget.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ def make_inputs(case: Case, device: torch.device | str, seed: int = 0) -> Any:
 
 
 def run(case: Case, inputs: Any, backend: str | None) -> Results:
-    """The results and the gradients, by our verb on `backend`."""
+    """Results and gradients of our verb on `backend`."""
     return with_gradients(case.ours(inputs, backend), inputs)
 
 
 def pytorch(case: Case, inputs: Any) -> Results:
-    """The results and the gradients by PyTorch's own calls."""
+    """Results and gradients of PyTorch's own calls."""
     return with_gradients(case.pytorch(inputs), inputs)
 
 
 def reference(case: Case, inputs: Any) -> Reference:
-    """The results and the gradients in float64 by the eager definition, or in long double where a tensor is float64."""
+    """Results and gradients of the eager definition in float64, or in long double for float64 tensors."""
     if any(t is not None and t.dtype == torch.float64 for t in vars(inputs).values()):
         return case.long_double(inputs)
     wide = inputs.widened()
@@ -68,11 +67,9 @@ def reference(case: Case, inputs: Any) -> Reference:
 def compare(case: Case, device: torch.device | str, backend: str | None, seed: int = 0) -> list[Comparison]:
     """Run `case` on `backend` and judge every result and every gradient.
 
-    The budget wants the largest error that PyTorch's call makes, and a draw shows no more than a sample of it. The
-    errors of a sum grow with its partial sums, so few of its elements can have the largest error at all, and in one
-    draw of 255 sums PyTorch's largest and ours, drawn from one distribution, differ by a factor of 2 once in 500
-    times. So where a result is over budget, draws are added until the smallest result has 2048 elements, and all of
-    them are judged together: an error that PyTorch's call does not make remains over budget, in the first draws too.
+    The budget needs PyTorch's largest error, but a draw shows only a sample of it. If a result is over budget, more
+    draws are added until the smallest result has 2048 elements, and all are judged together. An error that PyTorch's
+    call never makes stays over budget.
     """
     draws: list[tuple[Reference, Results, Results]] = []
 

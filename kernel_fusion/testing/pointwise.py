@@ -15,13 +15,13 @@ from kernel_fusion.testing.budget import Array, Reference
 from kernel_fusion.testing.case import Case, Draw, Results, Tensors, dropout_factors, dropout_seed, seeded, wide
 from kernel_fusion.testing.long_double import sum_to
 
-# What each verb combines, by the operator's name for it.
+# How each verb combines its operands, by the operator's name for it.
 _COMBINES = {"add_act": "add", "bias_act": "add", "mul_act": "mul", "gated_act": "gate", "act_dropout": "first"}
 
 
 @dataclass
 class Operands(Tensors):
-    """The operands of a chain; `b` is None for a chain of one."""
+    """The operands of a chain; `b` is None if there is only one."""
 
     a: Tensor
     b: Tensor | None
@@ -36,8 +36,7 @@ class PointwiseCase(Case):
     Attributes:
         verb: "add_act", "mul_act", "bias_act", "act_dropout" or "gated_act".
         shape, dtype: of the first operand.
-        other: shape of the second operand, None for that of the first.
-        other_dtype: its dtype, None for that of the first.
+        other, other_dtype: of the second operand; None for the first one's.
         activation, dropout_p: as in the verb.
         layout, other_layout: of the operands, as in `lay_out`.
         mean, std: of the operands' values.
@@ -54,12 +53,12 @@ class PointwiseCase(Case):
 
     @property
     def runs_kernels(self) -> bool:
-        """Not for a result without elements."""
+        """Whether the result has elements."""
         other = self.shape if self.other is None else self.other
         return 0 not in tuple(torch.broadcast_shapes(self.shape, other))
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Operands:
-        """The operands and dy, whose shape and dtype are those of PyTorch's sum."""
+        """Draw the operands, and dy in the shape and dtype of PyTorch's sum."""
         draw = Draw(device, seed)
         a = draw.normal(self.shape, self.dtype, self.mean, self.std, self.layout)
         b = None
@@ -72,7 +71,7 @@ class PointwiseCase(Case):
         return Operands(a.requires_grad_(), None if b is None else b.requires_grad_(), dy, seed_tensor)
 
     def ours(self, inputs: Operands, backend: str | None) -> Results:
-        """y, by the verb."""
+        """y by the verb."""
         verb = getattr(kf, self.verb)
         with seeded(inputs.a.device):
             if self.verb == "act_dropout":
@@ -94,7 +93,7 @@ class PointwiseCase(Case):
         return {"y": unfused.pointwise(self.verb, inputs.a, inputs.b, self.activation, dropout)}
 
     def long_double(self, inputs: Operands) -> Reference:
-        """Value and gradients from those of the activation."""
+        """Value and gradients, from those of the activation."""
         act = long_double.ACTIVATIONS[self.activation or IDENTITY]
         a, b = wide(inputs.a), wide(torch.zeros(()) if inputs.b is None else inputs.b)
         laid_out = inputs.a.detach() if inputs.b is None else (inputs.a + inputs.b).detach()

@@ -41,17 +41,17 @@ class ReduceCase(Case):
     out_dtype: torch.dtype | None = None
     layout: str = "contiguous"
     mean: float = 0.0
-    std: float = 0.25  # the sum of 10^6 squares is a number in float16
+    std: float = 0.25  # keeps the sum of 10^6 squares below fp16's largest number
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions that are reduced, all of them for None."""
+        """The reduced dimensions; all for None."""
         given = range(len(self.shape)) if self.dim is None else (self.dim,) if isinstance(self.dim, int) else self.dim
         return tuple(d % max(1, len(self.shape)) for d in given)
 
     @property
     def result_size(self) -> int:
-        """The product of the sizes that are kept."""
+        """The product of the kept sizes."""
         return math.prod(size for d, size in enumerate(self.shape) if d not in self.dims)
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Reduced:
@@ -62,7 +62,7 @@ class ReduceCase(Case):
         return Reduced(x.requires_grad_(), draw.normal(tuple(y.shape), self.out_dtype or self.dtype))
 
     def ours(self, inputs: Reduced, backend: str | None) -> Results:
-        """y, by the verb."""
+        """y by the verb."""
         verb = getattr(kf, self.verb)
         return {"y": verb(inputs.x, self.dim, self.keepdim, dtype=self.out_dtype, backend=backend)}
 
@@ -72,7 +72,7 @@ class ReduceCase(Case):
         return {"y": eager.reduce(inputs.x, dims, self.keepdim, self.verb, None)}
 
     def pytorch(self, inputs: Reduced) -> Results:
-        """The pointwise function and the reduction, both in the dtype of the result."""
+        """The pointwise function and the reduction, both in the result's dtype."""
         x = inputs.x.to(self.out_dtype or self.dtype)
         return {"y": unfused.reduce(self.verb, x, self.dim, self.keepdim)}
 

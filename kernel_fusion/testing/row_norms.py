@@ -1,4 +1,4 @@
-"""Cases of the row norms, and of the norms with stages around them or with a gate."""
+"""Cases of the row norms, plain, with stages, and with a gate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernel_fusion.testing.long_double import Activation
 
 @dataclass
 class Inputs(Tensors):
-    """The tensors of a norm: leaves of the autograd graph, and the cotangents of y and h."""
+    """The tensors of a norm, and the cotangents of y and h."""
 
     x: Tensor
     weight: Tensor | None
@@ -72,7 +72,7 @@ class RowNormCase(Case):
         return self.verb.endswith("rms_norm")
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """x, weight, bias and dy."""
+        """Draw x, weight, bias and dy."""
         draw = Draw(device, seed)
 
         def parameter(dtype: torch.dtype | None, mean: float) -> Tensor | None:
@@ -84,7 +84,7 @@ class RowNormCase(Case):
         return Inputs(x, weight, bias, dy)
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y, by the verb."""
+        """y by the verb."""
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
         return {"y": self._verb(inputs, **options)}
 
@@ -111,7 +111,7 @@ class RowNormCase(Case):
         return self._by_hand(inputs, long_double.ACTIVATIONS[IDENTITY], long_double.ACTIVATIONS[IDENTITY], np.ones(()))
 
     def _by_hand(self, inputs: Inputs, pre: Activation, post: Activation, keep: Array) -> Reference:
-        """Forward and backward with stages; `keep` is what dropout multiplies by."""
+        """Forward and backward with stages; `keep` has dropout's factors."""
         x = wide(inputs.x)
         h = keep * pre.value(x)
         if inputs.residual is not None:
@@ -125,7 +125,7 @@ class RowNormCase(Case):
         return _present(results, inputs)
 
     def _mean(self, values: Array) -> Array:
-        """The means of what is normalised together, in a shape that broadcasts to that of the values."""
+        """The mean of each normalised group, shaped to broadcast to the values."""
         return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
 
     def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Array, Array]:
@@ -150,13 +150,12 @@ class RowNormCase(Case):
 
 @dataclass(frozen=True)
 class StagedNormCase(RowNormCase):
-    """One call of a norm with what stands around it.
+    """One call of a norm with stages.
 
     Attributes:
-        verb: also "add_layer_norm" or "add_rms_norm", which return h, the sum that is normalised, beside y.
-        pre_activation, activation, dropout_p: as in the verb.
-        residual: its dtype in the `add_*` verbs, None in the others.
-        rounding: as in the verb.
+        verb: also "add_layer_norm" or "add_rms_norm", which also return the normalised sum h.
+        pre_activation, activation, dropout_p, rounding: as in the verb.
+        residual: its dtype in the `add_*` verbs; None in others.
     """
 
     pre_activation: str | None = None
@@ -166,7 +165,7 @@ class StagedNormCase(RowNormCase):
     rounding: str = "once"
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """x, weight, bias and dy; residual, dh and the seed of the dropout where the case has them."""
+        """Draw x, weight, bias and dy; residual, dh and the dropout seed if the case has them."""
         inputs = super().make_inputs(device, seed)
         draw = Draw(device, seed + 1)
         if self.residual is not None:
@@ -177,7 +176,7 @@ class StagedNormCase(RowNormCase):
         return inputs
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y, and h where there is a residual."""
+        """y and, with a residual, h."""
         options: dict[str, Any] = {"weight_offset": self.weight_offset, "out_dtype": self.out_dtype, "backend": backend}
         options |= {"pre_activation": self.pre_activation, "activation": self.activation, "rounding": self.rounding}
         if self.residual is None:
@@ -187,7 +186,7 @@ class StagedNormCase(RowNormCase):
         return {"y": y, "h": h}
 
     def definition(self, inputs: Inputs) -> Results:
-        """y and h in float64; nothing on the way is rounded, so that every rounding of a kernel counts as its error."""
+        """y and h in float64 without intermediate rounding, so that every rounding of a kernel counts as error."""
         affine = inputs.weight, inputs.bias, default_eps(self), self.weight_offset, None
         stages = self.pre_activation or IDENTITY, self.activation or IDENTITY, self.dropout_p, inputs.seed
         y, h = eager.staged_row_norm(inputs.x, inputs.residual, self.num_dims, *affine, self.rms, *stages)
@@ -205,7 +204,7 @@ class StagedNormCase(RowNormCase):
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Inputs) -> Reference:
-        """The formulas of forward and backward, stages included."""
+        """The formulas of forward and backward with stages."""
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         keep = wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
         return self._by_hand(inputs, pre, post, keep)
@@ -217,7 +216,7 @@ class GatedNormCase(RowNormCase):
 
     Attributes:
         gate: its dtype.
-        gate_layout: as in `lay_out`; that of a gate is often half of a projection.
+        gate_layout: as in `lay_out`; often half of a projection.
         gate_activation, gate_first, group_size, rounding: as in the verb.
     """
 
@@ -229,7 +228,7 @@ class GatedNormCase(RowNormCase):
     rounding: str = "once"
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """x, weight, bias, dy and the gate."""
+        """Draw x, weight, bias, dy and gate."""
         inputs = super().make_inputs(device, seed)
         inputs.gate = Draw(device, seed + 1).normal(self.shape, self.gate, layout=self.gate_layout).requires_grad_()
         return inputs
@@ -240,16 +239,16 @@ class GatedNormCase(RowNormCase):
         return {name: getattr(self, name) for name in names}
 
     def ours(self, inputs: Inputs, backend: str | None) -> Results:
-        """y, by the verb."""
+        """y by the verb."""
         options: dict[str, Any] = {"out_dtype": self.out_dtype, "rounding": self.rounding, "backend": backend}
         return {"y": self._verb(inputs, inputs.gate, **self._gating, **options)}
 
     def definition(self, inputs: Inputs) -> Results:
-        """y in float64; nothing on the way is rounded."""
+        """y in float64, without intermediate rounding."""
         return {"y": self._verb(inputs, inputs.gate, eps=default_eps(self), backend="eager", **self._gating)}
 
     def pytorch(self, inputs: Inputs) -> Results:
-        """The norm, of groups where there are any, the activation and the products, each by PyTorch."""
+        """Norm (grouped if asked for), activation and products, each by PyTorch."""
         assert inputs.gate is not None
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
         options = self._gating | {"rms": self.rms, "out_dtype": self.result_dtype, "rounding": self.rounding}
@@ -277,7 +276,7 @@ class GatedNormCase(RowNormCase):
 
 
 def _present(results: Reference, inputs: Inputs) -> Reference:
-    """Without the gradients of parameters that are not there."""
+    """Drop the gradients of absent parameters."""
     absent = {f"d{name}" for name in ("weight", "bias") if getattr(inputs, name) is None}
     return {name: value for name, value in results.items() if name not in absent}
 

@@ -1,7 +1,6 @@
-"""What each verb stands for: PyTorch's own calls, unfused, in the dtypes of their arguments.
+"""PyTorch's own unfused calls for each verb, in the dtypes of their arguments.
 
-`verify`, the benchmarks and the tests all compare with these. `dropout` is a function of a tensor, so that each can
-bring its own mask; without one nothing is dropped.
+`verify`, the benchmarks and the tests compare with these. Callers may pass a `dropout`, a function of a tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def norm(
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> Tensor:
-    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 where dtypes are mixed, which PyTorch refuses.
+    """`F.layer_norm`, or `F.rms_norm` and an addition; in float32 for mixed dtypes, which PyTorch refuses.
 
-    With rounding "hf" the normalised value, in the dtype of x, times the weight, which promotes.
+    Rounding "hf" rounds the normalised value to x's dtype, then multiplies by the weight with type promotion.
     """
     if rounding == "hf":
         y = norm(x, shape, None, None, eps, rms=rms)
@@ -94,7 +93,7 @@ def gated_norm(
     out_dtype: torch.dtype | None = None,
     rounding: str = "once",
 ) -> Tensor:
-    """Activation, norm and product; groups have the norm without parameters, and these after it, as with "hf"."""
+    """Activation, norm and product. With groups, or "hf", weight and bias come after a norm without them."""
     factor = formula(gate_activation or IDENTITY)(gate)
     h = x * factor if gate_first else x
     if group_size is not None:
@@ -107,7 +106,7 @@ def gated_norm(
 
 
 def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
-    """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout` one by one."""
+    """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout`, one by one."""
     act = formula(activation or IDENTITY)
     if b is None:
         y = act(a)
@@ -119,12 +118,12 @@ def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dr
 
 
 def reduce(verb: str, x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
-    """The pointwise function of `sum_squared` or `mean_abs` and the reduction, both in the dtype of x."""
+    """The pointwise function of `sum_squared` or `mean_abs`, then the reduction, both in x's dtype."""
     return x.square().sum(dim, keepdim) if verb == "sum_squared" else x.abs().mean(dim, keepdim)
 
 
 def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """The scores with an additive mask, or one that is True where they are kept; `causal` keeps those up to the row."""
+    """The scores with an additive or boolean mask (True = keep); `causal` keeps columns up to the row's number."""
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     if causal:
@@ -134,7 +133,7 @@ def masked(scores: Tensor, mask: Tensor | None = None, causal: bool = False) -> 
 
 
 def softmax(x: Tensor, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False, dim: int = -1) -> Tensor:
-    """Multiplication, mask and softmax; NaN in a row of which nothing is left."""
+    """Multiplication, mask and softmax; fully masked rows are NaN."""
     return torch.softmax(masked(x if scale == 1.0 else x * scale, mask, causal), dim)
 
 

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: plans in Python, kernels in CUDA C++ compiled at run time, launched by the C++ extension."""
+"""NVIDIA GPUs: Python plans, CUDA C++ kernels are compiled at run time, and the C++ extension launches them."""

@@ -1,7 +1,6 @@
-"""Compiles kernels with NVRTC, through cuda-core, to machine code for one architecture, with a cache on disk.
+"""Compiles kernels with NVRTC, through cuda-core, to machine code for one architecture, with a disk cache.
 
-Needs no GPU and no CUDA toolkit: NVRTC comes with PyTorch's CUDA wheels, and the kernels include nothing but our own
-headers.
+Needs no GPU and no CUDA toolkit: NVRTC comes with PyTorch's CUDA wheels, and kernels include only our own headers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _log = logging.getLogger("kernel_fusion")
 
 @dataclass
 class Counters:
-    """How often kernels were compiled, and found on disk, in this process. Tests and `info` read them."""
+    """How often this process compiled kernels, or found them on disk, for tests and `info`."""
 
     compiled: int = 0
     from_disk: int = 0
@@ -44,9 +43,9 @@ counters = Counters()
 
 
 def cubin(source: str, arch: int, name: str | None = None) -> bytes:
-    """Machine code of `source` for sm_`arch`, from the disk cache or compiled and stored there.
+    """Machine code of `source` for sm_`arch`, from the disk cache, else compiled and stored.
 
-    The logger "kernel_fusion" says at level INFO what was compiled, by its `name`, and how long that took.
+    The logger "kernel_fusion" reports each compilation, by `name`, with its time at level INFO.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
@@ -64,20 +63,20 @@ def cubin(source: str, arch: int, name: str | None = None) -> bytes:
 
 
 def key(kind: str, source: str, arch: int, *more: str) -> str:
-    """The key of what is made of a kernel and kept: its source, the headers, the options, and whatever else counts."""
+    """The cache key of a kernel's artefact: its source, the headers, the options, and `more`."""
     return cache.digest(kind, source, str(arch), *_OPTIONS, _headers_digest(), *more)
 
 
 def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
-    """Machine code of `source` for sm_`arch` and the compiler's log; with `verbose`, registers and spills are in it.
+    """Machine code of `source` for sm_`arch`, and the compiler's log, which lists registers and spills if `verbose`.
 
-    NVRTC keeps a cache of its own beside ours; `no_cache` makes it compile, to measure how long that takes.
+    NVRTC has a cache too; `no_cache` forces a compilation, to measure its time.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
     """
     try:
-        with _importing:  # two threads at once can meet the package half imported
+        with _importing:  # two threads could import the package half
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error
@@ -98,7 +97,7 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
 
 @memoize
 def _headers_digest() -> str:
-    """Digest of every header a kernel may include."""
+    """Digest of every header that a kernel may include."""
     folders = (_NATIVE / "kernels", _NATIVE / "shared")
     paths = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     return cache.digest(*(part for path in paths for part in (path.name, path.read_bytes())))

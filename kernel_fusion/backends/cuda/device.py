@@ -1,4 +1,4 @@
-"""What plans depend on, of a device."""
+"""The properties of a device that plans depend on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan depends on.
+    """The properties of a device that plans depend on.
 
     Attributes:
         arch: the architecture, 90 for sm_90.
-        shared_bytes: the shared memory that one block may have.
-        name: what the driver calls it, for the tables that were measured on it; "" for a device that is not here.
+        shared_bytes: the largest shared memory of a block.
+        name: the driver's name for it, which tuned tables use; "" for an absent device.
     """
 
     arch: int
@@ -28,12 +28,12 @@ class Device:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can be launched while the one before it still runs (kernels/dependent_launch.cuh)."""
+        """Whether a kernel can start while the one before it still runs (kernels/dependent_launch.cuh)."""
         return self.arch >= 90
 
     @property
     def resident_threads(self) -> int:
-        """Threads that a multiprocessor holds."""
+        """Threads that fit on a multiprocessor."""
         return 2048 if self.arch in (80, 90, 100) else 1536
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""What `kernel_fusion.explain` says about a call that takes the CUDA kernels: one line per kernel, from its plan.
+"""The lines of `kernel_fusion.explain` for CUDA kernels: one per kernel, from its plan.
 
-Each family contributes a function of the call's arguments, by name; a verb that is missing here has no lines.
+Each family has a function of the call's named arguments; a verb without one has no lines.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
 
 def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The plans of the kernels that `verb` launches for these arguments, which are complete and by name."""
+    """The plans of the kernels that `verb` launches for complete, named arguments."""
     explainer = _EXPLAINERS.get(verb)
     return () if explainer is None else explainer(verb, arguments)
 
 
 def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Forward and backward, of contiguous tensors and with all gradients."""
+    """Forward and backward of contiguous tensors, with all gradients."""
     input, out_dtype, shape = (arguments[name] for name in ("input", "out_dtype", "normalized_shape"))
     if out_dtype is None and input.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         out_dtype = torch.float32
@@ -61,7 +61,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _origin(facts: Facts) -> str:
-    """The rule, and the values of tables with what shows them: a results file, or the user's table."""
+    """The rule, and the table values with their evidence: a results file, or the user's table."""
     by_table: dict[str, list[str]] = {}
     for knob, row in facts.came_from.items():
         own = f"{path_of(facts.device.name)}: " if row in facts.users.get(knob, ()) else ""

@@ -1,6 +1,6 @@
-"""The C++ half of the fields, as headers: names for host and device, and the structs that the host fills.
+"""Writes the fields for C++: a header of names for host and device, and one of structs for the host.
 
-`python -m kernel_fusion.backends.cuda.headers` writes them. They are kept in git, and a test compares.
+`python -m kernel_fusion.backends.cuda.headers` writes them to git; a test compares.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _inner(kind: Any) -> Any:
 
 
 def _structs(owner: Any) -> Iterator[Any]:
-    """A dataclass after those that it has as fields."""
+    """A dataclass after those that its fields need."""
     for kind in map(_inner, kinds(owner).values()):
         if is_struct(kind):
             yield from _structs(kind)

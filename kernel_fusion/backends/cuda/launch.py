@@ -1,4 +1,4 @@
-"""What the launcher has to know of a plan: the fields of a struct in C++ as well (core/fields.py)."""
+"""The launcher's view of a plan: the fields of a C++ struct (core/fields.py)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How blocks of a kernel run; the plan of each family adds what its kernels want to know.
+    """How blocks of a kernel run; each family's plan adds fields for its kernels.
 
     Attributes:
         threads: threads per block.
-        per_block: rows, columns or elements per block; where `least_per_block` is less, that many at most.
-        least_per_block: at least, so that few rows fill the device; 0: always `per_block`.
+        per_block: rows, columns or elements per block, or the most of them if `least_per_block` is less.
+        least_per_block: the fewest, so that few rows fill the device; 0: always `per_block`.
         cluster: blocks that work together.
         shared_bytes: dynamic shared memory.
-        persistent: no more blocks than run at once, each of which takes its turn until nothing is left.
-        splits_weight: dweight and dbias take a pass of their own.
+        persistent: start only as many blocks as run at once; each takes turns until nothing is left.
+        splits_weight: dweight and dbias have a pass of their own.
         min_blocks: blocks per multiprocessor that registers must allow.
-        dependent: launched before the kernel before it has ended, for whose results it waits by itself.
+        dependent: starts before the previous kernel has ended, and waits for its results itself.
     """
 
     threads: int = 32

@@ -1,4 +1,4 @@
-"""A plan of a row norm, and how plans are made whose rows are read directly or stream through shared memory."""
+"""The plan of a row norm, and makers of plans whose rows are read directly or stream through shared memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# What backward keeps for all rows: nothing, the weight or both parameters in registers, or the weight in shared memory.
+# What backward keeps for all rows: nothing, weight or both parameters in registers, or the weight in shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# Where it keeps dweight and dbias: in registers, in shared memory, or "apart", in a pass of their own.
+# Where backward keeps dweight and dbias: in registers, in shared memory, or "apart", in a pass of their own.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart"))]
 
-SMALL_ROW_THREADS = 128  # of a block that several rows share
+SMALL_ROW_THREADS = 128  # of a block shared by several rows
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Pace:
 
     Attributes:
         tolerance: how far a block may be ahead of the average, in quarters of a row per group: 8 is two rows.
-        least: rows per group below which blocks go apart.
+        least: with fewer rows per group, blocks do not wait.
     """
 
     tolerance: int = 8
@@ -33,36 +33,34 @@ class Pace:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row-norm kernel runs; the launcher's numbers (`Launch`) that are not fields are properties.
+    """How a row-norm kernel runs; properties give the other numbers of `Launch`.
 
-    `kernel`, `vec`, `lanes`, `warps` and `center` decide how a row is summed, and follow from spec and device alone.
+    `kernel`, `vec`, `lanes`, `warps` and `center` decide how a row is summed, and depend only on spec and device.
     """
 
-    kernel: str  # the template, and the header of native/kernels that holds it
+    kernel: str  # the template and its header in native/kernels
     vec: int  # elements per vector
-    lanes: int  # of a warp that share a row
+    lanes: int  # that share a row in a warp
     warps: int  # per row (kernels/tree.cuh)
-    center: int = (
-        0  # how many of a lane's first vectors give the center of LayerNorm's statistics (kernels/moments.cuh)
-    )
+    center: int = 0  # a lane's first vectors that give the center of LayerNorm's statistics (kernels/moments.cuh)
     cluster: int = 1  # blocks that work together
-    per_block: int = 1  # rows at a time, or columns of a pass over the weight alone
+    per_block: int = 1  # rows at a time, or columns of a weight pass
     min_blocks: int = 1  # per multiprocessor that registers must allow
     shared_bytes: int = 0  # dynamic
-    # Forward: weight and bias are loaded "ahead", beside x, "early", before warps exchange their sums, or afterwards;
-    # "anew" is the last, by a thread that finds its columns again. Backward: the "next" row is loaded early, rows are
-    # read "again", or streamed rows have a loop of their own for "few" rows.
+    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange their sums; or after that ("anew"
+    # by threads that look their columns up again). Backward loads the "next" row early, reads rows "again", or has a
+    # loop of its own for "few" streamed rows.
     variant: str = ""
-    batches: tuple[int, ...] = (1,)  # vectors loaded at a time: of parameters; of a row that is read twice, each time
+    batches: tuple[int, ...] = (1,)  # vectors loaded at a time: of parameters; of a row read twice, each time
     keeps: KeptParameters = (
         "nothing"  # for all rows, backward: "weight" or "both" parameters in registers, "shared": the weight
     )
-    unkept: int = 0  # of a thread's vectors, its last ones, whose weight is not kept in shared memory
+    unkept: int = 0  # of a thread's vectors, the last ones, whose weight is not kept in shared memory
     sums: KeptSums = "none"
-    slots: int = 0  # of a group of threads in shared memory, for rows that stream
-    helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): the combiner, then the producer
-    pace: Pace | None = None  # None: blocks go apart
-    shifted: bool = False  # single elements are stored by whole sectors (kernels/shifted_store.cuh)
+    slots: int = 0  # of a group of threads in shared memory, for streamed rows
+    helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): combiner, then producer
+    pace: Pace | None = None  # None: blocks do not wait
+    shifted: bool = False  # single elements are stored in whole sectors (kernels/shifted_store.cuh)
 
     @property
     def tiled(self) -> bool:
@@ -71,7 +69,7 @@ class Plan:
 
     @property
     def resident(self) -> bool:
-        """Whether a row stays in registers, or else is read again."""
+        """Whether a row stays in registers; else it is read again."""
         return self.kernel != "row_norm_fwd_long" and self.variant != "again"
 
     @property
@@ -83,23 +81,23 @@ class Plan:
 
     @property
     def least_per_block(self) -> int:
-        """Rows per block at least, so that few rows fill the device."""
+        """The fewest rows per block, so that few rows fill the device."""
         return self.threads // self.lanes if self.tiled else self.per_block
 
     @property
     def persistent(self) -> bool:
-        """No more blocks than run at once, each of which takes its turn until nothing is left."""
+        """Whether only as many blocks start as run at once, and take turns."""
         return self.slots > 0 or self.kernel == "row_norm_bwd"
 
     @property
     def splits_weight(self) -> bool:
-        """Whether dweight and dbias take a pass of their own."""
+        """Whether dweight and dbias have a pass of their own."""
         return self.sums == "apart"
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
-        """What decides in which order sums are made: of a row, and in backward over the rows.
+        """The key of the order of sums, over a row and, in backward, over rows.
 
-        The latter also depends on how many blocks run at once, which only the device tells.
+        Sums over rows also depend on how many blocks run at once, which only the device tells.
         """
         row = self.vec, self.lanes, self.warps, self.center, self.resident
         if spec.direction != "backward" or not any(spec.grads[1:]):
@@ -133,19 +131,19 @@ def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **o
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """How blocks keep together, if they do, by the tables or else as `keeps` says; groups of columns go apart."""
+    """How blocks keep together, by the tables, else by `keeps`; never for groups of columns."""
     if facts.spec.grouped or not facts.tuned("keeps_pace", keeps):
         return None
     return Pace(*facts.tuned("pace", (8, 15)))
 
 
 def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
-    """A plan that streams rows through shared memory, of which it takes `shared_bytes` besides; None without room."""
+    """A plan that streams rows through shared memory, of which `shared_bytes` are taken; None if there is no room."""
     spec, tree = facts.spec, facts.tree
     columns = 32 * tree.block_warps * tree.elements
     tensors = _streamed(spec, facts.access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
-    sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
+    sums_bytes = groups * (32 * tree.warps + 256)  # an upper bound: statistics, `Shared` of row_stream.cuh and pace.cuh
     slots = min(max_slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if slots < 2:
         return None
@@ -165,7 +163,7 @@ def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: i
 
 
 def _streamed(spec: RowNormSpec, access: Access) -> list[tuple[str, int]]:
-    """Types and alignments of the tensors whose rows a slot holds."""
+    """Types and alignments of the tensors in a slot."""
     if spec.direction != "backward":
         other = spec.residual or spec.beside
         return [(spec.x, access.x)] + ([(other, access.residual)] if other else [])

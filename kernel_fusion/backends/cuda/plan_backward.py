@@ -1,4 +1,4 @@
-"""The rule of the backward of a row norm: rows that stream through shared memory, or are read directly."""
+"""The rule for the backward of row norms: rows stream through shared memory or are read directly."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree,
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
-# Bytes of x per thread. Each element has two accumulators: 16 elements of fp16 or bf16 take 32 of the 128 registers
-# that a thread of 512 has. Longer rows of wider elements take twice as much before they take a cluster.
+# Bytes of x per thread. Each element has two accumulators: 16 elements take 32 of the 128 registers of a thread. Wider
+# elements take twice as much before a row needs a cluster.
 _THREAD_BYTES = 32
-_SHORT_ROW_BYTES = 512  # up to which a thread takes one vector, and a direct plan twice as many threads
-_NARROW_ELEMENTS = 6  # per thread of short rows of narrow vectors
-_MAX_CLUSTER_SINGLES = 16  # more blocks than are portable, for rows of single elements
-_MIN_STREAMED_COLS = 256  # shorter rows make copies too small to be worth their issue
-# With stages, whose arithmetic takes registers too: bytes that a thread of 128 registers can hold of a row, read
-# directly, beside the sums or without any. More spill.
+_SHORT_ROW_BYTES = 512  # up to here a thread takes one vector, and a direct plan twice as many threads
+_NARROW_ELEMENTS = 6  # per thread, in short rows of narrow vectors
+_MAX_CLUSTER_SINGLES = 16  # more than is portable, for rows of single elements
+_MIN_STREAMED_COLS = 256  # copies of shorter rows are too small to pay
+# With stages, which take registers too: the most bytes of a directly read row per thread of 128 registers, with sums
+# and without. More spills.
 _MAX_HELD_WITH_SUMS, _MAX_HELD = 224, 160
-_MAX_WIDE = 28  # elements of a weight in registers; 32 of RMSNorm, which has but one sum beside them, spill
-_STATIC_SHARED_BYTES = 8192  # at most: what a kernel declares besides its sums
+_MAX_WIDE = 28  # weight elements in registers; 32 spill, even with RMSNorm's single sum
+_STATIC_SHARED_BYTES = 8192  # an upper bound of what a kernel declares besides its sums
 
 
 def plan_backward(facts: Facts) -> Plan:
-    """The plan of a backward: dx, dweight and dbias as they are wanted."""
+    """The plan of a backward with the wanted gradients."""
     thread_bytes = _THREAD_BYTES if facts.row_bytes > _SHORT_ROW_BYTES else _THREAD_BYTES // 2
     if facts.itemsize > 2 and facts.row_bytes > MAX_BLOCK_WARPS * 32 * thread_bytes:
         thread_bytes *= 2
@@ -39,7 +39,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
     cols, most_filled = facts.spec.cols, facts.tuned("fills_block", 0)
 
     def fills_block(warps: int, elements: int) -> bool:
-        """Whether groups of so many warps fill a block and leave a thread registers for its elements."""
+        """Whether groups of `warps` fill a block and leave registers for `elements` per thread."""
         fits = elements <= most_filled or warps == 1 or cols % (warps * 32 * elements) > 0
         return most_filled > 0 and MAX_BLOCK_WARPS % warps == 0 and fits
 
@@ -50,7 +50,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
 
 
 def _narrow_tree(facts: Facts) -> Tree | None:
-    """The tree of a row of narrow vectors that takes few lanes or, of single elements, few warps; None of others."""
+    """The tree of a row of narrow vectors on few lanes, or of single elements on few warps; else None."""
     cols, vec = facts.spec.cols, facts.vec
     if vec * facts.itemsize <= 4 and cols <= 32 * _NARROW_ELEMENTS:
         lanes = power_of_two(ceil_div(cols // vec, _NARROW_ELEMENTS // vec))
@@ -65,26 +65,26 @@ def _narrow_tree(facts: Facts) -> Tree | None:
 
 
 def _streamed(facts: Facts) -> Plan | None:
-    """The first arrangement that has its slots; None where there is none."""
+    """The first arrangement with room for its slots, or None."""
     spec, access, tree = facts.spec, facts.access, facts.tree
     short = spec.cols < _MIN_STREAMED_COLS or facts.row_bytes <= _SHORT_ROW_BYTES or tree.lanes < 32
     too_long = tree.elements > facts.tuned("streamed_elements", 24)
     if not facts.device.has_clusters or spec.acc != "f32" or short or too_long:
         return None
-    # Vectors put together from pieces take more registers, and so do most stages.
+    # Vectors assembled from pieces take more registers, and so do most stages.
     widest = tree.vec * max(facts.itemsize, ITEMSIZE[spec.y])
     whole = access.x >= tree.vec * facts.itemsize and access.y >= min(16, widest)
     facts = facts.also(widest=widest, roomy=whole and facts.tuned("roomy", not spec.has_stages))
     for spread, groups, least in _arrangements(facts, _groups(facts)):
         plan = _by_groups(facts.of(spread), groups)
         if plan is not None and plan.slots >= least:
-            own_loop = plan.slots > 2 and plan.cluster == 1  # what the loop for few rows is made for
+            own_loop = plan.slots > 2 and plan.cluster == 1  # the loop for few rows needs this
             return replace(plan, variant=facts.of(spread).tuned("streamed_variant", "") if own_loop else "")
     return None
 
 
 def _groups(facts: Facts) -> int:
-    """How many rows a persistent block or cluster takes at a time: 16 warps' worth a block."""
+    """Rows that a persistent block or cluster takes at a time: 16 warps' worth per block."""
     most, warps, cluster = facts.tuned("warps", 0), facts.tree.block_warps, facts.tree.cluster
     alone = 1 if cluster > 1 else max(1, MAX_BLOCK_WARPS // warps)
     filled = max(1, (MAX_BLOCK_WARPS if MAX_BLOCK_WARPS % warps == 0 else most) // warps)
@@ -92,10 +92,10 @@ def _groups(facts: Facts) -> int:
 
 
 def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
-    """Trees, rows at a time and the slots they should have, the better first: fewer rows, then larger clusters.
+    """Trees, rows at a time and wanted slots, best first: fewer rows, then larger clusters.
 
-    Only stages, which may need larger slots, go as far as that. A cluster takes several rows for a third slot alone,
-    without which rows go one after the other.
+    Only stages, which may need larger slots, go that far. A cluster takes several rows only with a third slot; without
+    it, rows go one after the other.
     """
     tree, stages = facts.tree, facts.spec.has_stages
     yield tree, groups, 3 if tree.cluster > 1 and groups > 1 else 2
@@ -111,50 +111,50 @@ def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
 
 
 def _by_groups(facts: Facts, groups: int) -> Plan | None:
-    """The plan of so many rows at a time, with the weight where it has room."""
+    """The plan for this many rows at a time, with the weight in shared memory if it fits."""
     weight, tree = facts.spec.weight, facts.tree
     facts = facts.also(groups=groups, team=groups * tree.block_warps)
     plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace_of(facts, keeps=True))
     if weight is not None and (tree.elements <= 8 or _has_registers(facts)):
         return plan(keeps=facts.tuned("keeps", "weight"))
     if weight is None or (tree.vec == 1 and tree.cluster == 1):
-        return plan()  # a short weight, which L1 holds beside the rows
-    # All of it, or so much, half at least, that a third slot has room.
+        return plan()  # L1 holds a short weight beside the rows
+    # All of it, or at least half, so that a third slot fits.
     for unkept in range(tree.vectors // 2 + 1):
         kept_bytes = (tree.vectors - unkept) * tree.vec * 32 * tree.block_warps * ITEMSIZE[weight]
         shared = plan(kept_bytes, keeps="shared", unkept=unkept)
         if (shared is not None and shared.slots > 2) or weight == "f32":
-            return shared  # fp32 read from memory for every row takes registers that are not there
+            return shared  # reading fp32 again for every row takes registers that are not there
     return plan()
 
 
 def _has_registers(facts: Facts) -> bool:
-    """Whether a thread that streams rows has registers for the weight of its columns, beside their sums."""
+    """Whether a thread that streams rows has registers for its columns' weight, beside their sums."""
     spec, tree, threads = facts.spec, facts.tree, 32 * facts.known["team"]
     if not facts.tuned("counts_registers", False):
         return facts.known["roomy"] and tree.elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
     registers = 168 if threads <= 384 else 128 if threads <= MAX_BLOCK_WARPS * 32 else 96
-    vectors = 2 * tree.vec * max(1, ITEMSIZE[spec.y] // facts.itemsize)  # registers of what is being worked on
+    vectors = 2 * tree.vec * max(1, ITEMSIZE[spec.y] // facts.itemsize)  # registers in use at a time
     needed = tree.elements * (1 + sum(spec.grads[1:])) + vectors + 48
     return facts.known["roomy"] and tree.elements <= _MAX_WIDE and needed <= registers
 
 
 def _direct(facts: Facts, planned_bytes: int) -> Plan:
-    """Rows in registers, or, where there are none for them, read again."""
+    """Rows in registers or, if there is no room, read again."""
     spec, tree, itemsize, acc = facts.spec, facts.tree, facts.itemsize, ITEMSIZE[facts.spec.acc]
     wants_sums = spec.grads[1] or spec.grads[2]
     elements, thread_bytes = tree.elements, tree.elements * itemsize
     facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
-    # 512 threads per multiprocessor: 128 registers each, enough for a row, the next row and both sums.
+    # 512 threads per multiprocessor have 128 registers each: enough for a row, the next row and both sums.
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
-    # The row of a stage counts twice, as it is a factor and has a gradient.
+    # A stage's row counts twice: as a factor and for its gradient.
     beside = 2 * ITEMSIZE[spec.beside] if spec.beside else 0
     held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
     fits = not scarce or held + (2 * elements * acc if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
-    # Rows that share a block keep their sums in registers: shared memory is where the block adds them up.
+    # Rows that share a block keep sums in registers, because the block adds them up in shared memory.
     if thread_bytes <= planned_bytes + 16 and (fits or tree.warps == 1):
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
         rule = elements * max(itemsize, ITEMSIZE[spec.y]) <= _THREAD_BYTES
@@ -163,7 +163,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
         keeps = "weight" if elements <= 8 and spec.acc == "f32" else "nothing"
         sums = "registers" if wants_sums else "none"
         return replace(plan, sums=sums, variant="next" if next_row else "", shared_bytes=table, keeps=keeps)
-    # Twice the elements still fit in registers without their sums, which move to shared memory where there is room.
+    # Twice the elements fit in registers without their sums, which move to shared memory if there is room.
     resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", 24)
     resident = resident and tree.cluster <= MAX_CLUSTER and (held <= _MAX_HELD or not spec.has_stages)
     plan = replace(plan, variant="" if resident else "again")

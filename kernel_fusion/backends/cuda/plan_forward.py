@@ -1,4 +1,4 @@
-"""The rule of the forward of a row norm: candidates, from the best to one that always fits."""
+"""The rule for the forward of row norms: candidates, from the best to one that always fits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
-_MAX_STREAMED_ELEMENTS = 32  # of a thread, in 128 registers
-_MAX_HELD = 256  # bytes of x, parameters and the row that goes with them that a thread of 128 registers holds at once
-# Rows of which a block takes many together: about so many bytes of them, and so many elements of a row per lane, whose
-# weight and bias then stay in its registers, or up to twice as many without these.
+_MAX_STREAMED_ELEMENTS = 32  # per thread, in 128 registers
+_MAX_HELD = 256  # bytes of x, parameters and a stage's row that a thread of 128 registers holds at once
+# For rows that a block takes many of: bytes of them, and elements per lane, whose weight and bias then stay in
+# registers (up to twice as many without parameters).
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
 
 
 def plan_forward(facts: Facts) -> Plan:
-    """The plan of a forward, for inference or for training."""
+    """The plan of a forward, for inference or training."""
     plan = next(plan for plan in _candidates(facts) if plan is not None)
     vectors = center = ceil_div(facts.spec.cols, plan.vec * plan.lanes * plan.warps)
     if not plan.resident:
         center = min(vectors, plan.batches[0])
-    elif plan.slots:  # deviations from the mean of fewer columns take fewer additions
+    elif plan.slots:  # a mean of fewer columns takes fewer additions
         center = ceil_div(vectors, 4 if plan.vec == 1 else 2)
     single = plan.vec == 1 and plan.per_block == 1 and plan.resident
     facts = facts.also(vectors=vectors, slots=plan.slots, helpers=plan.helpers)
@@ -33,7 +33,7 @@ def plan_forward(facts: Facts) -> Plan:
 
 
 def _candidates(facts: Facts) -> Iterator[Plan | None]:
-    """The better first; None where one does not apply or fit."""
+    """Candidates, best first; None for one that does not apply or fit."""
     spec = facts.spec
     yield _tiled(facts)
     few = _few_warps(facts)
@@ -46,17 +46,18 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize
     most = 24 if spec.changes_x and (spec.residual or wide_beside) else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
-        # x comes from shared memory and the parameters from registers, so y alone asks for shorter vectors.
+        # x comes from shared memory and parameters from registers, so only y requires shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
         yield _streamed(facts.also(few_warps=False).of(streamed))
     yield _direct(facts.of(tree.narrowed(spec.cols, in_16_bytes)))
 
 
 def _tree(facts: Facts) -> Tree:
-    """How a row is spread that is neither tiled nor streamed by few warps."""
+    """The tree of a row that is neither tiled nor streamed by few warps."""
     spec, device = facts.spec, facts.device
     thread_bytes = facts.tuned("thread_bytes", _THREAD_BYTES)
-    # Twice as many of fp32 beyond a block, but for clusters that have the row in full vectors with twice the threads.
+    # fp32 beyond a block takes twice as many, except in clusters that hold the row in full vectors with twice the
+    # threads.
     blocks = facts.row_bytes / (MAX_BLOCK_WARPS * 32 * thread_bytes)
     spread = device.has_clusters and facts.vec * facts.itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if facts.itemsize == 4 and blocks > 1 and not spread:
@@ -64,12 +65,12 @@ def _tree(facts: Facts) -> Tree:
     preferred = facts.tuned("elements", 0)
     tree = spread_row(spec, device, thread_bytes, thread_bytes * 7 // 4, lambda _, elements: elements == preferred)
     if tree.cluster > 1 and tree.elements > _MAX_STREAMED_ELEMENTS and spec.acc == "f32":
-        return spread_row(spec, device, thread_bytes, most_bytes=thread_bytes)  # so that its blocks can stream rows
+        return spread_row(spec, device, thread_bytes, most_bytes=thread_bytes)  # lets its blocks stream rows
     return tree
 
 
 def _tiled(facts: Facts) -> Plan | None:
-    """Short rows of narrow vectors, of which a block takes many together, with nothing beside them."""
+    """Short rows of narrow vectors without stages, many per block."""
     spec, vec, itemsize = facts.spec, facts.vec, facts.itemsize
     longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
     alone = spec.residual is None and spec.beside is None and not spec.grouped
@@ -94,10 +95,10 @@ def _tiled(facts: Facts) -> Plan | None:
 
 
 def _few_warps(facts: Facts) -> Tree | None:
-    """The tree of a row in narrow vectors, which streams faster by few warps with many elements each.
+    """The tree of a row in narrow vectors that streams faster by few warps with many elements each.
 
-    A multiprocessor's four schedulers share the warps of a block one by one, and what a warp does once for a row takes
-    as long as many elements.
+    A multiprocessor's four schedulers share a block's warps evenly, and a warp's work per row costs as much as many
+    elements.
     """
     cols, vec = facts.spec.cols, facts.vec
     for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), facts.tuned("few_warps", ())):
@@ -122,15 +123,15 @@ def _one_block(facts: Facts, tree: Tree) -> Tree:
 
 def _read_twice(facts: Facts, tree: Tree) -> Plan:
     plan = direct_plan("row_norm_fwd_long", tree, batches=_batches(tree))
-    # Rows that begin anywhere take more registers than 1024 threads leave them.
+    # Unaligned rows need more registers than 1024 threads have.
     aligned = facts.access.x >= tree.vec * facts.itemsize
     return replace(plan, min_blocks=max(1, 1024 // plan.threads) if aligned else 1)
 
 
 def _direct(facts: Facts) -> Plan:
-    """Rows in registers, or, where there are none for them, read again."""
+    """Rows in registers or, if there is no room, read again."""
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
-    # Parameters of more elements, loaded beside x, cost threads; so do they in rows of fp16 and bf16 by 16 warps.
+    # Loading many parameters beside x costs threads, and so it does in fp16 and bf16 rows of 16 warps.
     ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = facts.also(ahead=ahead).tuned("bound", False)
     plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
@@ -141,12 +142,12 @@ def _direct(facts: Facts) -> Plan:
         return replace(plan, kernel="row_norm_fwd_long", batches=_batches(tree))
     facts = facts.also(bound=bound, registers=2**16 // (plan.min_blocks * plan.threads))
     together = max(1, min(8, facts.tuned("parameters", 16) // tree.vec))
-    later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than some step of the exchange between warps
+    later = facts.tuned("variant", "") if tree.warps > 1 else ""  # than a step of the exchange between warps
     return replace(plan, variant="ahead" if ahead else later, batches=(together,))
 
 
 def _loads_ahead(facts: Facts) -> bool:
-    """Whether a thread has registers for parameters beside x; a row that comes with them is worth more."""
+    """Whether a thread has registers for parameters beside x; a stage's row is worth more."""
     spec, elements = facts.spec, facts.tree.elements
     if spec.beside is None or spec.changes_x:
         return elements <= 16
@@ -155,10 +156,10 @@ def _loads_ahead(facts: Facts) -> bool:
 
 
 def _batches(tree: Tree) -> tuple[int, int]:
-    """How many vectors a thread loads at a time in the first and in the second reading of a row.
+    """Vectors that a thread loads at a time in the first and in the second reading of a row.
 
-    In the first one at least a ninth of the row, or 16 vectors: their mean is to be a fair center, even if they lie far
-    off the rest.
+    The first time at least a ninth of the row, or 16 vectors: their mean must be a fair center even if they are
+    outliers.
     """
     first, second = (16, 8) if tree.vec == 1 else (6, 4)
     fair = min(16, ceil_div(tree.vectors, 9))
@@ -166,6 +167,6 @@ def _batches(tree: Tree) -> tuple[int, int]:
 
 
 def _even(vectors: int, most: int) -> int:
-    """At most so many that divide `vectors`, or `most` where fewer than half of that would."""
+    """The largest divisor of `vectors` up to `most`, or `most` if that divisor is below its half."""
     even = max(n for n in range(1, most + 1) if vectors % n == 0)
     return even if 2 * even >= min(most, vectors) else most

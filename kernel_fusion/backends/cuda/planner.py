@@ -1,7 +1,7 @@
-"""The planner: answers the launcher with compiled kernels, and compiles ahead.
+"""The planner: gives compiled kernels to the launcher, and compiles ahead.
 
-The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback, with the key
-of the kernel; it gets back machine code and a `Launch`. So the steady state runs no Python.
+The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback, with the
+kernel's key. It gets machine code and a `Launch`, so the steady state runs no Python.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec 
 
 
 class Kernel(NamedTuple):
-    """The access that goes with a kind of spec; (spec, access, device) -> plan; (spec, access, plan) -> source."""
+    """The access type of a spec type; (spec, access, device) -> plan; (spec, access, plan) -> source."""
 
     access: type
     plan: Callable[[Any, Any, Device], Any]
     source: Callable[[Any, Any, Any], Source]
 
 
-# The position of a spec is the number of its kernels in C++.
+# A spec's position is its kernels' number in C++.
 KERNELS: dict[type, Kernel] = {
     RowNormSpec: Kernel(Access, plan_row_norm, row_norm_source),
     SumPartialsSpec: Kernel(Access, sum_partials.plan, sum_partials.source),
@@ -58,32 +58,32 @@ KERNELS: dict[type, Kernel] = {
     SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
 }
 
-# `Planner` of launcher.cpp: the key; where error, machine code and name go, and the numbers of the launch.
+# `Planner` of launcher.cpp: the key, then outputs for error, machine code, name, and the launch's numbers.
 _INTEGERS, _TEXT = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_char_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 
-# What the launcher holds pointers to; never freed, as a process meets few kernels.
+# The launcher holds pointers to these; never freed, because a process meets few kernels.
 _kept: list[bytes] = []
-# Of the whole process, because backward plans on autograd's threads.
+# For the whole process, because backward plans on autograd's threads.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
-# How each launcher that there is forgets the kernels that it keeps.
+# How each existing launcher forgets its kernels.
 forgets: list[Callable[[], object]] = []
 
 
 def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
-    """Give the extension this planner; from then on its CUDA kernels are enabled on `devices`."""
+    """Give the extension this planner, which enables its CUDA kernels on `devices`."""
     forgets.append(library.kf_forget_kernels)
     library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
 def decode(row: Iterator[int]) -> tuple[Spec, Any]:
-    """The spec and access of a key, which is their numbers after that of the kernel."""
+    """The spec and access of a key; their numbers follow the kernel's."""
     spec, kernel = list(KERNELS.items())[next(row)]
     return read(spec, row), read(kernel.access, row)
 
 
 def _answer(key: Any, error: Any, image: Any, name: Any, launch: Any) -> None:
-    # Nothing may be raised through C; every error becomes the launcher's.
+    # Nothing may be raised through C, so the launcher gets every error.
     try:
         row = (key[i] for i in itertools.count())
         index, (spec, access) = next(row), decode(row)
@@ -105,7 +105,7 @@ def _keep(data: bytes) -> bytes:
 
 
 def launch_of(plan: Any, device: Device) -> Launch:
-    """What the launcher has to know of a plan."""
+    """The launcher's part of a plan."""
     known = {name: getattr(plan, name) for name in kinds(Launch) if name != "dependent"}
     known["least_per_block"] = plan.least_per_block or plan.per_block
     return Launch(**known, dependent=device.has_dependent_launch)
@@ -118,7 +118,7 @@ def plan_for(spec: Spec, access: Any, device: Device) -> Any:
 
 
 def source_of(spec: Spec, access: Any, plan: Any) -> Source:
-    """What the kernel of a spec is compiled from."""
+    """The source of a spec's kernel."""
     return KERNELS[type(spec)].source(spec, access, plan)
 
 
@@ -131,7 +131,7 @@ def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
 
 @contextmanager
 def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
-    """Within this context, in every thread, row-norm kernels run by `change(spec, plan)`. For tests and tuning."""
+    """Within, in every thread, row-norm kernels run by `change(spec, plan)`, for tests and tuning."""
     global _override
     _override = change
     forget_kernels()
@@ -143,7 +143,7 @@ def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]
 
 
 def forget_kernels() -> None:
-    """Have every kernel planned anew at its next use."""
+    """Plan every kernel anew at its next use."""
     for forget in forgets:
         forget()
 
@@ -151,7 +151,7 @@ def forget_kernels() -> None:
 def family(
     cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None, **stages: Any
 ) -> list[RowNormSpec]:
-    """The specs of one norm: inference, forward and backward; `stages` are further fields of them."""
+    """The specs of one norm (inference, forward, backward); `stages` are more of their fields."""
     bias = None if rms else weight
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
@@ -161,12 +161,12 @@ def family(
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
-    """The pass over dweight and dbias alone that belongs to a backward whose plan splits them off."""
+    """The dweight and dbias pass of a backward whose plan splits them off."""
     return replace(spec, direction="backward_weight")
 
 
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
-    """The kernels that a call of `spec` launches: itself and, after a backward with sums, those that finish them."""
+    """The kernels that a call launches: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
     if spec.direction == "backward" and any(spec.grads[1:]):
         if plan.splits_weight:
@@ -177,11 +177,11 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartial
 
 
 def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: Device) -> int:
-    """Compile the kernels of both norms for contiguous rows into the disk cache; no GPU needed.
+    """Compile the kernels of both norms for contiguous rows into the disk cache; needs no GPU.
 
     Args:
         hidden_sizes: row lengths N.
-        dtypes: of the input, by the names "f16", "bf16", "f32", "f64"; weights in the same type and in f32.
+        dtypes: of the input, by the names "f16", "bf16", "f32", "f64"; weights have the same type or f32.
         device: what they are planned for.
 
     Returns:
@@ -199,7 +199,7 @@ def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: De
 
 
 def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
-    """How contiguous tensors of a spec lie in memory."""
+    """The access of contiguous tensors."""
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))

@@ -11,15 +11,15 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES, Operand, Operands, PointwiseAccess, PointwiseSpec
 
 _THREADS = 128  # larger blocks are slower, and smaller ones come and go too fast
-# Twice as many where a chain has more to do: fp16 and bf16 dropout, and operands that are looked up. One row that meets
-# all others needs no more.
+# Twice as many for chains with more to do: fp16 and bf16 dropout, and gathered operands. A single row that meets all
+# others needs no more.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# 128 registers a thread leave room for all that is on its way. The gradients of both factors beside dropout, which no
-# verb asks for, need more than 168.
+# 128 registers per thread leave room for everything in flight. Gradients of both factors with dropout, which no verb
+# asks for, need more than 168.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
-# Dropout of fp16 and bf16 waits for arithmetic, not for memory: 64 registers, which suffice where addresses are simple,
-# allow twice the warps.
+# fp16 and bf16 dropout waits for arithmetic, not memory: 64 registers, enough for simple addresses, allow twice the
+# warps.
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
 _CONTIGUOUS = ("linear", "vector")
 
@@ -40,7 +40,7 @@ class PointwisePlan(Launch):
 
 
 def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> PointwisePlan:
-    """Enough vectors per thread to keep memory busy; fewer where the operands are several."""
+    """Enough vectors per thread to keep memory busy; fewer with several operands."""
     access = _by_vectors(spec, access)
     vec, operands, min_blocks = access.vec, access.operands, _min_blocks(spec, access)
     if access.lanes:
@@ -48,7 +48,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
         return PointwisePlan(vec, operands, _MAX_UNROLL, threads=_THREADS, per_block=per_block, min_blocks=min_blocks)
     dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits add next to nothing
     read = [(t, operand) for t, operand in zip(dtypes, operands[2:], strict=True) if t]
-    # Beside operands that lie in the order of the iteration the others are mostly repeated, and in the cache.
+    # Beside linear operands, the others are mostly repeated and cached.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
     narrow_dropout = spec.dropout and ITEMSIZE[spec.result] == 2
     has_more_to_do = narrow_dropout or (access.dims > 1 and not _has_simple_addresses(spec, access))
@@ -60,7 +60,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
 
 
 def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess:
-    """The vectors of a kernel. Rows that are not whole ones are looked up where caches serve that, else cut smaller."""
+    """The vectors of a kernel. Rows without whole vectors are gathered if caches help, else vectors are smaller."""
     if not access.divisor:
         return access
     if access.repeats:
@@ -75,7 +75,7 @@ def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess
 
 
 def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
-    """Whether forward reads a in the order of the iteration, and beside it no more than whole vectors of a row."""
+    """Whether forward reads a linearly, and beside it at most whole vectors of a row."""
     if spec.dy is not None or not access.aligned_positions:
         return False
     y, _, _, a, b = access.operands
@@ -95,14 +95,14 @@ def _min_blocks(spec: PointwiseSpec, access: PointwiseAccess) -> int:
 
 
 def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) -> Source:
-    """What the kernel is compiled from."""
+    """The source of the kernel."""
     backward = spec.dy is not None
     names = ("DA", "DB", "DY", "A", "B") if backward else ("Y", "Bits", None, "A", "B")
     dtypes = (spec.da if backward else spec.y, BITS if spec.bits else spec.db, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
-    # Rows of several dimensions are whole vectors, unless something is looked up by element; where bits are written
-    # whole warps run past the end.
+    # Rows of several dimensions are whole vectors, unless an operand is gathered. If bits are written, whole warps run
+    # past the end.
     partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in plan.operands)
     known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "vec", "unroll")
     known |= constants(access, "dims", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}

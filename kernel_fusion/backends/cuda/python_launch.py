@@ -1,7 +1,7 @@
 """The CUDA kernels without the C++ extension: the same kernels and plans, launched from Python.
 
-For machines with a GPU and no C++ compiler. A call costs tens of microseconds of host time instead of a few, and
-strided inputs are copied first; results are those of the extension, bit for bit.
+This serves machines with a GPU but no C++ compiler. Calls cost more host time and copy strided inputs; results have the
+same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ launches = 0
 
 @cache
 def args_structs() -> dict[str, Any]:
-    """The structs that the kernels of row norms take, by their names in C++, as the header has them."""
+    """The row norms' argument structs by their C++ names, as the header has them."""
     plain = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double)
     known: dict[str, Any] = dict(zip(("void*", "unsigned", "long long", "double"), plain, strict=True))
     for name, body in re.findall(r"struct (\w+) {(.*?)\n};", re.sub("//.*", "", _ARGS_HEADER.read_text()), re.DOTALL):
@@ -44,7 +44,7 @@ def args_structs() -> dict[str, Any]:
 
 
 class Kernel:
-    """A kernel loaded on one device: its plan, the function, and how many blocks of it run at once."""
+    """A kernel loaded on one device: its plan, its function, and how many blocks run at once."""
 
     def __init__(self, plan: Any, name: str, code: bytes, index: int) -> None:  # pragma: gpu
         from cuda.bindings import driver
@@ -72,14 +72,14 @@ class Kernel:
 
     @property
     def local_bytes(self) -> int:  # pragma: gpu
-        """Memory of a thread for what its registers cannot hold."""
+        """A thread's memory for what registers cannot hold."""
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         return int(_checked(driver.cuFuncGetAttribute(attribute, self.function)))
 
     def grid(self, rows: int) -> int:  # pragma: gpu
-        """Blocks for so many rows."""
+        """The number of blocks for `rows`."""
         plan = self.plan
         at_once, fewest = self.max_blocks // plan.cluster, -(-rows // plan.per_block)
         most = -(-rows // (plan.least_per_block or plan.per_block))
@@ -103,7 +103,7 @@ class Kernel:
         return config
 
     def launch(self, grid_x: int, grid_y: int, device: torch.device, args: ctypes.Structure) -> None:  # pragma: gpu
-        """Launch it on the current stream of a device."""
+        """Launch it on a device's current stream."""
         from cuda.bindings import driver
 
         global launches
@@ -202,7 +202,7 @@ def row_norm_fwd(  # pragma: gpu
         pointers = (_address(x), _address(weight), _address(bias), _address(y), *_stats_addresses(stats, rms))
         args = args_structs()["RowNormFwdArgs"](*pointers, rows, _layout(cols, rows), eps, weight_offset)
         kernel.launch(kernel.grid(rows), 1, x.device, args)
-    if rms and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
+    if rms and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, stats, x.new_empty(0)
 

@@ -10,32 +10,32 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, ReduceAccess, ReduceSpec
 
-_WARP_CAPACITY = 256  # vectors of the longest rows that lanes of a warp sum up: 4 KB
+_WARP_CAPACITY = 256  # vectors of the longest row that lanes of a warp sum up: 4 KB
 _WARP_THREADS = 128
-_LOADS = 4  # that a thread has in flight
-_MANY_LOADS = 8  # in blocks of few or of all rows, and of narrow vectors
+_LOADS = 4  # in flight per thread
+_MANY_LOADS = 8  # in blocks of few or of all rows, and for narrow vectors
 
 
 @dataclass(frozen=True)
 class ReduceRule:
-    """The numbers by which the launcher divides a reduction (native/extension/reduce_cuda.cpp).
+    """How the launcher divides a reduction (native/extension/reduce_cuda.cpp).
 
-    A tile is the columns of one block. Its rows are shared by several blocks, in chunks that a second kernel adds up,
-    unless one block takes all of them.
+    A tile is the columns of one block. Several blocks share its rows, in chunks that a second kernel adds up, unless
+    one block takes them all.
 
     Attributes:
-        chunk_bytes: a chunk of a row; a constant, so that the order of a row's sum depends on its length alone.
-        column_threads: threads per block where blocks share the rows of a tile.
-        column_blocks: such blocks per multiprocessor; a constant, and not what registers allow, so that the order of a
-            column's sum depends on its shape and the device alone.
-        rows_per_thread: the least number of them, so that few rows make few chunks.
+        chunk_bytes: a chunk of a row; constant, so that a row's order of summation depends on its length alone.
+        column_threads: threads per block, if blocks share a tile's rows.
+        column_blocks: such blocks per multiprocessor; constant, not limited by registers, so that a column's order of
+            summation depends on shape and device alone.
+        rows_per_thread: at least, so that few rows make few chunks.
         lanes: the most threads along the columns; wider tiles leave more chunks.
-        lanes_of_chunks: the same where chunks are added up: they are many and their columns few.
-        few_rows: up to so many rows a block is one line of threads, which leaves nothing to add up between lines.
-        few_threads: threads of such a block, which is small so that many multiprocessors share the wait.
+        lanes_of_chunks: the same when adding up chunks, which are many with few columns.
+        few_rows: up to here a block is one line of threads, with nothing to add up between lines.
+        few_threads: threads of such a block; small, so that many multiprocessors share the wait.
         all_threads: threads of a block that takes all rows of a tile.
-        filled: one does where tiles fill the device: at least 5 of 9 multiprocessors have one, and none has two.
-        all_bytes: and where a vector has so many bytes, since narrower ones leave too few in flight.
+        filled: one block does so if tiles fill the device: at least 5 of 9 multiprocessors have one, and none has two.
+        all_bytes: and if a vector has this many bytes, since narrower ones leave too little in flight.
     """
 
     chunk_bytes: int = 65536
@@ -74,7 +74,7 @@ class ReducePlan(Launch):
 def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
     """Columns by tiles; short rows by lanes of a warp, long ones by a block."""
     if access.lanes:
-        # Vectors of fewer bytes need more of them on their way.
+        # Narrower vectors need more of them in flight.
         narrow = access.vec * ITEMSIZE[spec.input] < _RULE.all_bytes
         in_chunks = access.threads == _RULE.column_threads
         return ReducePlan(
@@ -87,14 +87,14 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
         )
     vec = VECTOR_BYTES // ITEMSIZE[spec.input]
     if access.capacity <= _WARP_CAPACITY:
-        # Two vectors to a lane where there are so many: neighbouring lanes then still read 32 bytes and more in a row.
+        # Two vectors per lane if there are enough; neighbouring lanes still read at least 32 bytes together.
         threads, lanes = _WARP_THREADS, min(32, max(1, access.capacity // 2))
     else:
         threads = lanes = _block_threads(access.capacity)
     unroll = min(_LOADS, access.capacity // lanes)
     each = _LOADS // unroll
-    # As many threads as a multiprocessor holds: 32 registers suffice where one row is read by whole vectors, into at
-    # most 8 registers of sums.
+    # As many threads as a multiprocessor holds: 32 registers suffice for one row read in whole vectors, into at most 8
+    # registers of sums.
     lean = each == 1 and access.contiguous and access.align == VECTOR_BYTES and vec * ITEMSIZE[spec.acc] <= 32
     return ReducePlan(
         threads=threads,
@@ -108,12 +108,12 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
 
 
 def _block_threads(capacity: int) -> int:
-    """Threads of a block that sums up a row, four to eight vectors each."""
+    """Threads of a block that sums up a row, with four to eight vectors each."""
     return 128 if capacity <= 512 else 256 if capacity <= 2048 else 512
 
 
 def source(spec: ReduceSpec, access: ReduceAccess, plan: ReducePlan) -> Source:
-    """What the kernel is compiled from."""
+    """The source of the kernel."""
     types: dict[str, str | None] = {"In": spec.input, "Out": spec.out, "Acc": spec.acc}
     known = constants(spec, "map") | constants(access, "align") | constants(plan, "threads", "vec", "lanes", "unroll")
     header = "reduce_columns" if access.lanes else "reduce_rows"

@@ -1,7 +1,7 @@
-"""Plans: how a spec runs on a device. A rule per direction that is safe everywhere, and tables of what measured better.
+"""Plans: how a spec runs on a device, by a safe rule per direction and tables of what measured better.
 
-Two things decide speed. A thread should hold few enough elements to stay in registers, yet enough to keep several
-16-byte loads in flight; and a row should be spread over no more warps than it needs.
+Two things decide speed. A thread should hold few enough elements to stay in registers, yet enough for several 16-byte
+loads in flight. A row should be spread over no more warps than it needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
-    """The plan, and the facts that it follows from. Rows of the user's count where no bit depends on them."""
+    """The plan, and the facts behind it. User rows count if they change no bits."""
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
         per_block = SMALL_ROW_THREADS * facts.vec

@@ -1,4 +1,4 @@
-"""A kernel's source: a struct of constants, and one instantiation of the template that a header holds."""
+"""A kernel's source: a struct of constants, and one instantiation of a header's template."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """What a kernel is compiled from.
+    """The source of a kernel.
 
     Attributes:
-        name: of the kernel, as profilers show it.
-        header: of native/kernels, and the template in it.
+        name: its name in profilers.
+        header: its header in native/kernels, which also names the template.
         args: the struct of its one parameter.
-        types: the element types of its tensors, None where one is absent.
-        constants: everything else that is known when it is compiled, as C++ writes it.
+        types: the element types of its tensors, None for absent ones.
+        constants: everything else known at compile time, as C++ writes it.
         threads: per block; min_blocks: per multiprocessor, which bounds the registers.
     """
 

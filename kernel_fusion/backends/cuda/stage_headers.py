@@ -1,4 +1,4 @@
-"""The stages around a norm in C++, for headers.py: options and rows, and an operator's arguments for both."""
+"""Writes the stages around a norm for C++ (see headers.py): options, rows, and an operator's arguments for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _is_activation(each: Argument) -> bool:
 
 
 def _names(each: Argument) -> str:
-    """The C++ list of the names that an argument may have."""
+    """The names that an argument may have, as a C++ list."""
     return "kActivationNames" if _is_activation(each) else f"k{each.kind.cpp}Names"
 
 
 def _member(each: Argument) -> str:
-    """What a call has of an argument that is no tensor."""
+    """The member of a call for an argument that is no tensor."""
     if each.type == "float":
         return f"Dropout {each.stage};"
     if each.type == "bool":
@@ -31,7 +31,7 @@ def _member(each: Argument) -> str:
 
 
 def _value(each: Argument) -> str:
-    """The same, made of the argument; a name that is none raises also where it does not count."""
+    """Its value, made from the argument; an unknown name raises even if it is ignored."""
     if each.type == "float":
         return f"dropout_of({each.name}, {each.owner})"
     value = each.name
@@ -45,7 +45,7 @@ def _value(each: Argument) -> str:
 
 
 def _argument(each: Argument) -> str:
-    """The argument, made of what a call has."""
+    """The argument, made from the member."""
     if each.kind == "seed":
         return "o.dropout ? t.seed() : kAbsent"
     if each.type == "Tensor?":
@@ -56,7 +56,7 @@ def _argument(each: Argument) -> str:
 
 
 def _together() -> str:
-    """Whether no row meets a stage that it goes without."""
+    """Whether no row meets a stage that it cannot go with."""
     bad = []
     for row, goes_with in ALONE.items():
         others = [each for each in _OPTIONS if each.owner != row and each.name not in goes_with]
@@ -84,12 +84,12 @@ def _fill(each: Argument) -> str:
 
 
 def _list(texts: list[str], indent: str = "    ") -> str:
-    """Joined by commas, in lines that are not too long."""
+    """The texts with commas, broken into lines."""
     return f"\n{indent}".join(wrap(", ".join(texts), 120, break_long_words=False))
 
 
 def options() -> str:
-    """What is no tensor, and a list of something for each row; needs no library."""
+    """The options, and a list over all rows; needs no library."""
     accessors = "".join(f"  const T& {row}() const {{ return rows[{i}]; }}\n" for i, row in enumerate(ROWS))
     members = "\n".join(f"  {_member(each)}" for each in _OPTIONS)
     return f"""// What is no tensor; at its default where a stage, or the tensor that it belongs to, is absent.
@@ -107,7 +107,7 @@ template <class T> struct StageRows {{
 
 
 def arguments() -> str:
-    """The tensors of a call, and both ways between an operator's arguments and a call."""
+    """A call's tensors, and conversions between an operator's arguments and a call."""
     names = {each.kind.cpp: each.kind.names for each in _OPTIONS if each.type == "str" and not _is_activation(each)}
     lists = "".join(
         f"inline constexpr std::string_view k{cpp}Names[] = {{{', '.join(f'{chr(34)}{n}{chr(34)}' for n in known)}}};\n"

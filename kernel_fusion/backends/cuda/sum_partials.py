@@ -1,4 +1,4 @@
-"""The finish of column sums: partial rows added in a fixed order (kernels/sum_partials.cuh)."""
+"""Finishes column sums: adds partial rows in a fixed order (kernels/sum_partials.cuh)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kernel_fusion.core.spec import Access, SumPartialsSpec
 
 COLS = 32  # of a block; partial rows are padded to them
 _THREADS = 256
-# Backward of a norm of so few columns has several blocks to a multiprocessor, which leave a thousand partial rows and
-# more for few blocks to add.
+# With so few columns, backward runs several blocks per multiprocessor and leaves a thousand partial rows or more for
+# few blocks to add.
 _FEW_COLS, _THREADS_OF_FEW = 256, 1024
-# A thread has 64 registers for eight loads of four sums on their way. Beyond so many columns it has 40, because more
-# blocks than run at once would be needed otherwise.
+# 64 registers hold eight loads of four sums in flight. Beyond this many columns there are 40, so that all blocks run at
+# once.
 _MANY_COLS = 8192
 
 

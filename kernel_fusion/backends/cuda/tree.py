@@ -1,4 +1,4 @@
-"""How a row is spread over lanes, warps and blocks: the order of its summation, a function of spec and device alone."""
+"""How a row is spread over lanes, warps and blocks: its order of summation, which depends on spec and device alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CLUSTER = 8  # the portable maximum
 
 @dataclass(frozen=True)
 class Tree:
-    """The order in which a row is summed (see kernels/tree.cuh), and the blocks it spans."""
+    """The order in which a row is summed (kernels/tree.cuh), and the blocks it spans."""
 
     vec: int  # elements per vector
     lanes: int
@@ -24,12 +24,12 @@ class Tree:
 
     @property
     def elements(self) -> int:
-        """Per thread."""
+        """Elements per thread."""
         return self.vectors * self.vec
 
     @property
     def block_warps(self) -> int:
-        """How many warps of a row a block has."""
+        """A row's warps in one block."""
         return self.warps // self.cluster
 
     def covers(self, cols: int) -> bool:
@@ -37,19 +37,19 @@ class Tree:
         return cols == self.warps * self.lanes * self.elements
 
     def narrowed(self, cols: int, dtypes: Iterable[str | None]) -> Tree:
-        """The same threads with vectors of at most 16 bytes in each of these types, too.
+        """The same threads, with vectors of at most 16 bytes in these types too.
 
-        A thread would load what it has of a wider tensor by two loads of 16 bytes, side by side: neighbouring threads
-        32 bytes apart touch half of every sector with each, and twice as many lines of the L1 cache.
+        Otherwise a thread would load from a wider tensor twice, 16 bytes each. Neighbouring threads would then lie 32
+        bytes apart, touch half of every sector per load, and use twice as many L1 lines.
         """
         vec = min([self.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
         return replace(self, vec=vec, vectors=ceil_div(cols, vec * self.lanes * self.warps))
 
 
 def vector_of(spec: RowNormSpec) -> int:
-    """Elements per vector: 16 bytes if every row of a contiguous tensor begins at a multiple of that, else fewer.
+    """Elements per vector: 16 bytes if all rows of a contiguous tensor start at multiples of that, else fewer.
 
-    So neighbouring lanes read neighbouring elements whatever N is, and no row ends inside a vector. A plan may have
+    So neighbouring lanes read neighbouring elements for every N, and no row ends inside a vector. A plan may have
     smaller ones (`Tree.narrowed`).
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
@@ -63,23 +63,23 @@ def spread_row(
     prefer: Callable[[int, int], bool] = lambda warps, elements: False,
     max_cluster: int = MAX_CLUSTER,
 ) -> Tree:
-    """Spread a row over lanes, warps and blocks: `bytes_per_thread`, or up to `most_bytes` if that comes out even.
+    """Spread a row: `bytes_per_thread`, or up to `most_bytes` if that divides it evenly.
 
-    Of several numbers of warps that come out even, `prefer` says which, with so many elements per thread, are better.
+    Among even numbers of warps, `prefer(warps, elements per thread)` chooses.
     """
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
     vectors = spec.cols // vec
     slots = ceil_div(vectors, 32)  # vectors per lane of a single warp
     if slots <= per_thread:
-        # No fewer lanes than read 128 bytes, a cache line, at a time; but two vectors each, if they may have them.
-        # Vectors of two elements of fp16 or bf16 want few lanes, whose sums cost instructions.
+        # At least enough lanes to read a cache line, 128 bytes, at a time, with two vectors each if allowed. Vectors of
+        # two fp16 or bf16 elements want few lanes, because adding lanes up costs instructions.
         at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
         min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A count that divides the row spares every thread the question whether its column is inside. Single elements of
-    # fp16 and bf16, which take a register each, are no more than planned.
+    # A count that divides the row needs no bounds check. Single fp16 or bf16 elements take a register each, so no more
+    # of them than planned.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)

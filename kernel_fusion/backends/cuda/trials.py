@@ -1,6 +1,7 @@
-"""Trials: the ways to run a kernel that `kernel-fusion tune` measures, as rows of a user's table that it might write.
+"""Trials: the ways to run a kernel that `kernel-fusion tune` measures, as possible rows of a user's table.
 
-A trial is planned as a row is: what does not fit is no plan, and another order of summation leaves the plan as it was.
+A trial is planned like a row: one that does not fit gives no plan, and one that changes the order of summation changes
+nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, section
 from kernel_fusion.core.spec import Access, RowNormSpec
 
-Choice = dict[str, Any]  # the value of each knob that is not left to the rule and the shipped tables
+Choice = dict[str, Any]  # values of the knobs that are not left to the rule and the shipped tables
 
 
 class Kernel(NamedTuple):
-    """What is planned."""
+    """A kernel to plan."""
 
     spec: RowNormSpec
     access: Access
@@ -27,13 +28,13 @@ class Kernel(NamedTuple):
 
 
 def plans(kernels: Sequence[Kernel], choice: Choice) -> tuple[Plan, ...]:
-    """The plan of each kernel by a choice."""
+    """The plan of each kernel under a choice."""
     rows: Table = {knob: [(value, {}, "")] for knob, value in choice.items()}
     return tuple(planned(*kernel, rows)[0] for kernel in kernels)
 
 
 def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
-    """Choices with one knob changed, each with plans of its own: neither those of `choice` nor those without any."""
+    """Choices with one knob changed, whose plans differ from those of `choice` and of no choice."""
     seen = {plans(kernels, {}), plans(kernels, choice)}
     for knob, values in KNOBS[section(kernels[0].spec.direction)].items():
         for value in values:
@@ -44,7 +45,7 @@ def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
 
 
 def needed(kernels: Sequence[Kernel], choice: Choice) -> Choice:
-    """A choice without the knobs that change nothing."""
+    """A choice without knobs that change nothing."""
     for knob in choice:
         fewer = {name: value for name, value in choice.items() if name != knob}
         if plans(kernels, fewer) == plans(kernels, choice):
@@ -53,13 +54,13 @@ def needed(kernels: Sequence[Kernel], choice: Choice) -> Choice:
 
 
 def conditions(kernel: Kernel) -> dict[str, Any]:
-    """Those of a row that is for this kernel."""
+    """The conditions of a row for this kernel."""
     known = Facts(*kernel, {}).known
     return {name: known[name] for name in CONDITIONS[section(kernel.spec.direction)]}
 
 
 def with_rows(table: dict[str, Table], kernel: Kernel, choice: Choice, shown: str) -> dict[str, Table]:
-    """A table in which the rows for this kernel are those of `choice`."""
+    """A table whose rows for this kernel are those of `choice`."""
     own, when = section(kernel.spec.direction), conditions(kernel)
     kept: dict[str, list[Row]] = {
         knob: [row for row in listed if row[1] != when] for knob, listed in table.get(own, {}).items()

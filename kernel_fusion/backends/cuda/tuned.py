@@ -1,7 +1,8 @@
-"""Tables of what measured better than the rule or is safer: the user's, of the architecture, then tuned/any.json.
+"""Tables of what measured better than the rule or is safer: the user's, the architecture's, then tuned/any.json.
 
-A knob of the rule has rows: a value, conditions, and what shows it. The first row counts whose conditions hold: a fact
-is that value or one of these names, lies within two numbers (null: any), or, after "not", is none of them.
+A knob of the rule has rows: a value, conditions and evidence. The first row whose conditions hold counts. A condition
+holds if a fact is that value or one of these names, lies between two numbers (null: any), or, after "not", is none of
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "grouped")
 
 
 class Facts:
-    """A spec, how its tensors lie, a device and, once it is known, how a row is spread; and what tables ask of them.
+    """A spec, its access, a device and, once known, its tree; with what tables ask about them.
 
     Attributes:
-        users: rows that come before those of the shipped tables.
-        came_from: the rows that counted until now, by knob.
+        users: rows that come before the shipped ones.
+        came_from: the rows that counted so far, by knob.
     """
 
     tree: Tree
@@ -39,7 +40,7 @@ class Facts:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
-        # Bytes of an element, 0 where there is none; a fact that has no comment is a field of the spec.
+        # Bytes per element, 0 for absent tensors. A fact without a comment is a field of the spec.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS)}
         stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
         self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
@@ -65,7 +66,7 @@ class Facts:
         return other
 
     def of(self, tree: Tree) -> Facts:
-        """These facts, and those of a row that is spread so."""
+        """These facts, with those of a row's tree."""
         chunk = 32 * tree.warps * self.vec
         covers = tree.covers(self.spec.cols)
         other = self.also(
@@ -80,7 +81,7 @@ class Facts:
         return other
 
     def tuned(self, knob: str, rule: Any) -> Any:
-        """The value of the first row for `knob` whose conditions hold, or else the rule's."""
+        """The value of the first row for `knob` whose conditions hold, else the rule's."""
         shipped = table(self.device.arch, self.spec.direction)
         for row in (*self.users.get(knob, ()), *shipped.get(knob, ())):
             if self.hold(row[1]):
@@ -89,7 +90,7 @@ class Facts:
         return rule
 
     def hold(self, conditions: dict[str, Any]) -> bool:
-        """Whether all of these hold."""
+        """Whether all conditions hold."""
         return all(self._holds(fact, wanted) for fact, wanted in conditions.items())
 
     def _holds(self, fact: str, wanted: Any) -> bool:
@@ -106,7 +107,7 @@ class Facts:
 
 @cache
 def table(arch: int, direction: str) -> Table:
-    """The shipped rows of each knob, of an architecture and of any."""
+    """The shipped rows of each knob, for an architecture and for any."""
     rows: Table = {}
     for path in shipped_tables(arch):
         for knob, listed in json.loads(path.read_text()).get(section(direction), {}).items():

@@ -1,7 +1,7 @@
-"""The user's table: what `kernel-fusion tune` measured on a GPU, a file of the cache folder for each device name.
+"""The user's table: what `kernel-fusion tune` measured on a GPU, a file per device name in the cache folder.
 
-Its rows are like those of the shipped tables, but each is for one kernel and sets no more than `KNOBS`. A file that
-holds anything else, or that another user could have written, is ignored with one warning.
+Rows are like shipped ones, but each is for one kernel and sets only `KNOBS`. A file with anything else, or that another
+user could have written, is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kernel_fusion.config import cache_dir, uses_tuned_tables
 from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
 from kernel_fusion.core.spec import Stages
 
-# The rows of each knob: a value, conditions, what shows it. The first row counts whose conditions hold.
+# Rows of a knob: value, conditions, evidence. The first row whose conditions hold counts.
 Row = tuple[Any, dict[str, Any], str]
 Table = dict[str, list[Row]]
 
-# Rows may set these knobs to these values: they decide who executes a row, never how it is spread and summed.
+# Rows may set these knobs to these values: they decide who executes a row, not how it is spread and summed.
 KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
         "tile_threads": (512, 768, 1024),
@@ -49,27 +49,27 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
         "streamed_variant": ("", "few"),
     },
 }
-# The conditions of a row, all of these facts: it holds for one kernel, whose tensors lie as they were measured.
+# A row's conditions are all of these facts, so it holds for one kernel with tensors as measured.
 _STAGES = ("residual", *(field.name for field in fields(Stages)), "grouped")
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
-    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # which reads no bias
+    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # reads no bias
 }
 
 
 def section(direction: str) -> str:
-    """The part of a table that is about kernels of a direction."""
+    """The section of a table for kernels of a direction."""
     return "backward" if direction == "backward" else "forward"
 
 
 def path_of(device: str) -> Path:
-    """The path of the table of the device of that name, whether or not it is there."""
+    """The path of a device's table, existing or not."""
     return cache_dir() / "tuned" / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
 def users_table(device: Device, direction: str) -> Table:
-    """The user's rows of each knob; a device that is not here has none."""
+    """The user's rows of each knob; none for an absent device."""
     if not device.name or not uses_tuned_tables():
         return {}
     return _read_once(path_of(device.name), device.name).get(section(direction), {})
@@ -116,7 +116,7 @@ def _row(part: str, knob: str, row: Any) -> Row:
 
 
 def write(path: Path, device: str, table: dict[str, Table]) -> None:
-    """Write a table, whole or not at all; this process reads anew what it plans by.
+    """Write a table atomically; this process then plans by it.
 
     Raises:
         OSError: it cannot be written.

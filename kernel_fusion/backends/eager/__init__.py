@@ -1,7 +1,7 @@
-"""The definition of every operation in plain PyTorch: the specification that all other backends are tested against.
+"""The definition of every operation in plain PyTorch, which all other backends are tested against.
 
-It is also what runs where no kernel of ours can, and what `torch.func`, forward-mode AD and double backward
-differentiate. So it must be a composition of differentiable PyTorch operations, obvious at a glance.
+It also runs where none of our kernels can, and `torch.func`, forward-mode AD and double backward differentiate it. So
+it must be an obvious composition of differentiable PyTorch operations.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is ever stored.
+"""Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is stored.
 
-The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3,
-SC 2011, who found that 7 rounds pass BigCrush). One block of 128 bits serves eight neighbouring elements, a word of 32
-bits each pair: elements 2j and 2j + 1 take word j % 4 of the block with counter (j / 4, seed) and key 0, so that the
-keys of all rounds are constants. The odd element of a pair takes the word as it is, the even one the word with its
-halves exchanged: each has 16 bits of its own above the 16 of the other. native/shared/philox.h is the same, for the
-kernels.
+The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC
+2011, where 7 rounds pass BigCrush). One 128-bit block serves eight neighbouring elements, with a 32-bit word per pair:
+elements 2j and 2j + 1 take word j % 4 of the block with counter (j / 4, seed) and key 0, so that all round keys are
+constants. The odd element of a pair takes the word, the even one the word with its halves exchanged: each has 16 bits
+of its own above the other's 16. native/shared/philox.h is the same for kernels.
 
-An element is dropped where its 32 bits are below t = round(p * 2^32), and the others are scaled by 1 / (1 - t / 2^32).
-The expectation of an element is exact whatever p is rounded to, but the rate would miss p by up to 2^-17 with 16 bits,
-and does so by up to 2^-33 with 32.
+An element is dropped if its 32 bits are below t = round(p * 2^32); others are scaled by 1 / (1 - t / 2^32). So the
+expectation is exact for every p, and the rate misses p by at most 2^-33.
 
 The two elements of a pair are not quite independent. With t = 2^16 h + l, exactly h^2 + 2 min(h, l) + (1 if h < l) of
-the 2^32 words drop both, at least the t^2 / 2^32 of independent elements. Their correlation is 0 where p is a multiple
-of 2^-16, and never more than 3 * 2^-16, or 2^-32 / min(p, 1 - p) where p is so near 0 or 1 that this is larger: there
-one single word drops, or keeps, both. Elements of different pairs are independent.
+the 2^32 words drop both, at least the t^2 / 2^32 of independent elements. Their correlation is 0 if p is a multiple of
+2^-16, and at most 3 * 2^-16, or 2^-32 / min(p, 1 - p) for p so near 0 or 1 that this is larger, where one single word
+drops or keeps both. Elements of different pairs are independent.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_HALF = 16  # bits that are an element's own
+_HALF = 16  # an element's own bits
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's default generator, by an ordinary PyTorch operation: graphs and checkpoints know it."""
+    """A seed from the device's default generator, by a PyTorch operation, which graphs and checkpoints handle."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
@@ -42,7 +40,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
     words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
     for number in range(_ROUNDS):
         key = [number * step & _LOW for step in _KEY_STEPS]
-        # int64 products wrap, which leaves all 64 bits of the unsigned product in place.
+        # int64 products wrap, which keeps all 64 bits of the unsigned product.
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
             ((second >> 32) & _LOW) ^ words[1] ^ key[0],
@@ -54,14 +52,14 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
 
 def pair_bits(word: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the even and of the odd element that share a word: its halves exchanged, and as they are."""
+    """The bits of the even and the odd element that share a word: its halves exchanged, and as they are."""
     return (word & (1 << _HALF) - 1) << _HALF | word >> _HALF, word
 
 
 def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """`values` with dropout; the position of an element is its place in memory, in a tensor like this one.
+    """`values` with dropout; an element's position is its place in the memory of a tensor like this one.
 
-    Dense tensors keep their strides in `torch.empty_like`, and so does the result of a kernel.
+    Dense tensors keep their strides in `torch.empty_like`, and so does a kernel's result.
     """
     if seed is None:
         return values

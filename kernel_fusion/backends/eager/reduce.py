@@ -18,7 +18,7 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
 
 
 def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
-    """The definition, over the dimensions `dim`; none of them means all, as in `torch.sum`."""
+    """The definition over the dimensions `dim`; none means all, as in `torch.sum`."""
     reduction, result = _KINDS[kind], dtype or input.dtype
     if input.dtype not in FLOATING or result not in FLOATING:
         not_float8("reduce", input.dtype, result)

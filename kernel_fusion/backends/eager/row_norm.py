@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with the stages around them."""
+"""LayerNorm and RMSNorm with their stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _normalize(
     rms: bool,
     rounds_to: torch.dtype | None = None,
 ) -> Tensor:
-    """The norm in the compute type; of h of dtype `rounds_to`, if given, as Hugging Face's norms round it."""
+    """The norm in the compute type; given `rounds_to`, the dtype of h, it rounds as Hugging Face's norms do."""
     dims = tuple(range(-num_dims, 0))
     if not rms:
         h = h - h.mean(dims, keepdim=True)
@@ -63,25 +63,25 @@ def _normalize(
 
 
 def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """v rounded to `dtype`, in its own; gradients pass straight through, unrounded."""
+    """v rounded to `dtype`, but in its own dtype; gradients pass through unrounded."""
     exact = v.detach()
-    # The difference is 0, but NaN for an infinity; subtracting it leaves the value and passes the gradient on.
+    # The difference is 0 (NaN for an infinity); subtracting it keeps the value and passes the gradient.
     return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 
 def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
-    """v times the activation of a gate, if there is one."""
+    """v times the gate's activation, if there is a gate."""
     return v if gate is None else v * formula(s.gate_activation)(gate)
 
 
 def before_norm(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
-    """u, of which h is made: the stages before the sum with a residual; `drop` is the dropout."""
+    """u, the stages before the sum with a residual; `drop` is the dropout."""
     u = _gated(formula(s.pre_activation)(x), s.gate if s.gate_first else None, s)
     return u if s.seed is None else drop(u)
 
 
 def after_norm(n: Tensor, s: Given) -> Tensor:
-    """y, of norm(h) * weight + bias."""
+    """y, from norm(h) * weight + bias."""
     return formula(s.activation)(_gated(n, None if s.gate_first else s.gate, s))
 
 
@@ -135,7 +135,7 @@ def _foreign(
     rms: bool,
     s: Given,
 ) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's calls, in its words or by its rules for dtypes that we have no kernels for."""
+    """The norm by PyTorch's calls, for dtypes without kernels and for PyTorch's errors."""
     normalized_shape = list(input.shape[input.dim() - num_dims :])
     apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, *affine[:2])
     h = before_norm(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))
@@ -155,10 +155,9 @@ def pytorch_row_norm(
     rms: bool,
     apart: bool = False,
 ) -> Tensor:
-    """PyTorch's own call, for what is PyTorch's affair; with weight and bias in calls of their own if they are `apart`.
+    """PyTorch's own call; `apart` gives weight and bias calls of their own.
 
-    That is: integers, complex numbers, other layouts, tensor subclasses; and shapes that don't fit, so that the error
-    is PyTorch's own, in the words of the version at hand.
+    It serves integers, complex numbers, other layouts and tensor subclasses. Wrong shapes get PyTorch's own error.
     """
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
@@ -172,6 +171,6 @@ def pytorch_row_norm(
     else:
         y = torch.nn.functional.rms_norm(input, shape, weight, eps)
         if bias is not None and list(bias.shape) != shape:
-            torch.nn.functional.layer_norm(input, shape, None, bias)  # raises: rms_norm has no words for a bias
+            torch.nn.functional.layer_norm(input, shape, None, bias)  # raises, because rms_norm has no error for a bias
         y = y if bias is None else y + bias
     return y if out_dtype is None else y.to(out_dtype)

@@ -1,4 +1,4 @@
-"""Softmax over the last dimension, of a scaled and masked input."""
+"""Softmax over the last dimension of a scaled and masked input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * input + mask), the mask boolean (True = keep) or additive, broadcast to the input.
+    """softmax(scale * input + mask), with a boolean (True = keep) or additive mask that broadcasts to the input.
 
-    With `causal`, column j of row i (the last two dimensions) is kept where j <= i. With a mask or `causal`, a row of
-    which nothing is left, whose logits are all -inf, gives zeros. What a boolean mask or `causal` leave out is 0, also
-    in a row with NaN, of which `torch.softmax` makes all elements NaN.
+    `causal` keeps column j of row i (the last two dimensions) if j <= i. With a mask or `causal`, a row of -inf gives
+    zeros, and masked elements are 0 even in a row with NaN, where `torch.softmax` makes all elements NaN.
     """
     if mask is not None:
         checks.mask("softmax", mask)
     if input.dtype not in checks.FLOATING:
-        return torch.softmax(input, -1)  # PyTorch's result, or its error
+        return torch.softmax(input, -1)  # PyTorch's result or error
     logits = input.to(compute_dtype(input.dtype)) * scale
     left_out: list[Tensor] = []
     if mask is not None and mask.dtype == torch.bool:
@@ -42,5 +41,5 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 def causal_mask(scores: Tensor) -> Tensor:
-    """True where column j <= row i, for the last two dimensions of `scores`."""
+    """True for column j <= row i, in the last two dimensions of `scores`."""
     return scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()

@@ -1,8 +1,7 @@
 """The Triton backend: every verb on kernels that run wherever Triton does.
 
-This file imports no Triton. `operators` does, which defines `torch.ops.kernel_fusion.triton_*` when a call first asks
-for them (`kernel_fusion.operators.fallback`); `serve` then calls those, and a tracer can follow it. The kernels are in
-`kernels`, what lays them out in `plan` and `layout`, the operators on them in one module per family.
+This file imports no Triton. `operators` does, and defines `torch.ops.kernel_fusion.triton_*` when a call first needs
+them (`kernel_fusion.operators.fallback`). `serve` then calls those, and tracers can follow it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def serve(name: str, *args: Any) -> Any:
-    """The verb `name`, called with an operator's arguments, by the Triton kernels."""
+    """The verb `name` on the Triton kernels, with an operator's arguments."""
     if name not in ("layer_norm", "rms_norm"):
         return getattr(torch.ops.kernel_fusion, f"triton_{name}").default(*args)
     input, num_dims, weight, bias, eps, offset, out_dtype = args

@@ -1,7 +1,7 @@
-"""What the operators of all families do about autograd.
+"""Autograd for the operators of all families.
 
-A kernel is opaque to whoever differentiates through it, so `torch.func`, forward-mode tangents and differentiated
-backward passes take the eager definition, through the operators `*_reference`.
+Nothing can differentiate through a kernel, so `torch.func`, forward mode and differentiated backward passes take the
+eager definition, through the operators `*_reference`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_fusion.core import arguments, checks
 
 
 def needs_definition(values: Sequence[Tensor | None], others: Sequence[Tensor | None] = ()) -> bool:
-    """Whether somebody wants to see through the operator, or the tensors are nothing for a kernel.
+    """Whether a transform must see through the operator, or kernels cannot read the tensors.
 
     Args:
         values: the tensors that it computes with.
@@ -50,7 +50,7 @@ def differentiable(
     inputs: Sequence[Tensor | None],
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The wanted gradients of outputs that the definition has computed, themselves differentiable."""
+    """The wanted gradients of the definition's outputs, themselves differentiable."""
     for dy in cotangents:
         if dy is not None:
             arguments.memory(dy)

@@ -1,4 +1,4 @@
-"""How a call runs on the Triton backend, in words, for `kernel_fusion.explain`. Imports no Triton."""
+"""The lines of `kernel_fusion.explain` for the Triton backend. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernel_fusion.core.stages import compiled_in, of_verb
 
 
 def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
-    """One line per direction: the plans of `verb`, called with these arguments."""
+    """One line per direction: the plans of `verb` for these arguments."""
     first: Tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     device = plan.device_of(first.device)
     wide = compute_dtype(first.dtype) == torch.float64
@@ -38,7 +38,7 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     h = x if residual is None else residual
     group = arguments.get("group_size")
     cols, groups = (cols, 1) if group is None else (group, cols // group)
-    # Backward reads dy and h, dh of a residual, and what its stages need; with a row before the norm both rows twice.
+    # Backward reads dy and h, with a residual dh, and what stages need; with a stage before the norm both rows twice.
     dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
     dtypes += [] if residual is None else [h.dtype, x.dtype] if stages.pre_activation != IDENTITY else [h.dtype]
     if stages.beside is not None:

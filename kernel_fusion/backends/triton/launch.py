@@ -1,4 +1,4 @@
-"""Launches a kernel, in whatever mode: for real, traced by torch.compile, or in Triton's interpreter."""
+"""Launches a kernel in any mode: for real, traced by torch.compile, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.backends.triton.kernels.elementary import INTERPRETED
 from kernel_fusion.backends.triton.plan import Plan
 
-# How many kernels this process has launched or traced, by the kernel's name; the tests compare it before and after.
+# Kernels launched or traced by this process, by name, for tests.
 launches: dict[str, int] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[Any, ...], *args: Any, constants: Constants, warps: int, registers: int | None = None
 ) -> None:
-    """Launch `kernel` on the device of its first tensor; None stands for a pointer that is not followed.
+    """Launch `kernel` on its first tensor's device; None stands for an unused pointer.
 
-    A kernel that is `chained` is launched while the one before it still runs. A thread gets `registers` at most, if
-    that is given. Neither is so where the launch is traced: Inductor launches in the ordinary way, and with Triton 3.6
-    the wait keeps it from finding out what a kernel writes.
+    A `chained` kernel starts while the one before it still runs, and `registers` limits a thread. Traced launches have
+    neither: Inductor cannot do the first, and with Triton 3.6 the wait hides from it what a kernel writes.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
     first = next(arg for arg in args if isinstance(arg, Tensor))
     pointers = [first if arg is None else arg for arg in args]
     if INTERPRETED:
-        with np.errstate(all="ignore"):  # infinities and NaN are as welcome here as on a device
+        with np.errstate(all="ignore"):  # infinities and NaN are allowed
             kernel[grid](*pointers, C=constants)
         return
     wrapped = torch.library.wrap_triton(kernel)
-    options: dict[str, Any] = {}  # those of NVIDIA's devices
+    options: dict[str, Any] = {}  # options of NVIDIA devices
     if wrapped is not kernel:
         constants = _for_inductor(constants)
     else:
@@ -49,7 +48,7 @@ def launch(
 
 
 def _for_inductor(constants: Constants) -> Constants:
-    """Not chained, and with numbers in place of symbols, which the traced program is then guarded by."""
+    """Not chained, and with numbers instead of symbols, which guard the traced program."""
     values = {field.name: getattr(constants, field.name) for field in fields(constants)}
     numbers = {name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)}
     changes: dict[str, Any] = numbers | {"chained": False}
@@ -62,12 +61,12 @@ def tile(plan: Plan) -> dict[str, Any]:
 
 
 def row_tile(plan: Plan, cols: int) -> dict[str, Any]:
-    """The constants of a tile of rows of so many columns."""
+    """The constants of a tile of rows with this many columns."""
     return {**tile(plan), "exact": cols % plan.block == 0}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` current, which is where Triton launches; a program can be traced for one that is not there."""
+    """Makes `device` current for Triton's launch; tracing also works for an absent device."""
     if device.type == "xpu" and torch.xpu.is_available():  # pragma: gpu
         return torch.xpu.device(device)
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu

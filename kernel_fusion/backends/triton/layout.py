@@ -1,4 +1,4 @@
-"""How tensors lie in memory, in the terms of the kernels: rows with up to three strides, and units that divide them."""
+"""The memory layout of tensors as kernels see it: rows with up to three strides, and units that divide them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Rows:
     """Rows of tensors of one shape, indexed (outer, middle, inner).
 
     Attributes:
-        count: how many there are.
-        middle, inner: sizes of the second and third index; both 1 where one stride is enough.
+        count: the number of rows.
+        middle, inner: sizes of the second and third index; both 1 if one stride is enough.
         strides: three for each tensor, in elements.
     """
 
@@ -37,7 +37,7 @@ def unit(*lengths: int) -> int:
 
 
 def product(sizes: Sequence[int]) -> int:
-    """Of sizes that may be symbolic."""
+    """The product of sizes, which may be symbolic."""
     result = 1
     for size in sizes:
         result = result * size
@@ -63,7 +63,7 @@ def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[
 
 
 def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows | None:
-    """Rows along merged outer dimensions, or None where there are more than three."""
+    """Rows along merged outer dimensions, or None if there are more than three."""
     if len(sizes) > _MAX_OUTER:
         return None
     count = product(sizes)
@@ -78,7 +78,7 @@ def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows |
 
 
 def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Rows]:
-    """The tensors, of one shape, as rows over their last `num_dims` dimensions; copied where that cannot be said."""
+    """Tensors of one shape as rows over their last `num_dims` dimensions; copied if three strides are too few."""
     shape = tensors[0].shape
     split = len(shape) - num_dims
     cols = product(shape[split:])
@@ -94,11 +94,11 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
-    """Dimensions, outermost first, in the order in which PyTorch's pointwise operations lay out their result.
+    """Dimensions, outermost first, in the memory order of the results of PyTorch's pointwise operations.
 
-    By the strides of the operands, the first of which decides where they disagree; a stride of 0 has no say.
+    The operands' strides decide, the first operand's if they disagree; strides of 0 do not count.
     """
-    order = list(range(len(sizes)))[::-1]  # innermost first, as the comparison is meant
+    order = list(range(len(sizes)))[::-1]  # innermost first, as PyTorch compares
 
     def swaps(low: int, high: int) -> int:
         for of in strides:
@@ -128,6 +128,6 @@ def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
     step = 1
     for dim in reversed(order):
         strides[dim] = step
-        # As PyTorch counts: an empty dimension passes for one of size 1.
+        # As in PyTorch, an empty dimension counts as one of size 1.
         step = step * (sizes[dim] if sizes[dim] != 0 else 1)
     return strides

@@ -1,8 +1,8 @@
-"""The Triton backend's verbs: operators `kernel_fusion::triton_*` with the schemas of the verbs.
+"""The Triton backend's verbs: operators `kernel_fusion::triton_*` with the verbs' schemas.
 
-Each sits on the `Autograd` key, so that a tracer keeps it as one node and autograd's tracer finds the operators on the
-kernels below it (`torch.library.triton_op`), which Inductor sees through. Where no autograd key is consulted, as in
-inference mode, the same function serves.
+Each sits on the `Autograd` key, so that a tracer keeps it as one node. Autograd's tracer then finds the operators on
+the kernels (`torch.library.triton_op`), which Inductor sees through. Without an autograd key, as in inference mode, the
+same function serves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 
-# The verbs' operators by the name of the one of the other backends.
+# The verbs' operators, by the names that other backends use.
 VERBS: dict[str, Callable[..., Any]] = {
     "staged_row_norm": staged_row_norm,
     "pointwise": pointwise,
@@ -28,7 +28,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 
 
 def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:
-    """Define the operators; `schemas` has those of the verbs."""
+    """Define the operators, with the verbs' `schemas`."""
     for name, function in VERBS.items():
         library.define(f"triton_{name}{schemas[name]}", tags=torch.Tag.pt2_compliant_tag)
         operator: Any = getattr(torch.ops.kernel_fusion, f"triton_{name}").default

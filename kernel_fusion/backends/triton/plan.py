@@ -1,10 +1,9 @@
-"""How a kernel runs: the block of columns, the rows beside each other, the warps, and whether a row is looped over.
+"""How a kernel runs: columns per block, rows side by side, warps, and whether it loops over a row.
 
-One rule for all: a row lies in one block, the power of two that holds it, as long as the program's registers hold what
-it keeps of it; short rows share a program. Rows of the norms, often 3, 5 or 7 times a power of two, lie in a few
-smaller blocks. No plan depends on the number of rows, so a new batch size compiles nothing and cannot change a row's
-bits; how many persistent programs share the rows does, and is not compiled in. Nothing is tuned at a first call. What
-was measured for the norms is in docs/notebook/triton.md.
+A row lies in one block, the power of two that holds it, as long as registers hold what is kept of it; short rows share
+a program. Rows of norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the
+number of rows, so a new batch size compiles nothing and changes no bits; only the number of persistent programs does,
+which is not compiled in. Nothing is tuned at a first call. docs/notebook/triton.md has the measurements.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from functools import lru_cache
 
 import torch
 
-# Columns of a row that is read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
+# Columns of a row read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
-# Of the norms: the largest block; the longest row of 32-bit registers, 32 in each of 1024 threads; and the chunk of
-# longer rows, so large that the second reading finds it in the L2 cache.
+# For norms: the largest block; the longest row, with 32 registers in each of 1024 threads; and the chunk of longer
+# rows, which the second reading finds in the L2 cache.
 _NORM_BLOCK = 4096
 _LONGEST_ROW = 32768
 _NORM_CHUNK = 16384
-# Of shared memory, at most, what a program of the norms needs besides rows fetched ahead.
+# Shared memory that a norm needs at most, apart from rows fetched ahead.
 _EXCHANGED_BYTES = 16384
-# Elements of a section of a reduction: of a row, and down a block of columns.
+# Elements of a reduction's section, along a row and down a block of columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
-# Registers that a thread can have.
+# The most registers of a thread.
 _MOST_REGISTERS = 255
-# Elements of a thread, counting one value per element; and the most warps of 32 that a program may have.
+# Elements per thread, at one value each, and the most warps of 32 threads per program.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Bytes of a sector, which memory gives at once.
+# Bytes of a sector, the unit of memory transfers.
 _SECTOR = 32
 
 
@@ -42,15 +41,14 @@ class Plan:
 
     Attributes:
         rows, block: the tile of a program, rows times columns.
-        warps: of the program.
-        pieces: blocks that a row takes beside each other.
-        looped: whether rows are longer than that, and read a block at a time.
-        slices: of a block, where the moments of a row are those of its slices, joined: each is what a warp loads with
-            one instruction.
-        early: whether weight and bias are asked for before the row's statistics are there.
-        again: whether backward reads a row again rather than keep it beside the sums of its columns.
-        stages: of the pipeline through shared memory in which a persistent program fetches rows ahead; 1 for none.
-        resident: programs on each multiprocessor, where they are persistent; 0 where each has one tile.
+        warps: warps per program.
+        pieces: blocks side by side that hold a row.
+        looped: whether rows are longer than that and read block by block.
+        slices: parts of a block, each loaded by a warp with one instruction, whose moments are joined.
+        early: whether weight and bias are loaded before the row's statistics are known.
+        again: whether backward reads a row again instead of keeping it beside its columns' sums.
+        stages: of the pipeline through shared memory that fetches rows ahead in a persistent program; 1 for none.
+        resident: persistent programs per multiprocessor; 0 if each program has one tile.
     """
 
     rows: int
@@ -66,19 +64,18 @@ class Plan:
 
     @property
     def releases(self) -> bool:
-        """Whether the programs of forward let the next kernel start as soon as they run, not when they have ended.
+        """Whether forward's programs let the next kernel start as soon as they run, not when they end.
 
-        Those of one warp are many, and each has to say so: 65536 rows of 2 KB took 1.24 of the floor for it, 1.02
-        without. Programs that share rows are few: those of the next kernel, which wait beside them, then find room
-        unevenly, and some multiprocessors have twice the work of others (4096x512 in fp32: 1.26, and 1.00 without).
+        Programs of one warp are many, and each release costs time. Programs that share rows are few; those of the next
+        kernel would wait beside them and spread unevenly over multiprocessors.
         """
         return self.rows == 1 and self.warps > 1
 
     @property
     def chained(self) -> bool:
-        """Whether persistent programs are launched while the kernel before them still runs.
+        """Whether persistent programs start while the kernel before them still runs.
 
-        Not where rows are read again: the compiler spills more registers behind the wait.
+        Not if rows are read again: the compiler spills more registers after the wait.
         """
         return self.resident > 0 and not self.again
 
@@ -109,7 +106,7 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
         wide: computed in float64, which takes twice the registers.
         warp_size: of the device, 32 or 64.
         longest: the longest row that is kept whole, in float32.
-        per_thread: elements of a thread, fewer where a kernel keeps several values of each.
+        per_thread: elements per thread; fewer if a kernel keeps several values of each.
     """
     block = _block(cols)
     longest, per_thread = (longest // 2, per_thread // 2) if wide else (longest, per_thread)
@@ -121,22 +118,20 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
 
 
 def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
-    """16 elements a thread until there are 8 warps, whose threads then take as many as they have registers for.
+    """16 elements per thread up to 8 warps, then as many as registers allow.
 
-    A row of 2 KB is left to one warp, which waits for nobody; shorter ones share a program that reads as much, since
-    a multiprocessor takes 32 programs and no more. Weight and bias are asked for before the row's statistics are there
-    where registers allow it: the more a program has, the fewer run beside each other. Those of 16 bits are widened
-    early, too. Slices join the moments of LayerNorm's warps in one exchange, and cost registers and instructions: rows
-    of 8 KB, none of which is masked, do better without, and with 4 warps (16 bits) or 8. So does LayerNorm of 4096
-    elements of 32 bits, by 16 warps that ask late; RMSNorm, which keeps less of a row, has 16 warps from 3072 on.
+    A 2 KB row takes one warp, which waits for nobody. Shorter rows share a program that reads as much, because a
+    multiprocessor takes at most 32 programs. Weight and bias are loaded early if registers allow it without reducing
+    the number of programs; fp16 and bf16 are also widened early. Slices save LayerNorm an exchange between warps, but
+    cost registers and instructions, so some sizes do without.
 
     Args:
         cols: N.
         itemsize: bytes of an element of the input.
         warp_size: of the device.
-        rms: RMSNorm, which has a weight and most often no bias.
+        rms: RMSNorm, which has a weight and usually no bias.
     """
-    cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # an int: in a traced program it may be a symbol
+    cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # a traced program may pass a symbol
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
@@ -150,7 +145,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
         warps = _at_most(8, -(-rows * cols * width // 512))
     if tall or cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
-    each = cols / (32 * warps)  # elements of a thread, of the row
+    each = cols / (32 * warps)  # elements of the row per thread
     if not narrow:
         early = (warps <= 4 or each <= 20) and (rms or not tall)
     elif rms:
@@ -170,19 +165,17 @@ def norm_backward(
 ) -> Plan:
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
-    A program has several rows, which wait for each other's sums once, as far as its registers go. Its warps lie beside
-    each other, never one above the other: they would exchange the sums of their columns at every tile. The next rows
-    are fetched ahead through shared memory, where that has room; those of 16 bits beyond 1024 columns only where two of
-    them take more registers than two programs of a multiprocessor have.
-
-    Rows whose columns a program cannot sum as well have a kernel of their own for that, with `norm_columns`.
+    A program has as many rows as registers allow, which wait together for their sums. Its warps lie side by side;
+    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if shared memory has room;
+    fp16 and bf16 rows beyond 1024 columns only if two of them need more registers than two programs per multiprocessor
+    have. If a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
         cols, itemsize, warp_size: as for forward.
-        rms: RMSNorm, which sums one value per column instead of two, and so does with longer rows.
-        staged: with an activation or dropout, whose arithmetic takes registers too.
-        fetched: bytes that are read per column of a row, weight and bias included.
-        shared_bytes: of shared memory that a program may have.
+        rms: RMSNorm, which has one sum per column instead of two, so longer rows can be summed.
+        staged: with an activation or dropout, which take registers.
+        fetched: bytes read per column of a row, weight and bias included.
+        shared_bytes: the most shared memory of a program.
     """
     cols, width = int(cols), _width(itemsize)
     longest = _NORM_CHUNK // 2 if staged else _LONGEST_ROW if rms else _NORM_CHUNK
@@ -200,10 +193,10 @@ def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched
     block, narrow = _block(cols), itemsize <= 2
     warps = max(1, block * itemsize // 512)
     rows = max(4, 512 // block) if narrow else min(8, 4096 // block)
-    # Warps of a multiprocessor; short rows of float64 have no registers for more.
+    # Warps per multiprocessor; short float64 rows have no registers for more.
     together = 16 if narrow or warps > 4 or (itemsize == 4 and block <= 64) else 8
-    # Copies of less than 16 bytes, and of 16-bit rows that begin within a sector, are slow. 16-bit rows that fill a
-    # block of 256 or more have loads enough on their way.
+    # Copies below 16 bytes, and of fp16 or bf16 rows that begin within a sector, are slow. Such rows that fill a block
+    # of 256 have enough loads in flight.
     if narrow:
         gains = cols * itemsize % _SECTOR == 0 and (cols < block or 64 <= block <= 128)
     else:
@@ -218,8 +211,8 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
     if narrow and cols <= 1536:
         warps = 2
     block, pieces = _pieces(cols, (16 if warps == 16 else 8) * 32 * warps // itemsize)
-    # A second row where a thread then has 32 elements at most. As many wide ones would take more than the 128 registers
-    # that two programs of 8 warps leave it.
+    # A second row if a thread then has at most 32 elements; wide ones would exceed the 128 registers that two programs
+    # of 8 warps leave.
     fits = block * pieces <= 512 * warps and block * itemsize >= 512 * warps
     rows = 2 if fits and (narrow or warps == 16 or cols <= 2048) else 1
     again = cols > (12288 if narrow and not rms else 16384)
@@ -231,12 +224,12 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
 
 
 def norm_columns(itemsize: int, warp_size: int) -> Plan:
-    """For dweight and dbias of rows that are looped over: a program moves down through the rows of its columns."""
+    """For dweight and dbias of looped rows: a program moves down the rows of its columns."""
     return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
 
 
 def partial_sums(warp_size: int) -> Plan:
-    """For adding partial rows: many of few columns at a time, since there are few columns."""
+    """For adding partial rows: many rows of few columns at a time."""
     return Plan(128, 16, _narrow(4, warp_size))
 
 
@@ -245,7 +238,7 @@ def _block(cols: int) -> int:
 
 
 def _pieces(cols: int, least: int, most: int = _NORM_BLOCK) -> tuple[int, int]:
-    """The blocks of a row: the largest up to `most` of which an eighth at most lies outside it, if 8 of `least` can."""
+    """A row's blocks: the largest, up to `most`, with at most an eighth outside the row, if 8 of `least` suffice."""
     if cols <= 256:
         return _block(cols), 1
     block = most
@@ -260,12 +253,12 @@ def _at_most(most: int, wanted: int) -> int:
 
 
 def _width(itemsize: int) -> int:
-    """Registers of an element in the type that is computed in."""
+    """Registers per element in the compute type."""
     return max(1, itemsize // 4)
 
 
 def _narrow(warps: int, warp_size: int) -> int:
-    """So many warps of 32, in warps of the device."""
+    """`warps` of 32 threads as warps of the device."""
     return max(1, warps * 32 // warp_size)
 
 
@@ -275,7 +268,7 @@ def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
 
 
 def columns(cols: int, warp_size: int) -> Plan:
-    """For sums over rows: a tile of 512 columns at most, which a program moves down through its rows."""
+    """For sums over rows: a program moves a tile of at most 512 columns down its rows."""
     block = max(16, min(512, _power_of_two(int(cols))))
     rows = max(1, min(32, _SHORT_TILE // block))
     warps = _warps(rows * block, 8, warp_size)
@@ -283,21 +276,21 @@ def columns(cols: int, warp_size: int) -> Plan:
 
 
 def chain(cols: int | None, warp_size: int) -> Plan:
-    """For pointwise chains: 1024 elements a program; `cols` is None for a tensor that is one row."""
+    """For pointwise chains: 1024 elements per program; `cols` is None for a tensor that is one row."""
     block = 1024 if cols is None else max(16, min(1024, _power_of_two(int(cols))))
     return Plan(max(1, 1024 // block), block, _warps(1024, 8, warp_size))
 
 
 @dataclass(frozen=True)
 class Device:
-    """What plans and grids need to know.
+    """The device properties that plans and grids need.
 
     Attributes:
-        processors: multiprocessors, or what other vendors have in their place.
-        warp_size: threads of a warp.
-        shared_bytes: of shared memory that a program may have; 0 where nothing is to be fetched ahead.
-        registers: of a multiprocessor; 0 where their number is left to the compiler.
-        chained: whether a kernel may be launched while the one before it still runs.
+        processors: multiprocessors, or other vendors' equivalent.
+        warp_size: threads per warp.
+        shared_bytes: the most shared memory of a program; 0 to fetch nothing ahead.
+        registers: of a multiprocessor; 0 to leave their number to the compiler.
+        chained: whether a kernel may start while the one before it still runs.
     """
 
     processors: int
@@ -307,21 +300,20 @@ class Device:
     chained: bool = False
 
     def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
-        """How many persistent programs share so many rows, of each of the `beside` parts that a row is cut in.
+        """How many persistent programs share the rows of each of the `beside` parts of a row.
 
-        One for each tile until a multiprocessor has four, then one for every other tile: each writes a row of partial
-        sums, which is read again.
+        One per tile until a multiprocessor has four, then one per two tiles: each writes a row of partial sums.
         """
         most, few = (max(1, self.processors * each // beside) for each in (plan.resident, 4))
-        # In a traced program the number of rows may be a symbol, and the choice must not depend on its value.
+        # In a traced program the number of rows may be a symbol, so the choice must not depend on its value.
         tiles = -(-rows // plan.rows)
         few = torch.sym_max(1, torch.sym_min(tiles, few))
         return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]
 
     def registers_of(self, plan: Plan) -> int | None:
-        """How many a thread may have so that all persistent programs run at once; None where that is no question.
+        """Registers per thread that let all persistent programs run at once, or None.
 
-        The compiler may well choose more: 168 or 128 for the same kernel, from one version to the next.
+        Without the limit, compilers may choose more.
         """
         if plan.resident <= 1 or not self.registers:
             return None
@@ -331,7 +323,7 @@ class Device:
 
 @lru_cache
 def device_of(device: torch.device) -> Device:
-    """The device's numbers; those of a small one for the interpreter."""
+    """The device's properties; for the interpreter those of a small one."""
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:

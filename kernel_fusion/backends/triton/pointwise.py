@@ -28,9 +28,9 @@ class _Walk:
     """How the kernels pass through the memory of y.
 
     Attributes:
-        strides: of y and of the gradients of its shape; is_contiguous: whether these are those of a contiguous tensor.
-        a, b: the operands, copied where their dimensions cannot be described.
-        rows: the outer dimensions; None where y is one row and the operands lie like it.
+        strides: of y and of gradients of its shape; is_contiguous: whether they are contiguous.
+        a, b: the operands, copied if their dimensions cannot be described.
+        rows: the outer dimensions; None if y is one row and the operands lie like it.
         cols: the innermost dimension.
         steps: column strides of the operands.
     """
@@ -64,14 +64,14 @@ def _walk(a: Tensor, b: Tensor | None) -> _Walk:
 
 
 def _like(walk: _Walk, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # torch.compile takes equal calls of `empty_strided` for one tensor, and keeps what forward writes to for backward.
+    # torch.compile merges equal calls of `empty_strided` into one tensor and keeps forward's for backward.
     if walk.is_contiguous:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty_strided(shape, walk.strides, dtype=dtype, device=device)
 
 
 def _numbers(walk: _Walk) -> tuple[list[int], dict[str, Any]]:
-    """Lengths and strides in units, and the constants that say what they mean."""
+    """Lengths and strides in units, and the constants that explain them."""
     if walk.rows is None:
         return [1, walk.cols, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1], {"flat": True, "unit": 1}
     rows = walk.rows
@@ -121,7 +121,7 @@ def forward(
     seed: Tensor | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y, with the strides that PyTorch's pointwise operations give it, and their dtype unless `out_dtype` is given."""
+    """y, with the strides and, without `out_dtype`, the dtype that PyTorch's pointwise operations give it."""
     chain = combine, activation, dropout_p, seed
     known = out_dtype is None or out_dtype in checks.FLOATING
     require("triton_pointwise_fwd", [a, b, seed], known and _takes(a, b, *chain))
@@ -147,7 +147,7 @@ def backward(
     seed: Tensor | None,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """da and db of the shape of y; db of the shape of b where that is one row; unwanted, without elements."""
+    """da and db of y's shape, but db of b's shape if b is one row; empty if unwanted."""
     takes = _takes(a, b, combine, activation, dropout_p, seed) and len(wants) == 2 and floating(dy)
     shape = a.shape if b is None or not takes else torch.broadcast_shapes(a.shape, b.shape)
     require("triton_pointwise_bwd", [dy, a, b, seed], takes and shaped(shape, dy))
@@ -158,7 +158,7 @@ def backward(
     if b is not None and wants[1] and _is_row(walk):
         da, db = _backward_columns(cotangent, walk, seed, wants[0], constants)
         return da, db.view(b.shape)
-    # An operand that was broadcast gets the sum of what is here in the result's dtype, as in PyTorch.
+    # A broadcast operand gets the sum of this, in the result's dtype, as in PyTorch.
     a_dtype = a.dtype if a.shape == dy.shape else dtype
     da = _like(walk, dy.shape, a_dtype, dy.device) if wants[0] else nothing
     db = nothing
@@ -174,7 +174,7 @@ def backward(
 
 
 def _is_row(walk: _Walk) -> bool:
-    """Whether b is one row under every row of a, which is dense."""
+    """Whether b is one row under every row of a dense a."""
     rows = walk.rows
     return rows is not None and rows.simple and rows.strides == ((walk.cols, 0, 0), (0, 0, 0)) and walk.steps == (1, 1)
 
@@ -241,7 +241,7 @@ def pointwise(a: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
 
 
 def _broadcast(a: Tensor, b: Tensor | None) -> bool:
-    """Whether the shapes go together; where they do not, the definition raises in PyTorch's words."""
+    """Whether the shapes broadcast; if not, the definition raises in PyTorch's words."""
     if b is None:
         return True
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)

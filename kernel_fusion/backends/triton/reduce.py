@@ -1,7 +1,7 @@
 """Reductions: the operator on the kernels, and its autograd.
 
-Dimensions that are reduced and neighbours in memory are one; each such run is one reduction, the first with the
-function of the elements, the others sums of sums. Long runs are cut into sections, whose sums are reduced in turn.
+Reduced dimensions that are neighbours in memory form a run. Each run is one reduction, the first with the function of
+the elements, later ones of sums. Long runs are cut into sections, whose sums are reduced in turn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, cou
     sections = -(-length // plan.ROW_SECTION)
     final = sections == 1
     out = torch.empty((rows, sections), dtype=dtype if final else wide, device=x.device)
-    # A row is added up chunk by chunk, so that no plan but the shortest rows' depends on their length.
+    # A row is added up by chunks, so that only the shortest rows' plans depend on their length.
     layout = plan.row_plan(min(length, plan.CHUNK), wide == torch.float64, plan.device_of(x.device).warp_size)
     launch(
         reduce_rows, (-(-rows // layout.rows), sections),
@@ -128,7 +128,7 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient of the input, which is a pointwise chain: 2 x dy, or sign(x) dy / count."""
+        """The gradient of the input, a pointwise chain: 2 x dy, or sign(x) dy / count."""
         (dy,) = grads
         (x,) = ctx.saved_tensors
         dim, keepdim, kind, dtype = ctx.call
@@ -139,7 +139,7 @@ class Reduce(torch.autograd.Function):
         if not keepdim:
             for d in dims:
                 dy = dy.unsqueeze(d)
-        # Scaled here, where dy is small: a scale is compiled in, and the count may be that of rows.
+        # Scales dy, which is small here, because a chain's scale is compiled in and the count may be of rows.
         if kind == "sum_squared":
             chain = "mul", IDENTITY, 2.0
         else:

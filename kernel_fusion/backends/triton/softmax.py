@@ -17,7 +17,7 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def _layout(input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Rows]:
-    """Input and mask as rows; the mask's columns may have any stride, so that a broadcast mask is not copied."""
+    """Input and mask as rows; the mask's columns may have any stride, so a broadcast mask is not copied."""
     if mask is None:
         tensors, rows = rows_of([input], 1)
         return tensors[0], None, Rows(rows.count, rows.middle, rows.inner, (*rows.strides, (0, 0, 0)))
@@ -37,7 +37,7 @@ def _takes_forward(input: Tensor, mask: Tensor | None, causal: bool) -> bool:
 
 @torch.library.triton_op("kernel_fusion::triton_softmax_fwd", mutates_args={})
 def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """y, contiguous; `mask` has the shape of the input, with any strides."""
+    """y, contiguous; `mask` has the input's shape with any strides."""
     require("triton_softmax_fwd", [input, mask], _takes_forward(input, mask, causal))
     cols = input.shape[-1]
     x, by, rows = _layout(input, mask)
@@ -61,7 +61,7 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 @torch.library.triton_op("kernel_fusion::triton_softmax_bwd", mutates_args={})
 def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
-    """dx, contiguous; with `leaves_out`, 0 where y is, also in a row with NaN."""
+    """dx, contiguous; with `leaves_out`, 0 where y is, even in a row with NaN."""
     takes = y.dim() >= 1 and y.numel() > 0 and floating(dy, y) and shaped(y.shape, dy)
     require("triton_softmax_bwd", [dy, y], takes)
     dy, y, cols = dy.contiguous(), y.contiguous(), y.shape[-1]
@@ -97,7 +97,7 @@ class Softmax(torch.autograd.Function):
         """Gradients of the input and of an additive mask."""
         (dy,) = grads
         (y,) = ctx.saved_tensors
-        # y carries its own history, so that the formula in it is differentiable.
+        # y carries its history, so that this formula of y is differentiable.
         gradient = _formula if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_softmax_bwd
         dx, dmask = (
             gradient(dy, y, scale, ctx.leaves_out).to(dtype) if wanted else None

@@ -1,4 +1,4 @@
-// The devices: which kernels of each family they have, and when these are called without the dispatcher.
+// The devices: the kernels of each family, and when to call them without the dispatcher.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -11,8 +11,7 @@
 
 namespace kf {
 
-// Without kernels a device stands for tracing: shapes and dtypes alone, and those of the norms only (operators/meta.py has
-// others).
+// A device without kernels stands for tracing, of the norms only (operators/meta.py has the others).
 struct Backend {
   c10::DispatchKey key;
   c10::DeviceType device;
@@ -33,8 +32,8 @@ inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, fo
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
 // clang-format on
 
-// The backend to call directly, where `keys` hold nothing but a device that the dispatcher would stop at, autograd aside. Null
-// where something else must see the operators: a mode, a subclass, a transform, functionalisation, tracing.
+// The backend to call directly, if `keys` hold only a device, and autograd. Null if something else must see the operators: a
+// mode, a subclass, a transform, functionalisation, tracing.
 inline const Backend* direct(c10::DispatchKeySet keys) {
   constexpr auto passed = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
                           c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
@@ -48,8 +47,8 @@ inline const Backend* direct(c10::DispatchKeySet keys) {
 inline c10::DispatchKeySet key_set_of(const Tensor& t) { return t.defined() ? t.key_set() : c10::DispatchKeySet(); }
 inline c10::DispatchKeySet key_set_of(const OptionalTensor& t) { return t ? key_set_of(*t) : c10::DispatchKeySet(); }
 
-// The keys that a call with these tensors would have, in a backward: of all that it reads, since the dispatcher knows what to
-// do with those whose memory is not what they stand for, such as views that negate.
+// The keys of a call with these tensors in a backward, which must cover all that it reads: the dispatcher handles tensors that
+// differ from their memory, such as negated views.
 inline constexpr auto keys_of = [](const auto&... tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   return (local.included_ | ... | key_set_of(tensors)) - local.excluded_;

@@ -1,4 +1,4 @@
-// Nodes that save variables. Compiled autograd's headers are long, so only this file has them.
+// Nodes that save variables. Only this file includes compiled autograd's long headers.
 #include "node.h"
 
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -11,14 +11,14 @@ void SavingNode::release_variables() {
 }
 
 variable_list SavingNode::apply(variable_list&& grads) {
-  if (at::GradMode::is_enabled())  // the definition's operations look at no memory
+  if (at::GradMode::is_enabled())  // the definition's operations check no memory
     for (const Tensor& grad : grads)
       if (direct(keys_of(grad))) check_memory(grad);
   const std::lock_guard<std::mutex> lock(mutex_);  // another thread may release the variables
   return gradients(std::move(grads));
 }
 
-// Compiled autograd traces `apply` with stand-ins for the saved tensors; compiled_args identifies the graph.
+// Compiled autograd traces `apply` with stand-ins for saved tensors; compiled_args identifies the graph.
 void SavingNode::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
   for (const Saved& each : const_cast<SavingNode*>(this)->saved()) args.collect(*each.variable, each.is_output);
   args.collect(key());

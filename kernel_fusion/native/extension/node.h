@@ -1,6 +1,5 @@
-// What the autograd of the verbs is written with. Nodes are written as PyTorch generates its own, and kernels are called
-// without the dispatcher where nothing else listens: with torch::autograd::Function and the dispatcher a training forward of
-// 1x64 took 10.0 µs instead of 7.1 (layer_norm, AMD EPYC).
+// Tools for the autograd of the verbs. Nodes are written as PyTorch generates its own, and kernels are called without the
+// dispatcher if nothing else listens: torch::autograd::Function and the dispatcher would cost small calls much of their time.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,7 +18,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// Whether the call is inside a transform of torch.func, or has tangents: then the definition serves it, through which they see.
+// Whether the call is inside a torch.func transform, or has tangents: then the definition serves it.
 template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
@@ -28,7 +27,7 @@ template <class... Tensors> bool needs_definition(const Tensors&... tensors) {
 
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
-// The gradients of y with respect to `inputs` as differentiable functions of everything.
+// The gradients of y with respect to `inputs`, as differentiable functions of everything.
 inline variable_list differentiate(const Tensor& y, const variable_list& inputs, const Tensor& dy) {
   return torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
 }
@@ -40,7 +39,7 @@ template <class T, class... Args> auto new_node(const Args&... args) {
   else return c10::make_intrusive<T>(args...);
 }
 
-// The constants of a node as bytes: two nodes of one key run the same code.
+// A node's constants as bytes: nodes of one key run the same code.
 template <class... T> std::string key_of(const T&... values) {
   std::string key;
   const auto add = [&](const auto& value) {
@@ -52,7 +51,7 @@ template <class... T> std::string key_of(const T&... values) {
   return key;
 }
 
-// A node that saves variables: it locks them, releases them and shows them to compiled autograd.
+// A node that saves variables: it locks and releases them, and shows them to compiled autograd.
 struct SavingNode : Node {
   struct Saved {
     SavedVariable* variable;
@@ -62,7 +61,7 @@ struct SavingNode : Node {
   using Node::Node;
 
   virtual SavedList saved() = 0;
-  virtual std::string key() const = 0;  // key_of(all else that `gradients` depends on)
+  virtual std::string key() const = 0;  // key_of(everything else that `gradients` depends on)
   virtual variable_list gradients(variable_list&& grads) = 0;
 
   void release_variables() final;

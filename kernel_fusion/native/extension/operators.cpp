@@ -1,5 +1,5 @@
-// What the operators of all families share: checks of tensors, the geometry of rows (which tensors can be read where they lie,
-// and which must be copied first), counters of kernels.
+// Shared by the operators of all families: checks of tensors, the geometry of rows (which tensors can be read in place and
+// which must be copied), counters of kernels.
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -19,7 +19,7 @@ void check_memory(const Tensor& t) {
   const size_t needed = static_cast<size_t>(t.storage_offset() + elements) * t.element_size(), held = t.storage().nbytes();
   if (needed <= held) [[likely]]
     return;
-  // PyTorch's words, which it has for memory that is not there and for memory that is too small.
+  // PyTorch's words for missing and for too small memory.
   TORCH_CHECK(held != 0, "The tensor has a non-zero number of elements, but its data is not allocated yet.");
   TORCH_CHECK(false, "sizes ", t.sizes(), ", strides ", t.strides(), ", storage offset ", t.storage_offset(), ", and itemsize ",
               t.element_size(), " requiring a storage size of ", needed, " are out of bounds for storage of size ", held);
@@ -62,8 +62,8 @@ bool inner_contiguous(const Tensor& t, int64_t num_dims) {
   return true;
 }
 
-// Collapses the leading dimensions into at most three (size, stride) levels, innermost first; the number of levels, or
-// -1 where three are not enough.
+// Merges the leading dimensions into at most three (size, stride) levels, innermost first; returns their number, or -1 if three
+// are not enough.
 int collapse(const Tensor& t, int64_t leading, int64_t (&size)[3], int64_t (&stride)[3]) {
   int levels = 0;
   for (int64_t i = leading - 1; i >= 0; --i) {
@@ -101,7 +101,7 @@ Rows::Rows(const Tensor& t, int64_t num_dims) : tensor(t) {
   }
   const auto bytes = static_cast<int64_t>(tensor.element_size());
   uintptr_t bits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  // Of a single row too, which must not ask for a kernel of its own.
+  // Also for a single row, which must not need a kernel of its own.
   for (const auto s : layout.stride) bits |= static_cast<uintptr_t>(s * bytes);
   alignment = alignment_of(reinterpret_cast<const void*>(bits));
 }

@@ -1,4 +1,4 @@
-// What the operators of all families share: checks of tensors, the geometry of rows, the dispatcher, counters of kernels.
+// Shared by the operators of all families: checks of tensors, the geometry of rows, the dispatcher, counters of kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,8 +45,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline const void* data_or_null(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
 
-// Raises unless the storage of `t` holds what its sizes and strides say: libraries free that of parameters and activations and
-// fill it again later. To be called before a kernel, or a copy, reads any tensor that a caller gave.
+// Raises unless the storage of `t` holds its sizes and strides: libraries free and refill that of parameters and activations.
+// Call it before a kernel or a copy reads a caller's tensor.
 void check_memory(const Tensor& t);
 inline void check_memory(const OptionalTensor& t) {
   if (t) check_memory(*t);
@@ -62,21 +62,21 @@ bool readable(const Tensor& t);
 // Whether `t` is the seed of a dropout of `input`: one int64.
 bool is_seed(const OptionalTensor& t, const Tensor& input);
 
-// The code of an activation; raises where none is called so.
+// The code of an activation; raises if the name is unknown.
 int32_t code_of(std::string_view activation);
 
-// What has this name, among names in the order of their codes; raises where no `what` has.
+// The entry called `name`, among names in the order of their codes; raises if no `what` has that name.
 template <class T, size_t n> T named(const std::string_view (&names)[n], std::string_view name, std::string_view what) {
   for (size_t code = 0; code < n; ++code)
     if (names[code] == name) return static_cast<T>(code);
   TORCH_CHECK_VALUE(false, "kernel_fusion: no ", what, " is called '", name, "'");
 }
 
-// The dropout that an operator's arguments ask for; raises where p is no probability. Without a seed there is none.
+// The dropout that an operator's arguments ask for; raises unless p is a probability. Without a seed there is none.
 Dropout dropout_of(double p, const OptionalTensor& seed);
 
-// A tensor seen as rows whose elements lie side by side. `tensor` is the given one, or a copy where its normalised
-// dimensions are not contiguous or its leading ones need more than three strides.
+// A tensor seen as rows of contiguous elements. `tensor` is the given one, or a copy if its normalised dimensions are not
+// contiguous or its leading ones need more than three strides.
 struct Rows {
   Tensor tensor;
   int64_t rows, cols;
@@ -96,7 +96,7 @@ int alignment_of(const void* p);
 // A list of types.
 template <class...> struct Types {};
 
-// A function `make` makes a call, one object, of an operator's arguments, whose list and types stand there alone.
+// A function `make` makes a call, one object, from an operator's arguments, whose list and types are nowhere else.
 
 // The operator `name`, which returns `Result` and takes the arguments of `make`.
 template <class Result, class Call, class... Args> auto find_op(const char* name, Call (*)(Args...)) {
@@ -114,7 +114,7 @@ template <class Call, class... Args, Call (*make)(Args...), auto body> struct Im
   static auto run(Args... args) { return body(make(args...)); }
 };
 
-// How often each kind of kernel ran in this process: what tests assert, so that none passes through a fallback.
+// How often each kind of kernel ran in this process; tests compare it, so that none passes through a fallback.
 void count(Counter counter);
 
 }  // namespace kf

@@ -1,5 +1,5 @@
-// Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Shapes for tracing come from
-// Python (operators/meta.py).
+// Pointwise chains below autograd: checks, promotion, broadcasting, allocation, registration. Python has the shapes for tracing
+// (operators/meta.py).
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -15,7 +15,7 @@ namespace kf {
 
 namespace {
 
-// Whether there are kernels for this, but for the question which operands there are.
+// Whether there are kernels for this, apart from its number of operands.
 bool known(const PointwiseCall& c) {
   if (!combine_of(c.combine) || activation_code(c.activation) < 0 || !readable(c.a)) return false;
   if (present(c.b) && !(readable(*c.b) && c.b->device() == c.a.device())) return false;
@@ -68,8 +68,8 @@ Tensor pointwise(const Backend& backend, const PointwiseCall& call, Tensor* bits
 
 namespace {
 
-// The gradient of one operand. `full` has the shape of y, and is written by the kernel: the gradient itself, or what is then
-// summed over the dimensions in which the operand was broadcast.
+// The gradient of one operand. The kernel writes `full`, in y's shape: the gradient itself, or what is then summed over the
+// operand's broadcast dimensions.
 struct Gradient {
   const Tensor& operand;
   Tensor result, full;
@@ -91,8 +91,8 @@ struct Gradient {
   }
 };
 
-// One contiguous row in the last dimensions of a tensor of shape `shape`, broadcast over all others, of which there is more
-// than one.
+// Whether t is one contiguous row in the last dimensions of `shape`, broadcast over all others, which have more than one
+// element.
 bool is_row(const Tensor& t, at::IntArrayRef shape) {
   if (!t.is_contiguous() || t.dim() > static_cast<int64_t>(shape.size()) || t.numel() == c10::multiply_integers(shape))
     return false;
@@ -109,12 +109,12 @@ struct BackwardOperands {
   std::array<bool, 2> wants;
 };
 
-// Serves the case of a bias: the operand that was broadcast is one row, and its sum over the rows is taken on the way.
+// Serves a bias: the broadcast operand is one row, and its sum over rows is taken in passing.
 bool columns(const Backend& backend, const Chain& chain, const BackwardOperands& t, Tensor& da, Tensor& db) {
   const bool symmetric = chain.combine == Combine::kAdd || chain.combine == Combine::kMul;
   const auto serve = [&](const Tensor& matrix, const Tensor& row, bool wants_matrix, Tensor& dmatrix, Tensor& drow) {
     if (!is_row(row, t.dy.sizes()) || !matrix.sizes().equals(t.dy.sizes())) return false;
-    // Positions of dropout and of bits are offsets in dy, so a copy of dy would not do.
+    // Positions of dropout and bits are offsets in dy, so a copy of dy would not do.
     if ((chain.dropout || chain.bits) && !t.dy.is_contiguous()) return false;
     Tensor gradient = at::empty_like(wants_matrix ? matrix : row);
     if (!gradient.is_contiguous()) return false;
@@ -155,7 +155,7 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
                                  std::array<bool, 2> wants) {
   const Tensor second = present(call.b) ? *call.b : Tensor();
   const bool by_bits = call.a.scalar_type() == at::kByte;
-  const Tensor& a = by_bits ? dy : call.a;  // what da is made like
+  const Tensor& a = by_bits ? dy : call.a;  // da is made like this
   const PointwiseCall c{a, call.b, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
   TORCH_CHECK(known(c) && (second.defined() || c.combine == "first") && readable(dy) && dy.device() == call.a.device() &&
                   (second.defined() || !wants[1]) &&
@@ -173,8 +173,8 @@ PointwiseGradients pointwise_bwd(const Backend& backend, const Tensor& dy, const
   with_tensors(call, check_all_memory, dy);
   Chain chain = chain_of(c);
   if (!by_bits) return gradients(backend, chain, {dy, a, second, wants});
-  chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // which backward only reads
-  // Read where it lies, unless the call would be cut into parts, as what dy's storage or da is too long for would be.
+  chain.bits = const_cast<uint8_t*>(call.a.const_data_ptr<uint8_t>());  // backward only reads them
+  // In place, unless dy's storage or da is so long that the call would be cut into parts.
   const size_t longest = std::max(dy.storage().nbytes(), dy.nbytes());
   const bool in_parts = !dy.is_non_overlapping_and_dense() && longest > std::numeric_limits<int32_t>::max();
   const Tensor whole = in_parts ? at::empty_like(dy).copy_(dy) : dy;
@@ -193,7 +193,7 @@ template <const Backend& backend> std::tuple<Tensor, Tensor> pointwise_fwd(const
   return {std::move(y), std::move(bits)};
 }
 
-// A tensor without elements where nothing is wanted: an operator returns defined tensors.
+// An unwanted gradient is an empty tensor: an operator returns defined tensors.
 template <const Backend& backend, class... Args> auto pointwise_bwd_of(PointwiseCall (*)(Args...)) {
   return +[](const Tensor& dy, Args... args, std::array<bool, 2> wants) -> PointwiseGradients {
     auto [da, db] = pointwise_bwd(backend, dy, pointwise_call(args...), wants);

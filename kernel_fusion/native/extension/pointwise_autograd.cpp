@@ -1,7 +1,7 @@
 // Pointwise chains at autograd: which calls the kernels take, and the backward node.
 //
-// As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func and with forward-mode tangents,
-// and the backward that is itself differentiated.
+// As for the row norms (row_norm_autograd.cpp), the definition serves calls inside torch.func, with forward-mode tangents, and
+// in differentiated backward passes.
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/arange.h>
@@ -46,15 +46,15 @@ Tensor below_autograd(c10::DispatchKeySet keys, const PointwiseCall& c, Tensor* 
   return call_operator(op, c);
 }
 
-// dy, laid out as y was, of which only strides other than a contiguous tensor's were saved.
+// dy with y's strides, which were saved unless y was contiguous.
 Tensor laid_out(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (strides.empty()) return dy.contiguous();
   if (dy.strides().equals(strides)) return dy;
   return at::empty_strided(dy.sizes(), strides, dy.options()).copy_(dy);
 }
 
-// The same where dimensions need only be in the order of those of y, which at::empty_like(dy) shows: dy may be part of a
-// tensor, or expanded. Not while tracing, where strides are symbols.
+// The same if only the memory order of dimensions must be y's, which at::empty_like(dy) shows: dy may be part of a tensor, or
+// expanded. Not during tracing, where strides are symbols.
 Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
   if (dy.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || (strides.empty() && dy.is_contiguous()))
     return laid_out(dy, strides);
@@ -63,15 +63,14 @@ Tensor in_order(const Tensor& dy, const std::vector<int64_t>& strides) {
   return of_y.equals(at::infer_dense_strides(dy.sizes(), dy.strides())) ? dy : laid_out(dy, strides);
 }
 
-// The terms of a sum have one gradient, where they are of one kind.
+// Whether both terms of a sum have one gradient, in shape and dtype.
 bool shares_gradient(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.a.sym_sizes() == c.b->sym_sizes();
 }
 
-// The activation that has at y the slope which `activation` has where its value is y; none where y does not tell. Only of those
-// whose result PyTorch keeps too: what is kept must not be changed in place, and users change the results of others. A result
-// that is rounded to 16 bits does not tell exactly; PyTorch takes it nevertheless, and so do we on the CPU, where to compute it
-// again takes four times as long as to read it.
+// The activation whose slope at y is that of `activation` where its value is y; empty if y does not tell. Only for activations
+// whose result PyTorch keeps too, because users change other results in place. A result rounded to fp16 or bf16 tells the slope
+// inexactly; PyTorch accepts that, and so do we on the CPU, where recomputing takes several times as long as reading.
 std::string_view of_result(std::string_view activation, const Tensor& operand) {
   if (activation == "relu") return activation;
   const auto type = operand.scalar_type();
@@ -79,13 +78,13 @@ std::string_view of_result(std::string_view activation, const Tensor& operand) {
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
 
-// The operand that is a row, broadcast to all rows of a.
+// Whether b is a row, broadcast to all rows of a.
 bool adds_row(const PointwiseCall& c) {
   return c.combine == "add" && c.a.scalar_type() == c.b->scalar_type() && c.b->dim() == 1 && c.a.dim() > 1 &&
          c.b->sym_size(0) == c.a.sym_size(-1);
 }
 
-// Bits are written in one order, so no operand may have its own, nor may the call be cut into parts (pointwise.h).
+// Bits have one order, so no operand may have its own, and the call must not be cut into parts (pointwise.h).
 bool in_one_order(const PointwiseCall& c) {
   if (adds_row(c))
     return c.a.is_contiguous() && c.b->is_contiguous() &&
@@ -93,8 +92,8 @@ bool in_one_order(const PointwiseCall& c) {
   return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
 }
 
-// What backward reads beside dy: the operands; or, of the operands no more than b as the row that its gradient is summed to, y,
-// or a bit for each element.
+// What backward reads beside dy: the operands; or y, or a bit per element, with at most b as the row that its gradient is
+// summed to.
 enum class Kept : int64_t { kOperands, kResult, kBits };
 
 Kept kept_of(const PointwiseCall& c) {
@@ -103,19 +102,19 @@ Kept kept_of(const PointwiseCall& c) {
   return of_result(c.activation, c.a).empty() ? Kept::kOperands : Kept::kResult;
 }
 
-// The bits as 1 and 0, laid out as dy: a tensor whose values tell the slopes, as those of y might.
+// The bits as 1 and 0, laid out as dy: their values tell the slopes as y's would.
 Tensor unpacked(const Tensor& bits, const Tensor& dy) {
   const Tensor each = at::bitwise_and(at::bitwise_right_shift(bits.unsqueeze(1), at::arange(8, bits.options())), 1);
   return each.flatten().as_strided_symint(dy.sym_sizes(), dy.sym_strides()).to(dy.scalar_type());
 }
 
 struct PointwiseBackward : SavingNode {
-  SavedVariable a, b, seed;  // a: y or bits, where backward reads these
+  SavedVariable a, b, seed;  // a: y or bits, if backward reads these
   const Kept kept;
   const bool shared, binary;
-  const std::string_view combine, activation;  // of the lists, not of the call, which ends
+  const std::string_view combine, activation;  // from the lists, not from the call, which ends
   const double scale, dropout_p;
-  std::vector<int64_t> strides;  // of y under dropout and of bits, where it is not contiguous
+  std::vector<int64_t> strides;  // of y under dropout and of bits, unless contiguous
 
   PointwiseBackward(const PointwiseCall& c, Kept kept)
       : SavingNode(torch::autograd::collect_next_edges(c.a, c.b)), kept(kept), shared(shares_gradient(c)), binary(present(c.b)),
@@ -123,7 +122,7 @@ struct PointwiseBackward : SavingNode {
         activation(kActivationNames[activation_code(kept == Kept::kResult ? of_result(c.activation, c.a) : c.activation)]),
         scale(c.scale), dropout_p(c.dropout_p) {}
 
-  // After the history of y is set, because it may be kept.
+  // After y's history is set, because y may be saved.
   void save(const PointwiseCall& c, const Tensor& y, const Tensor& bits) {
     const bool by_result = kept == Kept::kResult;
     a = SavedVariable(by_result ? y : kept == Kept::kBits ? bits : c.a, /*is_output=*/by_result);
@@ -152,25 +151,25 @@ struct PointwiseBackward : SavingNode {
     return result;
   }
 
-  // dy as the kernels ask for it, which find dropout's positions by it, and bits by its order; columns they sum of a dense one.
+  // dy as the kernels need it: dropout's positions and bits depend on its layout; columns need it dense.
   Tensor prepared(const Tensor& dy, const PointwiseCall& call) const {
     if (kept == Kept::kBits && !present(call.b)) return in_order(dy, strides);
     return kept == Kept::kBits || present(call.seed) ? laid_out(dy, strides) : dy;
   }
 
-  // What has the slopes of y where its bits were kept, and stands for it: its history is that of y.
+  // A stand-in for y with the slopes that its bits tell, and y's history.
   Tensor in_place_of_y(const Tensor& bits, const Tensor& dy) {
     Tensor y = unpacked(bits, laid_out(dy.detach(), strides));
     torch::autograd::impl::set_gradient_edge(y, {getptr(), 0});
     return y;
   }
 
-  // The same as differentiable functions of everything. Aliases, so that neither operand's gradient is also looked for in the
+  // The same as differentiable functions of everything. Aliases keep each operand's gradient from also being looked for in the
   // other, which may depend on it or be the same.
   PointwiseGradients differentiable(const PointwiseCall& call, const Tensor& dy, std::array<bool, 2> needs) {
     const Tensor first = at::alias(kept == Kept::kBits ? in_place_of_y(call.a, dy) : call.a);
     const Tensor second = present(call.b) ? at::alias(*call.b) : Tensor();
-    const bool by_row = call.combine == "first";  // where there is a second one, it is only summed to
+    const bool by_row = call.combine == "first";  // a second operand is only summed to
     const OptionalTensor operand = by_row ? std::nullopt : optional(second);
     const PointwiseCall again{first, operand, call.combine, call.activation, call.scale, call.dropout_p, call.seed};
     variable_list inputs;
@@ -198,7 +197,7 @@ Tensor pointwise_autograd(c10::DispatchKeySet keys, const Tensor& a, const Optio
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
+// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("pointwise", pointwise_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("pointwise", pointwise_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("pointwise", pointwise_autograd); }

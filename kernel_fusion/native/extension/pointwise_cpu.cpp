@@ -1,5 +1,5 @@
-// Pointwise chains on the CPU: how the work is cut into tasks. The cuts are functions of the shape, and partial sums are joined
-// in their order, in double: results do not depend on the number of threads.
+// Pointwise chains on the CPU: how the work is cut into tasks. The shape decides the cuts, and partial sums are joined in
+// order, in double: results do not depend on the number of threads.
 #include <algorithm>
 #include <memory>
 
@@ -19,7 +19,7 @@ void run_loop(cpu::PointwiseLoop* loop, const cpu::ChainOperands& operands, at::
   share(iter.numel(), 1, [&](int64_t begin, int64_t end) { iter.serial_for_each(part, {begin, end}); });
 }
 
-// `base`: the operand whose offsets are the positions of dropout.
+// `base`: the operand whose offsets are dropout's positions.
 cpu::ChainOperands operands_of(const Chain& chain, at::TensorIteratorBase& iter, int base, std::array<bool, 2> wants) {
   size_t moved = 0;
   for (int k = 0; k < iter.ntensors(); ++k) moved += iter.tensor(k).nbytes();
@@ -62,7 +62,7 @@ void pointwise_bwd_columns_cpu(const ColumnCall& call, Tensor& da, Tensor& db) {
       cpu_dtype(call.b.scalar_type()),
       call.dy.scalar_type() == at::kDouble,
       past_caches(call.dy.nbytes() + call.a.nbytes() + (da.defined() ? da.nbytes() : 0), free_threads())};
-  // At most 64 blocks of rows, so that their partial rows stay a small part of the traffic.
+  // At most 64 blocks of rows, so that partial rows stay a small part of the traffic.
   constexpr int64_t kStrip = 8192;
   const int64_t block_rows = std::max<int64_t>(8, ceil_div(call.rows, 64)), blocks = ceil_div(call.rows, block_rows);
   const int64_t strips = ceil_div(call.cols, kStrip);

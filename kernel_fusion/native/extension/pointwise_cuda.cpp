@@ -10,7 +10,7 @@ namespace kf {
 namespace {
 
 constexpr int kMaxDims = PointwiseArgs::kDims;
-enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or bits that are written; dy; a, or bits that are read; b
+enum Slot { kOut, kOutB, kDY, kA, kB };  // y or da; db, or written bits; dy; a, or read bits; b
 
 // An iterator as the kernels see it: operands in slots, and how each meets the iteration.
 struct Iteration {
@@ -18,7 +18,7 @@ struct Iteration {
   std::array<int, kOperands> arg;  // the iterator's operand in each slot, -1: none
   std::vector<int64_t> shape;      // innermost first, at least one dimension
   PointwiseAccess access{};
-  bool wide = true;  // the kernel's arithmetic of offsets has 64 bits
+  bool wide = true;  // the kernel computes offsets in 64 bits
 
   Iteration(const at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg)
       : iter(iter), arg(arg), shape(iter.shape().begin(), iter.shape().end()) {
@@ -44,7 +44,7 @@ struct Iteration {
     }
     return true;
   }
-  // Whether elements are read again and again, so that caches hold them.
+  // Whether elements repeat, so that caches hold them.
   bool repeats(int k) const {
     for (size_t d = 0; d < shape.size(); ++d)
       if (shape[d] > 1 && stride(k, d) == 0) return true;
@@ -99,7 +99,7 @@ struct Iteration {
   }
 };
 
-// What a chain with operands of these types computes. The first two are those of y and none, or in backward of da and db.
+// The spec of a chain with operands of these types. The first two are y and none; in backward da and db.
 PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype, kOperands>& types) {
   return {.combine = chain.combine,
           .activation = chain.activation,
@@ -113,8 +113,8 @@ PointwiseSpec spec_of(const Chain& chain, bool backward, const std::array<Dtype,
           .bits = chain.bits && !backward};
 }
 
-// `positions` is the slot whose offsets are the positions of dropout, kOut in forward and kDY in backward, and `origin` where
-// its tensor begins.
+// `positions` is the slot whose offsets are dropout's positions, kOut in forward and kDY in backward; `origin` is its tensor's
+// address.
 void launch_pointwise(const Chain& chain, at::TensorIteratorBase& iter, const std::array<int, kOperands>& arg, Slot positions,
                       const char* origin) {
   Iteration iteration(iter, arg);

@@ -1,8 +1,8 @@
 // The operator `reduce`: any dimensions of any strides, as steps of the one form that kernels take.
 //
-// Dimensions are ordered by stride, so that memory is read as it lies, and merged where they can be. Then each group of
-// neighbouring reduced dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the
-// others only add up its sums, which are kept in the accumulator type; the last one divides for the mean.
+// Dimensions are ordered by stride, so that memory is read in order, and merged if possible. Each group of neighbouring reduced
+// dimensions is one step, from the innermost outwards: (outer, reduced, inner). The first step maps; the others add up its
+// sums, kept in the accumulator type; the last one divides for the mean.
 #include <ATen/WrapDimUtilsMulti.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -32,7 +32,7 @@ struct Level {
 };
 using Levels = c10::SmallVector<Level, 8>;
 
-// Dimensions from the outermost in memory inwards: expanded ones first, as their stride is none.
+// Dimensions from the outermost in memory inwards; expanded ones, which have no stride, come first.
 c10::SmallVector<int64_t, 8> memory_order(const Tensor& t) {
   c10::SmallVector<int64_t, 8> order;
   for (int64_t d = 0; d < t.dim(); ++d) order.push_back(d);
@@ -43,7 +43,7 @@ c10::SmallVector<int64_t, 8> memory_order(const Tensor& t) {
 
 bool mergeable(const Level& outer, const Level& inner) { return outer.stride == inner.stride * inner.size; }
 
-// Levels [begin, end) as one, or none where their strides do not allow it.
+// Levels [begin, end) as one, or none if their strides do not allow it.
 std::optional<Level> merged(const Levels& levels, size_t begin, size_t end) {
   Level all{1, 1, false};
   for (size_t i = end; i-- > begin;) {
@@ -54,7 +54,7 @@ std::optional<Level> merged(const Levels& levels, size_t begin, size_t end) {
   return all;
 }
 
-// Without levels of one element, and with neighbours of one kind merged where their strides allow it.
+// Drops levels of one element, and merges neighbours of one kind if their strides allow it.
 Levels coalesced(const Levels& levels) {
   Levels result;
   for (const auto& level : levels) {
@@ -73,7 +73,7 @@ void make_dense(Levels& levels) {
   for (size_t i = levels.size(); i-- > 0; stride *= levels[i].size) levels[i].stride = stride;
 }
 
-// Which level is reduced next, [begin, end): the last one; none where nothing but the map is left to do.
+// The level to reduce next, [begin, end): the last one; none if only the map is left.
 std::pair<size_t, size_t> innermost_reduced(const Levels& levels) {
   size_t end = levels.size();
   while (end > 0 && !levels[end - 1].reduced) --end;
@@ -114,7 +114,7 @@ struct Steps {
   }
 };
 
-// The kept sizes in the order of memory, and where each kept dimension of the input stands among them.
+// The kept sizes in memory order, and each kept input dimension's place among them.
 struct KeptDims {
   at::DimVector sizes, position;
 
@@ -149,7 +149,7 @@ Tensor run(const Backend& backend, const Tensor& input, Map map, bool mean, cons
     return coalesced(levels);
   };
   Steps steps{backend, input, levels_of(input), map};
-  if (!steps.ready()) {  // too many strides: a dense copy, in the same order
+  if (!steps.ready()) {  // too many strides: a dense copy in the same order
     steps.memory = input.permute(order).contiguous();
     make_dense(steps.levels);
     steps.levels = coalesced(steps.levels);

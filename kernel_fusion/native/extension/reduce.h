@@ -7,9 +7,9 @@
 
 namespace kf {
 
-// out[o][i] = (sum over r of map(in[o][r][i])) / divisor.
-// `in` has three strides, in elements; out is contiguous, (outer, inner), of any dtype. Sums are kept in the accumulator type
-// of `in`, in an order that `reduced` alone decides (of reductions over the innermost dimension; of others, the shape).
+// out[o][i] = (sum over r of map(in[o][r][i])) / divisor. `in` has three strides, in elements; out is contiguous, (outer,
+// inner), of any dtype. Sums are in the accumulator type of `in`. Their order depends only on `reduced` for innermost
+// dimensions, on the shape for others.
 struct ReduceCall {
   Map map;
   const void* in;
@@ -23,7 +23,7 @@ using ReduceKernel = void(const ReduceCall& call, Tensor& out);
 
 ReduceKernel reduce_cpu, reduce_cuda;
 
-// The arguments of the operator, as its schema has them (operators/schemas.py).
+// The operator's arguments, as in its schema (operators/schemas.py).
 struct ReduceVerbCall {
   const Tensor& input;
   at::IntArrayRef dim;

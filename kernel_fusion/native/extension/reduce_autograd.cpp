@@ -27,8 +27,8 @@ Tensor expanded(const Tensor& dy, const Tensor& x, at::IntArrayRef dim, bool kee
   return result.expand_symint(x.sym_sizes());
 }
 
-// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain in which x stands twice, which is in x's dtype. It is
-// computed in the type of dy, so that of fp64 x must not be narrower.
+// dx = 2 x dy, or sign(x) dy / n: the gradient of one operand of a chain that has x twice, in x's dtype. It is computed in dy's
+// type, which must not be narrower than fp64 x.
 Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCall& c) {
   const Tensor dy = x.scalar_type() == at::kDouble ? given.to(at::kDouble) : given;
   if (c.kind == "sum_squared")
@@ -40,7 +40,7 @@ Tensor reduce_backward(const Tensor& given, const Tensor& x, const ReduceVerbCal
   Tensor scaled = dy;
   if (known_outputs && known_inputs) {
     factor = *known_inputs ? static_cast<double>(*known_outputs) / static_cast<double>(*known_inputs) : 1.0;
-  } else {  // a number that is not known while tracing cannot be an argument
+  } else {  // a number unknown during tracing cannot be an argument
     scaled = at::div(dy, at::Scalar(inputs / outputs));
   }
   return std::get<1>(
@@ -80,7 +80,7 @@ Tensor reduce_autograd(c10::DispatchKeySet keys, const Tensor& input, at::IntArr
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
+// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("reduce", reduce_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("reduce", reduce_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("reduce", reduce_autograd); }

@@ -1,4 +1,4 @@
-// Reductions on the CPU: how the work is cut into tasks, as that of pointwise chains is (pointwise_cpu.cpp).
+// Reductions on the CPU: how the work is cut into tasks, as for pointwise chains (pointwise_cpu.cpp).
 #include <algorithm>
 #include <memory>
 
@@ -10,7 +10,7 @@ namespace kf {
 
 namespace {
 
-// inner is 1: rows, of which long ones are cut into blocks.
+// inner is 1: rows; long ones are cut into blocks.
 void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
   constexpr int64_t kBatch = 256, kBlock = 32768;
   const int64_t blocks = ceil_div(args.reduced, kBlock);
@@ -36,7 +36,7 @@ void reduce_rows(const cpu::Reduction& args, int64_t outer, double divisor, Tens
   }
 }
 
-// inner is more than 1: tiles of columns, and blocks of the reduced index where the tiles are too few to share out.
+// inner is more than 1: tiles of columns, and blocks of the reduced index if tiles are too few to share.
 void reduce_columns(const cpu::Reduction& args, int64_t outer, double divisor, Tensor& out) {
   constexpr int64_t kEnoughTasks = 64, kLeastRows = 128;
   const int64_t tiles = ceil_div(args.inner, cpu::kMaxColumns);

@@ -12,7 +12,7 @@
 namespace kf {
 namespace {
 
-// A reduction under way: what is summed, where to, and how.
+// A reduction in progress: what is summed, where to, and how.
 struct Reduction {
   ReduceCall call;
   at::ScalarType acc;
@@ -36,7 +36,7 @@ struct Reduction {
             chunk,
             chunks == 1 ? call.divisor : 1.0};
   }
-  // What is left to do once the chunks are summed: to add `chunks` contiguous values (or rows of values).
+  // The remaining work after the chunks are summed: adding `chunks` contiguous values (or rows of values).
   Reduction rest(const Tensor& sums, int64_t outer, int64_t chunks, int64_t inner) const {
     return {{Map::kNone, sums.const_data_ptr(), acc, outer, chunks, inner, chunks * inner, inner, 1, call.divisor, call.device},
             acc,
@@ -65,8 +65,8 @@ void reduce_rows(const Reduction& r, Tensor& out) {
   if (chunks > 1) reduce_rows(r.rest(sums, rows, chunks, 1), out);
 }
 
-// A tile of columns is taken by one block, or by several that share its rows. How many depends on lengths that are in no key,
-// since each new one would be a new kernel. So the arithmetic is here; the planner has the numbers and the reasons
+// One block takes a tile of columns, or several share its rows. Their number depends on lengths that no key has, because each
+// new one would need a new kernel. So the arithmetic is here; the planner has the numbers and the reasons
 // (backends/cuda/reduce.py).
 void reduce_columns(const Reduction& r, Tensor& out, bool of_chunks) {
   const auto& call = r.call;

@@ -1,4 +1,4 @@
-// Softmax below autograd: checks, allocation, registration. Shapes for tracing come from Python (operators/meta.py).
+// Softmax below autograd: checks, allocation, registration. Python has the shapes for tracing (operators/meta.py).
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 

@@ -5,15 +5,15 @@
 
 namespace kf {
 
-// Of a mask: absent, kBool for what to keep, else the type of what is added.
+// A mask's dtype: absent, kBool for a mask that keeps, else that of an additive one.
 inline Dtype mask_dtype(const Tensor& mask) {
   if (!mask.defined()) return Dtype::kAbsent;
   return mask.scalar_type() == at::kBool ? Dtype::kBool : cpu_dtype(mask.scalar_type());
 }
 
-// y = softmax(scale * x + mask), contiguous. `mask` has the shape of x (its strides may be 0), is boolean or floating point,
-// or undefined. Causal: column j of row i, counted within the last two dimensions, is kept where j <= i. With a mask or causal,
-// a row whose logits are all -inf gives zeros. What a boolean mask or causal leave out is 0, also in a row with NaN.
+// y = softmax(scale * x + mask), contiguous. `mask` has the shape of x (its strides may be 0) and is boolean, floating point or
+// undefined. Causal keeps column j of row i, in the last two dimensions, if j <= i. With a mask or causal, a row of -inf gives
+// zeros. Elements left out by a boolean mask or causal are 0, even in a row with NaN.
 struct SoftmaxCall {
   const Tensor& x;
   const Tensor& mask;
@@ -22,8 +22,8 @@ struct SoftmaxCall {
 };
 using SoftmaxKernel = void(const SoftmaxCall& call, Tensor& y);
 
-// dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which positions are that a boolean
-// mask or causal leave out, also in a row with NaN.
+// dx = scale * (dy - sum(dy * y)) * y, contiguous. With `leaves_out`, dx = 0 where y = 0, which marks left out elements, even
+// in a row with NaN.
 struct SoftmaxBwdCall {
   const Tensor& dy;
   const Tensor& y;
@@ -35,7 +35,7 @@ using SoftmaxBwdKernel = void(const SoftmaxBwdCall& call, Tensor& dx);
 SoftmaxKernel softmax_cpu, softmax_cuda;
 SoftmaxBwdKernel softmax_bwd_cpu, softmax_bwd_cuda;
 
-// The arguments of the operators, as their schemas have them (operators/schemas.py).
+// The operators' arguments, as in their schemas (operators/schemas.py).
 struct SoftmaxVerbCall {
   const Tensor& input;
   const OptionalTensor& mask;

@@ -15,7 +15,7 @@ Tensor below_autograd(c10::DispatchKeySet keys, const SoftmaxVerbCall& c) {
   return call_operator(op, c);
 }
 
-// scale * (dy - sum(dy * y)) * y; with ATen where it is itself differentiated. y determines it, so x need not be kept.
+// scale * (dy - sum(dy * y)) * y; with ATen if it is differentiated. y determines it, so x need not be kept.
 Tensor softmax_backward(const SoftmaxBwdCall& c) {
   const Tensor &dy = c.dy, &y = c.y;
   const auto* backend = direct(keys_of(dy, y));
@@ -24,7 +24,7 @@ Tensor softmax_backward(const SoftmaxBwdCall& c) {
     static const auto op = find_op<Tensor>("kernel_fusion::softmax_bwd", softmax_bwd_call);
     return call_operator(op, c);
   }
-  if (backend) check_all_memory(dy, y);  // ATen's operations do not
+  if (backend) check_all_memory(dy, y);  // ATen's operations check none
   const Tensor wide_dy = dy.to(acc_dtype(y)), wide_y = y.to(acc_dtype(y));
   const Tensor dot = wide_dy.mul(wide_y).sum(-1, /*keepdim=*/true);
   const Tensor dx = wide_dy.sub(dot).mul(wide_y).mul(c.scale).to(y.scalar_type());
@@ -40,7 +40,7 @@ struct SoftmaxBackward : SavingNode {
       : SavingNode(torch::autograd::collect_next_edges(c.input, c.mask)), scale(c.scale),
         leaves_out(c.causal || dtype_of(c.mask) == at::kBool) {}
 
-  // After the history of the result is set.
+  // After the result's history is set.
   void save(const SoftmaxVerbCall& c, const Tensor& result) {
     y = SavedVariable(result, /*is_output=*/true);
     mask = SavedVariable(present(c.mask) && c.mask->requires_grad() ? c.mask : std::nullopt, /*is_output=*/false);
@@ -60,7 +60,7 @@ struct SoftmaxBackward : SavingNode {
       list[0] = softmax_backward({dy, result, scale, leaves_out});
       return list;
     }
-    // Not rounded before the sum over what the mask was broadcast to, nor to a dtype that the mask does not have.
+    // Unrounded before the sum over the mask's broadcast dimensions, and never in a dtype other than the mask's.
     const Tensor dlogits = softmax_backward({dy, result.to(acc_dtype(result)), 1.0, leaves_out});
     if (task_should_compute_output(0)) list[0] = at::mul(dlogits, scale).to(result.scalar_type());
     list[1] = dlogits.sum_to_size_symint(additive.sym_sizes()).to(additive.scalar_type());
@@ -72,7 +72,7 @@ Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const Opt
   const SoftmaxVerbCall call{input, mask, scale, causal};
   if (needs_definition(input, mask) || !accepts(call)) return reference(call);
   if (!torch::autograd::compute_requires_grad(input, mask)) return below_autograd(keys, call);
-  // Backward reads y, which for a mask of more digits than the input must have as many.
+  // Backward reads y, which needs as many digits as a mask that is wider than the input.
   const auto dtype = present(mask) && mask->requires_grad() ? at::promote_types(input.scalar_type(), mask->scalar_type())
                                                             : input.scalar_type();
   const Tensor wide = input.to(dtype);
@@ -86,7 +86,7 @@ Tensor softmax_autograd(c10::DispatchKeySet keys, const Tensor& input, const Opt
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
+// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("softmax", softmax_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("softmax", softmax_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("softmax", softmax_autograd); }

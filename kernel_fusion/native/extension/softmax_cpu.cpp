@@ -8,7 +8,7 @@ namespace kf {
 
 namespace {
 
-// The leading dimensions, merged where their strides allow it.
+// The leading dimensions, merged if their strides allow it.
 cpu::RowStrides row_strides(const Tensor& t) {
   cpu::RowStrides rows{};
   for (int64_t d = t.dim() - 2; d >= 0; --d) {

@@ -9,7 +9,7 @@
 namespace kf {
 namespace {
 
-// The number of vectors of a row rounded up to 2^k or 3 * 2^k: what a kernel is compiled for.
+// The number of vectors in a row, rounded up to 2^k or 3 * 2^k, for which a kernel is compiled.
 int32_t softmax_capacity(int64_t vectors) {
   const auto power = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
   return static_cast<int32_t>(power >= 4 && vectors <= power / 4 * 3 ? power / 4 * 3 : power);

@@ -1,5 +1,5 @@
-// What stages compute, as operators and the kernels of every device say it: activations, dropout, chains of operands, maps.
-// Without a library: the CPU kernels include this.
+// What stages compute, as operators and kernels of every device call it: activations, dropout, chains of operands, maps.
+// Without a library, because the CPU kernels include this.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ inline constexpr std::string_view kActivationNames[] = {KF_ACTIVATIONS(KF_NAME)}
 inline constexpr std::string_view kCombineNames[] = {KF_COMBINES(KF_NAME)};
 #undef KF_NAME
 
-// -1 where there is no such activation.
+// -1 for an unknown activation.
 inline int32_t activation_code(std::string_view name) {
   int32_t code = 0;
   for (const auto known : kActivationNames) {
@@ -43,9 +43,9 @@ inline bool has_two_slopes(std::string_view name) {
 struct Dropout {
   static constexpr uint64_t kAll = uint64_t{1} << 32;
 
-  uint64_t threshold = 0;  // of kAll values of an element's bits (shared/philox.h) so many drop it; 0: there is no dropout
+  uint64_t threshold = 0;  // how many of kAll values of an element's bits (shared/philox.h) drop it; 0: no dropout
 
-  // To the nearest, halves to the even one, as Python rounds.
+  // To the nearest, ties to even, as Python rounds.
   static KF_INLINE Dropout of(double p) { return {static_cast<uint64_t>(std::nearbyint(p * kAll))}; }
 
   bool operator==(const Dropout&) const = default;
@@ -53,7 +53,7 @@ struct Dropout {
   KF_INLINE bool drops_all() const { return threshold == kAll; }
   KF_INLINE uint32_t last() const { return static_cast<uint32_t>(threshold - 1); }  // bits up to this drop an element
   KF_INLINE double p() const { return static_cast<double>(threshold) / kAll; }
-  KF_INLINE double scale() const { return drops_all() ? 0.0 : 1 / (1 - p()); }  // of what is kept
+  KF_INLINE double scale() const { return drops_all() ? 0.0 : 1 / (1 - p()); }  // of kept elements
 };
 
 // ---- Chains and reductions -------------------------------------------------------------------------------------------------
@@ -70,11 +70,11 @@ inline std::optional<Combine> combine_of(std::string_view name) {
 struct Chain {
   Combine combine;
   int32_t activation;  // its position in KF_ACTIVATIONS
-  double scale;        // that of dropout included
+  double scale;        // including dropout's
   Dropout dropout;
-  const int64_t* seed;  // where the tensors are; null without dropout
-  // A bit for each element of y, in the order in which it lies in memory: whether the slope of the activation is that at 1.
-  // Forward writes them, backward (of kFirst) reads them in place of a; null: neither. Of the CUDA kernels alone.
+  const int64_t* seed;  // in the tensors' memory; null without dropout
+  // A bit per element of y, in memory order: whether the activation has the slope of 1. Forward writes them; backward (of
+  // kFirst) reads them instead of a; null: neither. CUDA kernels only.
   uint8_t* bits = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// Bulk copies from global to shared memory (one instruction moves kilobytes and takes no registers), and the mbarriers in
-// shared memory that count them. sm_90 and newer.
+// Bulk copies from global to shared memory (one instruction moves kilobytes without registers), and the mbarriers in shared
+// memory that count them. sm_90 and newer.
 #pragma once
 
 #include "types.cuh"
@@ -10,8 +10,8 @@ using Mbarrier = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// A place in shared memory whose address the compiler keeps in a register. Left alone it finds it again for every use, which
-// takes the number of the block within its cluster.
+// A place in shared memory whose address stays in a register. Otherwise the compiler recomputes it for every use, from the
+// block's rank in its cluster.
 template <class T> __device__ T* settled_shared(T* p) {
   unsigned address = shared_address(p);
   asm volatile("" : "+r"(address));
@@ -22,7 +22,7 @@ __device__ inline void mbarrier_init(Mbarrier* b, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the cluster.
+// Makes initialised barriers visible to the copy engine and the cluster.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void mbarrier_arrive(Mbarrier* b) {
@@ -33,12 +33,12 @@ __device__ inline void mbarrier_arrive_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
-// Bytes that will arrive before this thread itself does.
+// Bytes that arrive before this thread does.
 __device__ inline void mbarrier_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of the given parity is complete.
+// Waits until the phase of this parity is complete.
 __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -48,7 +48,7 @@ __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
       : "memory");
 }
 
-// Starts copying `bytes` (a multiple of 16, both addresses too) and counts them on `b` when they are there.
+// Starts copying `bytes`, which `b` counts on arrival; bytes and both addresses are multiples of 16.
 __device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* b) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
@@ -56,8 +56,7 @@ __device__ inline void bulk_load(void* shared, const void* global, unsigned byte
       : "memory");
 }
 
-// Starts copying a word that is aligned to nothing more; copy_arrive() arrives on `b` when the words copied by this thread are
-// there.
+// Starts copying a 4-byte aligned word; copy_arrive() arrives on `b` when this thread's words have.
 __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
@@ -65,11 +64,11 @@ __device__ inline void copy_arrive(Mbarrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// By all threads that wrote to shared memory what is to be stored in bulk, before they meet.
+// Called before a bulk store by all threads that wrote the data to shared memory, before they meet.
 __device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies `count` elements from shared to global memory, by all threads of a block together. Where both lie alike within 16
-// bytes, all but the ends goes in one instruction; thread 0 stays until the elements have been read.
+// Copies `count` elements from shared to global memory, by all threads of a block. If both have the same alignment within 16
+// bytes, one instruction moves all but the ends; thread 0 waits until it has read them.
 template <class T> __device__ void bulk_store(T* global, const T* shared, int count) {
   constexpr int kSize = static_cast<int>(sizeof(T)), kWhole = 16 / kSize;
   const auto place = reinterpret_cast<unsigned long long>(global);

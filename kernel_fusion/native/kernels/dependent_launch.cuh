@@ -1,6 +1,6 @@
-// Programmatic dependent launch: a kernel is launched while the one before it in the stream still runs, and waits here.
-// So the time between kernels, about a microsecond, hides behind the tail of the first. Every kernel of ours calls this
-// before it touches memory; launched in the ordinary way, it does nothing. sm_90 and newer.
+// Programmatic dependent launch: a kernel starts while the one before it in the stream still runs, and waits here, which hides
+// the time between kernels. Every kernel of ours calls this before it touches memory; after an ordinary launch it does nothing.
+// sm_90 and newer.
 #pragma once
 
 namespace kf {
@@ -12,9 +12,8 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// The same, where the address of the first read is found before the wait, in time that costs nothing. The compiler would find
-// it afterwards, if it were not for a store that wants it: to shared memory where nobody reads it, and never executed, since
-// the address of no element ends in 32 ones.
+// Also computes the address of the first read before the wait, in time that costs nothing. A store that never executes, since
+// no element's address ends in 32 ones, keeps the compiler from doing so afterwards.
 __device__ inline void wait_for_previous_kernel(const void* first_read) {
 #if __CUDA_ARCH__ >= 900
   __shared__ unsigned unread;

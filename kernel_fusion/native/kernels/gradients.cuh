@@ -1,5 +1,4 @@
-// The formulas of backward (row_norm_bwd.cuh), by element or by vector: what both executors and the pass over the weight
-// gradients compute, from what they load to what they store.
+// The formulas of backward (row_norm_bwd.cuh), by element or vector, for both executors and the weight pass.
 #pragma once
 
 #include "stages.cuh"
@@ -7,7 +6,7 @@
 
 namespace kf {
 
-// Of an element x - mean, and xhat. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+// x - mean and xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
@@ -22,8 +21,8 @@ template <class S> struct Normalize {
   __device__ A factor() const { return kHf<S> ? A(1) : rstd; }
 };
 
-// The row's sums of g and of g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean): times
-// rstd, in one fma, it is what an element adds to dweight.
+// The row's sums of g and g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean); times rstd,
+// in one fma, this goes to dweight.
 template <class A> struct RowSums {
   A g, gx;
   __device__ A add(A dy, A centred, A weight) {
@@ -34,14 +33,15 @@ template <class A> struct RowSums {
   }
 };
 
-// dx of an element from its dy, weight and x, and the row's sums. In this form it takes two fma, a subtraction and a product.
-// In rows of one element g must be rounded as it was for the sum, so that dx is exactly 0.
+// dx of an element from its dy, weight and x, and the row's sums, in two fma, a subtraction and a product. In rows of one
+// element g must be rounded as it was for the sum, so that dx is exactly 0.
 template <class S> struct Derivative {
   using A = typename S::Acc;
   A mean, rstd, mean_g, slope;
   __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
       : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(row.rstd * sum_gx)) {}
-  // Of a sum over the row. Before sm_90 a division, around which the compiler holds fewer registers: 12288 columns would spill.
+  // The mean from a sum over the row. Before sm_90 it is a division, which makes the compiler hold fewer registers; long rows
+  // would spill otherwise.
   __device__ static A mean_of(A sum) {
 #if __CUDA_ARCH__ >= 900
     return sum * kPerCol<S>;
@@ -55,13 +55,13 @@ template <class S> struct Derivative {
   }
 };
 
-// xhat * weight + bias: the argument of the activation, or what the last factor multiplies.
+// xhat * weight + bias: the activation's argument, or what a last factor multiplies.
 template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
   using R = Roundings<S>;
   return R::argument(fused(R::normalized(xhat), weight, bias));
 }
 
-// What takes the place of dy: with an activation, dy * activation'(z).
+// With an activation, dy * activation'(z) replaces dy.
 template <class S>
 __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, typename S::Acc weight, typename S::Acc bias) {
   if constexpr (S::kActivation != 0) {
@@ -82,7 +82,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// What is normalised, a vector of it, in the compute type: h as it was stored, or u, computed again from x, all but the factor.
+// A vector of the normalised row in the compute type: h as stored, or u recomputed from x, without the factor.
 template <class S>
 __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
@@ -90,7 +90,7 @@ __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<ty
   if constexpr (!kAddsResidual<S>) before.change(row, col, x);
 }
 
-// Multiplies x by the factor if that is first, and dy if it is last.
+// Multiplies x by a first factor, or dy by a last one.
 template <class S, int kVec, class A>
 __device__ void apply_factor(const Before<S, typename S::DY>& before, const Pack<Factor<S>, kVec>& factor, A (&x)[kVec],
                              A (&dy)[kVec]) {
@@ -98,7 +98,7 @@ __device__ void apply_factor(const Before<S, typename S::DY>& before, const Pack
   else multiply_factor<S, typename MathFor<A, typename S::DY>::type>(factor, dy);
 }
 
-// A factor is weight_offset + weight, or 1 if absent; what is none is a bias, or 0.
+// With kFactor, weight_offset + weight, or 1 if absent; else a bias, or 0.
 template <class S, class T, bool kFactor, int kVec, class A>
 __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
   if constexpr (!kPresent<T>) {
@@ -111,10 +111,10 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// The type of what backward reads beside the normalised row: a factor, or x, to differentiate the pre-activation.
+// The type of what backward reads beside the normalised row: a factor, or x for the slope of the pre-activation.
 template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
-// From the gradient at h, of the norm alone, to what is stored of a row.
+// From the norm's gradient at h to what is stored of a row.
 template <class S> struct Outgoing {
   using A = typename S::Acc;
   using X = typename S::X;
@@ -125,13 +125,13 @@ template <class S> struct Outgoing {
   const Dropout<S>& dropout;
   i64 row;
   X* dx_row;
-  Other* dresidual_row;  // or that of dfactor
+  Other* dresidual_row;  // or dfactor's
 
   __device__ Outgoing(const RowNormBwdArgs& args, const Dropout<S>& dropout, i64 row)
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
         dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
 
-  // The gradient of a last factor's row, from that at the factor: dy * (xhat * weight + bias).
+  // The gradient of a last factor's row, from dy * (xhat * weight + bias), that at the factor.
   __device__ void last_factor(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
                               const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (kFactorLast<S> && S::kDResidual) {
@@ -142,7 +142,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // That of a first factor's row, from du * x, and dx, du times the factor.
+  // The gradient of a first factor's row, from du * x; and dx, du times the factor.
   __device__ void first_factor(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (S::kDResidual) {
       A dfactor[kVec];

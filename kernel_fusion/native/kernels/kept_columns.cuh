@@ -1,18 +1,18 @@
-// What a thread of backward keeps of its columns for all rows: weight and bias, and the sums of dweight and dbias.
+// What a backward thread keeps of its columns for all rows: weight, bias, and the sums of dweight and dbias.
 #pragma once
 
 #include "gradients.cuh"
 
 namespace kf {
 
-// Where a parameter is kept: in registers in the compute type, in shared memory, nowhere.
+// Keeps a parameter in registers in the compute type, in shared memory, or not at all.
 enum class Keeping { kWide, kShared, kMemory };
 
-// A parameter of a thread's columns, of type T, whose first kKept vectors are kept for all rows as kKeeping says.
+// A parameter of a thread's columns, of type T; kKeeping says where its first kKept vectors are kept for all rows.
 template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
   static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
-  using Piece = Pack<T, kVec / kPieces>;  // 16 bytes of a thread lie beside those of the next
+  using Piece = Pack<T, kVec / kPieces>;  // 16 bytes of neighbouring threads are neighbours
 
   const RowNormBwdArgs& args;
   const Place<S>& at;
@@ -21,7 +21,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
   Pack<T, kVec> loaded[kKeeping == Keeping::kMemory ? 1 : kKept];  // until keep()
   A wide[kKeeping == Keeping::kWide ? kKept : 1][kVec];
 
-  // By every thread: asks for what is to be kept, by shared memory for `threads` threads of the block together.
+  // Called by every thread. Starts loading what is kept; in shared memory `threads` threads of the block do so together.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
@@ -30,21 +30,19 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
-  // By every thread, before get(). Those that say so write what shared memory keeps, after which all must meet.
+  // Called by every thread before get(). Threads with `writes` fill shared memory, after which all must meet.
   __device__ void keep(bool writes = false) {
     if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if constexpr (kKeeping == Keeping::kWide) {
         widen(loaded[i], wide[i]);
-        // Opaque to the compiler, which would rather keep it as loaded and widen it again for every row.
+        // Opaque to the compiler, which would keep it as loaded and widen it again for every row.
         if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
-        // What needs no widening would be waited for where a row meets it, and with it, in every row, what shares the
-        // scoreboard of these loads: the read of `pace`. 4096x32768 bf16 beside fp32 took 211 us on an H200; with an
-        // instruction that waits here it takes 197 (torch 2.11.0+cu130; the former in no result file). Rows of fp32 wait for
-        // memory longer, and neither gain nor lose.
+        // Waits for values that need no widening. Otherwise every row would wait for them and for what shares their scoreboard,
+        // the read of `pace`. fp32 rows wait longer for memory anyway.
         if constexpr (kPresent<T> && sizeof(T) == 4 && sizeof(typename S::X) < 4)
 #pragma unroll
           for (int e = 0; e < kVec; e += 4) wide[i][e] = __shfl_sync(0xffffffffu, wide[i][e], threadIdx.x % 32);
@@ -56,7 +54,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     }
   }
 
-  // Of this thread's i-th vector.
+  // This thread's i-th vector.
   __device__ void get(int i, A (&v)[kVec]) {
     if (kKeeping == Keeping::kMemory || i >= kKept) {
       widen(load(i), v);
@@ -88,7 +86,7 @@ template <class S, int kVectors>
 using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
                                    S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
-// dweight and dbias of this thread's columns, where S::kSums keeps them.
+// dweight and dbias of this thread's columns, kept as S::kSums says.
 template <class S> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kVectors = Place<S>::kVectors;

@@ -1,27 +1,26 @@
-// The policies of elementary functions for shared/activations.h on scalars: `Math`, which is CUDA's own functions, `RoughMath`
-// for results that are rounded to fp16, in fewer instructions, and `RoughestMath` for bf16. `MathFor` chooses.
+// Policies of elementary functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` needs fewer
+// instructions for results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
 //
-// SingleMath, of pointwise chains in fp32, has another normal_cdf, which errs by 2^-22, and a power that errs by 2^-21,
-// absolutely.
+// SingleMath, for pointwise chains in fp32, has another normal_cdf, off by 2^-22, and a power off by 2^-21, absolutely.
 //
-// RoughMath errs by far less than half an ulp of fp16, which is 2^-12 of the value at least:
+// RoughMath is off by far less than half an ulp of fp16, at least 2^-12 of the value:
 //
 //   exp, sqrt, reciprocal 2^-18 of the value for |x| < 32, then the argument's own rounding; below 2^-126 zero
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
-// RoughestMath differs in the normal_cdf of a value: gelu then errs by far less than half an ulp of bf16, of the result or, in
+// RoughestMath has another normal_cdf of a value. gelu is then off by far less than half an ulp of bf16, of the result or, in
 // the tail, of 1/64 of its argument.
 //
-// NaN and infinities go through as they do through the exact functions. tests/test_cuda_math.py measures it, over all fp16 and
-// bf16 arguments, on instructions that err as far as their documentation allows.
+// NaN and infinities pass as through the exact functions. tests/test_cuda_math.py measures the errors over all fp16 and bf16
+// arguments, with instructions as inexact as documented.
 #pragma once
 
 #include "shared/activations.h"
 
 namespace kf {
 
-// What every policy on scalars has in common.
+// Shared by every policy on scalars.
 template <class A> struct ScalarMath {
   using V = A;
   static KF_INLINE A of(double c) { return static_cast<A>(c); }
@@ -58,7 +57,7 @@ template <> struct Math<double> : ScalarMath<double> {
   static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
-// The hardware's approximations, one instruction each; subnormal numbers count as zero. Errors as in the PTX ISA: exp2 2^-22 of
+// The hardware's approximations, one instruction each; subnormal numbers count as zero. Errors by the PTX ISA: exp2 2^-22 of
 // the value, log2 2^-22 of the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
 struct Hardware {
   static KF_INLINE float exp2(float x) {
@@ -83,11 +82,10 @@ struct Hardware {
   }
 };
 
-// erff chooses each of its coefficients by the argument, in twice as many instructions, to be exact near 0 relatively, where
-// normal_cdf is 1/2.
+// erff is relatively exact near 0, where normal_cdf is 1/2; choosing its coefficients by the argument doubles its instructions.
 template <class Instructions> struct SingleMathOn : Math<float> {
-  // Of -|x| as a power of two. Of the polynomials for its exponent this one errs least against max(normal_cdf(-|x|), 1/128), by
-  // 4e-9. It falls beyond all bounds.
+  // Phi(-|x|) as a power of two. Its exponent is the polynomial with the least error against max(normal_cdf(-|x|), 1/128),
+  // 4e-9. It falls without bound.
   static KF_INLINE float normal_cdf(float x) {
     const float a = ::fabsf(x);
     float p = 1.29081127e-6f - 5.10451876e-8f * a;
@@ -112,7 +110,7 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
   static KF_INLINE float reciprocal(float x) { return Instructions::reciprocal(x); }
   static KF_INLINE float exp(float x) { return Instructions::exp2(kLog2E * x); }
 
-  // The polynomials of these three have the least relative error on their interval (5e-7, 6e-6, 2e-7).
+  // These three polynomials have the least relative error on their interval (5e-7, 6e-6, 2e-7).
   static KF_INLINE float tanh(float x) {
     const float square = x * x;
     const float near = x + x * square * (-0.33324571f + 0.12876421f * square);
@@ -142,8 +140,8 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
 
 template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> {
   using RoughMathOn<Instructions>::normal_cdf;
-  // As a sigmoid of its logit, which is odd. Of the polynomials with five terms (times log2(e)) this is the one under which
-  // x Phi(x) errs least against max(|x Phi(x)|, min(|x|, 1) / 64): by 2^-13.5. It grows beyond all bounds, which saves a clamp.
+  // A sigmoid of its odd logit. Among polynomials with five terms (times log2(e)), x Phi(x) has the least error against max(|x
+  // Phi(x)|, min(|x|, 1) / 64) with this one, 2^-13.5. It grows without bound, which saves a clamp.
   static KF_INLINE float normal_cdf(float x) {
     const float s = x * x;
     const float logit =
@@ -170,7 +168,7 @@ template <> struct MathFor<float, bf16> {
   using type = RoughestMath;
 };
 
-// The same of what no norm divides by a deviation, however small.
+// For results that no norm divides by a tiny deviation.
 template <class A, class T> struct ChainMathFor : MathFor<A, T> {};
 template <> struct ChainMathFor<float, float> {
   using type = SingleMath;

@@ -1,11 +1,10 @@
-// The statistics of a row. Within a warp the deviations from a center and their squares are added up; the deviations then
-// correct the center, whose own rounding would cost digits at mean/std = 1e4. Warps are joined by one exchange of (mean,
-// squared deviations) and Chan's formula: as stable as two passes over the row, with one barrier.
+// The statistics of a row. A warp adds up the deviations from a center and their squares; the deviations then correct the
+// center, whose own rounding would cost digits at mean/std = 1e4. One exchange of (mean, squared deviations) and Chan's formula
+// join the warps: as stable as two passes over the row, with one barrier.
 //
-// The center is the mean of each lane's first kCenter vectors: all of them where the row is in registers, and the correction is
-// one of rounding; of a row that passes by fewer, so that one pass is enough. What is subtracted then is more, but bounded: if
-// the first vectors are a share f of the warp's columns, the squares about their mean are at most 1/f times those about the
-// warp's.
+// The center is the mean of each lane's first kCenter vectors. For a row in registers these are all, and the correction only
+// concerns rounding. For a row that passes by, fewer suffice for one pass. More is subtracted then, but it is bounded: if the
+// first vectors are a share f of the warp's columns, the squares about their mean are at most 1/f times those about the warp's.
 #pragma once
 
 #include "tree.cuh"
@@ -46,13 +45,13 @@ template <class S> struct Deviations {
     }
   }
 
-  // Of all lanes.
+  // Over all lanes.
   __device__ Moments<S> moments() const {
     if constexpr (S::kRms) return {0, sum_lanes<S::kLanes>(squares)};
     A all = rest, all_squares = squares;
     sum_lanes<S::kLanes>(all, all_squares);
     const A shift = all * P::template per_col_of<A>(warp);
-    const bool finite = all_squares - all_squares == A(0);  // else what is subtracted may be infinite, too
+    const bool finite = all_squares - all_squares == A(0);  // else the correction could be infinite too
     return {center + shift, finite ? all_squares - all * shift : all_squares};
   }
 };
@@ -75,8 +74,8 @@ template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>
   return deviations.moments();
 }
 
-// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch of them loaded at a time. `inside`: the
-// vector lies within the row for sure, as in all batches but the last; asking takes an instruction or two of every element.
+// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, loading kBatch at a time. `inside`: the vector
+// is certainly within the row, as in all batches but the last; a test would cost instructions per element.
 template <class S, int kBatch, int kFirst, class Load, class Use>
 __device__ void batched_chunks(const Load& load, const Use& use) {
   using P = Place<S>;
@@ -89,7 +88,7 @@ __device__ void batched_chunks(const Load& load, const Use& use) {
       kRest, P::kVectors, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
-// The moments of this thread's warp in one pass: each vector, value(k, load(k, inside), inside), is read once, as in
+// The moments of this thread's warp in one pass that reads each vector, value(k, load(k, inside), inside), once, as in
 // `batched_chunks`.
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&& value) {
@@ -109,7 +108,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   return deviations.moments();
 }
 
-// The moments of the row from those of its warps, relative to the first one's mean, so that only small numbers are added.
+// The moments of the row from those of its warps, relative to the first mean, so that only small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;

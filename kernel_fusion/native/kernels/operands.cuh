@@ -1,7 +1,7 @@
-// The operands of a pointwise kernel: where the element of an iteration lies, and vectors of neighbouring elements.
+// The operands of a pointwise kernel: where an iteration's elements lie, and vectors of neighbouring elements.
 //
-// An iteration counts the elements of all operands, innermost dimension first. Most operands lie in memory in that very order
-// and need no arithmetic. For the others the number is taken apart into coordinates, by one multiplication for each dimension.
+// An iteration counts the elements of all operands, innermost dimension first. Most operands lie in memory in this order and
+// need no arithmetic. For others the number is split into coordinates, by one multiplication per dimension.
 #pragma once
 
 #include "shared/names.h"
@@ -14,7 +14,7 @@ struct Offsets {
   unsigned of[kOperands];
 };
 
-// The offsets of element i, in elements, of every operand; those that nobody asks for cost nothing.
+// The offsets of element i in every operand, in elements; unused ones cost nothing.
 template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
   Offsets offsets{};
 #pragma unroll
@@ -30,19 +30,19 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments; core/spec.py says what the modes are. S is the generated plan; of it are used kVec and kDims.
+// Operand kSlot of the arguments; core/spec.py defines the modes. S is the generated plan, with kVec and kDims.
 template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;
   static constexpr bool kContiguous = kMode == Mode::kLinear || kMode == Mode::kVector;
 
-  // Where element i lies.
+  // The offset of element i.
   static __device__ i64 offset(const PointwiseArgs& args, i64 i) {
     if constexpr (kMode == Mode::kLinear) return i;
     return offsets_of<S::kDims>(args, static_cast<unsigned>(i)).of[kSlot];
   }
 
-  // Where element i + e lies, if `first` is where i does and both belong to one vector.
+  // The offset of element i + e, given `first`, that of i in the same vector.
   static __device__ i64 offset_within(const PointwiseArgs& args, i64 i, i64 first, int e) {
     if constexpr (kContiguous) return first + e;
     if constexpr (kMode == Mode::kBroadcast) return first;
@@ -50,7 +50,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
     return offset(args, i + e);
   }
 
-  // The first `count` elements of the vector that begins at i; the others read as zero.
+  // The first `count` elements of the vector at i; the others are zero.
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int count) {
     const T* p = static_cast<const T*>(args.data[kSlot]);
     const i64 first = offset(args, i);
@@ -82,7 +82,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   }
 };
 
-// One that is a bit to each element of the iteration.
+// An operand with one bit per element of the iteration.
 template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
   using Vector = Pack<b1, S::kVec>;
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int) {
@@ -93,15 +93,15 @@ template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMod
   }
 };
 
-// An operand that is not there.
+// An absent operand.
 template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, absent, kMode, kAlign, kSlot> {
   struct Vector {};
   static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }
 };
 
-// Runs `work` over the elements: each thread takes kUnroll vectors and asks for all of them before it uses one. A vector that
-// the end of the iteration cuts is the work's affair, as are those past the end of a block that is not full. If warps are to
-// stay together, the lanes past the end come along, with a count of zero or less.
+// Runs `work` over the elements: each thread loads kUnroll vectors before it uses one. `work` handles vectors that the end of
+// the iteration cuts, and those past it in a partly filled block. With kTogether, lanes past the end come along with a count of
+// zero or less.
 template <class S, bool kTogether = false, class Work> __device__ void over_vectors(const Work& work, i64 size) {
   constexpr int kSpan = S::kThreads * S::kVec;
   const i64 start = static_cast<i64>(blockIdx.x) * (kSpan * S::kUnroll), first = start + threadIdx.x * S::kVec;

@@ -1,38 +1,37 @@
-// Keeps the blocks of a persistent grid together. The memory system does not serve all multiprocessors alike. Left alone, the
-// blocks that it favours are done early, and those it does not are then too few to use its bandwidth. So a block that is ahead
-// of the average waits a little before it asks for more.
+// Keeps the blocks of a persistent grid together. The memory system favours some multiprocessors. Without this, their blocks
+// finish early, and the rest are too few to use its bandwidth. So a block ahead of the average waits before it asks for more.
 //
-// Nothing but time depends on it. The word in which all blocks count may hold anything to begin with; grids of the same kernel
-// that run at once count in the same word, each seems further on to the other, and nobody waits. A block that waits in vain,
-// because others do not run, stops waiting.
+// Results do not depend on it. The word in which all blocks count may hold anything at first. Concurrent grids of one kernel
+// share the word, so each seems to be behind and nobody waits. A block that waits in vain, because others do not run, stops
+// waiting.
 #pragma once
 
 #include "async_copy.cuh"
 
 namespace kf {
 
-__device__ unsigned pace_word;  // of this kernel, as every kernel is compiled by itself
+__device__ unsigned pace_word;  // one per kernel, because each is compiled separately
 
-// Of the plan: kRows, groups of a block; kPaceTolerance, by how many quarters of a step a block may be ahead of the average, 0
-// for any; kPaceLeast, steps below which it is not worth it.
+// From the plan: kRows, groups of a block; kPaceTolerance, quarters of a step that a block may be ahead, 0 for any; kPaceLeast,
+// the least number of steps that makes it pay.
 template <class S> struct Pace {
   static constexpr bool kOn = S::kPaceTolerance > 0;
   static_assert(!kOn || S::kPaceTolerance > 4, "a block would wait for all others before each step");
   static constexpr int kPatience = 16;  // readings, of more than half a microsecond each
 
-  // In shared memory, since one thread of each group wants it once a step, and registers are scarce.
+  // In shared memory, because registers are scarce and only one thread per group needs it, once a step.
   struct Shared {
-    unsigned progress;  // steps of all blocks since this one began, as it last knew; 0 before init()
-    unsigned begun;     // what pace_word held then
+    unsigned progress;  // known steps of all blocks since this one began; 0 before init()
+    unsigned begun;     // pace_word at that time
     struct {
       unsigned due, on;
     } groups[S::kRows];  // due: the progress for the next step
   };
 
   Shared& shared;
-  unsigned coming;  // what pace_word holds, read a step early
+  unsigned coming;  // pace_word, read a step early
 
-  // By one thread of each group of the block, before about `steps` steps. The first group makes as many as any.
+  // Called by one thread per group of the block, before about `steps` steps. The first group makes the most.
   __device__ void init(int group, i64 steps) {
     const bool on = steps >= S::kPaceLeast;
     shared.groups[group].on = on;

@@ -1,6 +1,5 @@
-// y = dropout(scale * f(a, b)) over an iteration of any strides. Memory: one read of a and of b, one write of y; in training a
-// bit for each element too, where that is all backward needs to know of a and b (Chain::bits). Bits lie in the order of the
-// iteration, which is that of y in memory.
+// y = dropout(scale * f(a, b)) over an iteration of any strides. Reads a and b once, writes y once. In training it also writes
+// a bit per element if backward needs no more of a and b (Chain::bits), in the order of y in memory.
 #pragma once
 
 #include "dependent_launch.cuh"

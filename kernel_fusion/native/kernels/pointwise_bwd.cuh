@@ -1,6 +1,6 @@
-// da and db of y = dropout(scale * f(a, b)), of the shape of y, over an iteration of any strides. Nothing was saved but a and
-// b: the slope is computed from them, and dropout's bits are drawn again. Memory: one read of dy, a and b, one write of da and
-// db. In place of a and b a bit may have been saved that tells the slope (Chain::bits): then `a` is bits and there is no b.
+// da and db of y = dropout(scale * f(a, b)), in y's shape, over an iteration of any strides. Only a and b were saved: the slope
+// is recomputed and dropout's bits are drawn again. Reads dy, a and b once, writes da and db once. If forward saved bits of the
+// slope instead (Chain::bits), `a` is these bits and there is no b.
 #pragma once
 
 #include "dependent_launch.cuh"

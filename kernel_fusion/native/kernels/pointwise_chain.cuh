@@ -10,7 +10,7 @@
 
 namespace kf {
 
-// S is the generated plan, and Result the type that the arithmetic may be rounded to.
+// S is the generated plan; the arithmetic may be rounded to Result.
 template <class S, class Result> struct Chain {
   using A = typename S::Acc;
   using M = typename ChainMathFor<A, Result>::type;
@@ -24,8 +24,8 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Multiplies v by the scale, or by zero what dropout drops. `position(e)` is that of element e; aligned ones are neighbours,
-  // of which the first is a multiple of the vector.
+  // Multiplies v by the scale, or by zero if dropped. `position(e)` is element e's; aligned positions are consecutive from a
+  // multiple of the vector length.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;
@@ -43,8 +43,7 @@ template <class S, class Result> struct Chain {
     return Act::template value<M>(a);
   }
 
-  // Where the slope of the activation is that at 1. Backward reads a bit in place of the argument, widened to 1 or 0, and takes
-  // the slope there.
+  // Where the activation has the slope of 1. Backward reads such a bit, widened to 1 or 0, as the argument and takes its slope.
   __device__ static Pack<b1, kVec> bits(const A (&a)[kVec], const A (&b)[kVec]) {
     static_assert(act::kTwoSlopes<Act>);
     Pack<b1, kVec> pack{0};
@@ -56,7 +55,7 @@ template <class S, class Result> struct Chain {
     return pack;
   }
 
-  // Of g, the gradient of f: those of a and b.
+  // The gradients of a and b from g, that of f.
   __device__ static void gradients(A g, A a, A b, A& da, A& db) {
     if constexpr (S::kCombine == Combine::kGate) {
       da = act::times_slope<Act, M>(g * b, a);

@@ -1,12 +1,11 @@
 // out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one
-// chunk. A second call adds up the chunks of longer ones. Memory: one read.
+// chunk. A second call adds up the chunks of longer ones. Reads in once.
 //
-// Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride, which adds up its own; then a
-// butterfly adds the lanes of a warp, and another the warps. So the order is a function of the length alone. A row has kLanes
+// Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride. A lane adds up its own
+// elements, a butterfly the lanes of a warp, another the warps. So the order depends on the length alone. A row has kLanes
 // threads: some lanes of a warp, each with kEach rows at once, or the block.
 //
-// Whether rows have several chunks, or two coordinates, is compiled in: divisions at run time, and an address carried in its
-// terms, take 55 registers instead of 32.
+// Several chunks, or two coordinates of rows, are compiled in: divisions at run time would take many registers.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -42,7 +41,7 @@ template <class S> struct Stretch {
     else return some(v, kVec);
   }
 
-  // The first `count` elements of vector v; the others read as zero.
+  // The first `count` elements of vector v; the others are zero.
   __device__ Pack<In, kVec> some(int v, int count) const {
     Pack<In, kVec> pack{};
 #pragma unroll
@@ -70,14 +69,14 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kGroups = S::kThreads / kLanes;
   wait_for_previous_kernel();
   const i64 first = static_cast<i64>(blockIdx.x) * (kGroups * S::kEach) + (kGroups == 1 ? 0 : threadIdx.x / kLanes);
-  const auto inside = [&](int k) {  // a block that takes one row, or a chunk, has it
+  const auto inside = [&](int k) {  // a block always has its one row or chunk
     return kGroups * S::kEach == 1 || first + k * kGroups < args.outer * args.inner;
   };
   const i64 row = S::kChunked ? blockIdx.x / static_cast<unsigned>(args.chunks) : first;
   const i64 chunk = S::kChunked ? first - row * args.chunks : 0;
   Stretch<S> stretch[S::kEach];
 #pragma unroll
-  for (int k = 0; k < S::kEach; ++k)  // outside, the first row is summed once more, for nobody
+  for (int k = 0; k < S::kEach; ++k)  // outside, the first row is summed again and ignored
     stretch[k] = Stretch<S>::of(args, inside(k) ? row + k * kGroups : 0, chunk);
 
   const i64 rest = args.reduced - chunk * args.chunk;

@@ -3,19 +3,18 @@
 //   dx      = rstd * (g - sum(g) / N - xhat * sum(g * xhat) / N)          (RMSNorm: without the first sum)
 //   dweight = sum over rows of dy * xhat          dbias = sum over rows of dy
 //
-// Stages (stages.cuh) change three places (gradients.cuh). x is what was normalised: h as forward stored it, or without a
-// residual u, computed again. With an activation dy * activation'(xhat * weight + bias) takes the place of dy. And what is dx
-// above is the gradient at h: the one that arrives there is added, and on its way to x it passes dropout and pre-activation.
-// With a last gate dy * act(gate) takes the place of dy, and dgate = dy * (xhat * weight + bias) * act'(gate); with a first one
-// x is u = x * act(gate), and of du as above dx = du * act(gate) and dgate = du * x * act'(gate).
-// With kHf the xhat of dweight and of the activation's argument is rounded, and so is that argument; dx has xhat itself.
+// Stages (stages.cuh) change three places (gradients.cuh). x is the normalised row: h as stored, or u, recomputed, without a
+// residual. With an activation, dy * activation'(xhat * weight + bias) replaces dy. The dx above is the gradient at h: dh is
+// added, then it passes dropout and pre-activation on its way to x. A last gate replaces dy by dy * act(gate), and dgate = dy *
+// (xhat * weight + bias) * act'(gate). A first gate makes x = u = x * act(gate), dx = du * act(gate) and dgate = du * x *
+// act'(gate). kHf rounds the xhat of dweight and of the activation's argument, and that argument; dx has xhat itself.
 //
-// Who computes what: tree.cuh; persistent: block (or cluster) b takes rows b, b + grid, ... , so a thread keeps its
-// columns and adds their dweight and dbias up itself, in registers or in shared memory (private to the thread,
-// up to 16 bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh finishes in a fixed
-// order. Memory: one read of x and of dy, one write of dx; of stages one read of dh, one write of dresidual, and with both
-// residual and pre-activation one read of x itself; one read of a gate, one write of dgate. With kPrefetch the next row is
-// loaded before the sums of this one are exchanged; the exchange uses two buffers in turn, so that one barrier a row is enough.
+// tree.cuh says who computes what. The grid is persistent: block (or cluster) b takes rows b, b + grid, ... So a thread keeps
+// its columns and adds up their dweight and dbias itself, in registers or in shared memory (private to the thread, up to 16
+// bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh adds these in a fixed order.
+// Memory: one read of x and dy, one write of dx; with stages one read of dh, one write of dresidual, and with both residual and
+// pre-activation one read of x itself; with a gate one read of it and one write of dgate. With kPrefetch the next row is loaded
+// before this row's sums are exchanged. The exchange alternates between two buffers, so one barrier per row is enough.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -23,7 +22,7 @@
 
 namespace kf {
 
-// The factor of a sample, that of the last one past the end: where it lies, and its vectors, kept as those of x are.
+// A sample's factor, or the last one's past the end: its address, and its vectors, kept like x's.
 template <class S, class T = Factor<S>> struct FactorOfRow {
   const Place<S>& at;
   const T* row;
@@ -47,12 +46,11 @@ template <class S> struct FactorOfRow<S, absent> {
   __device__ FactorOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
 };
 
-// A warp that has a row to itself is done when its rows are; others go on together with those of their block, and have the last
-// row again, which counts for nothing, in place of those that are not there. Of single elements too: what registers they save
-// would let a further block in, and RMSNorm of 250980x255 fp16 take 121 us on an H200 instead of 113.
+// A warp with a row to itself stops after its rows; others go on with their block, and repeat the last row without effect. So
+// do single elements: the registers they save would let another block in, which slows RMSNorm down.
 template <class S> inline constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && S::kVec > 1;
 
-// What a thread reads of a row, in registers where S::kResident, and else where it lies.
+// What a thread reads of a row: in registers if S::kResident, else in memory.
 template <class S> struct BackwardRow {
   using A = typename S::Acc;
   using X = typename S::Row;
@@ -70,7 +68,7 @@ template <class S> struct BackwardRow {
   A mean, rstd;
   bool live;
 
-  // The row of a sample, the last one past the end.
+  // A sample's row, or the last one past the end.
   __device__ void fetch(const RowNormBwdArgs& args, const Place<S>& at, i64 wanted) {
     live = wanted < args.rows;
     const i64 row = row_of_sample<S>(args, live ? wanted : args.rows - 1);
@@ -88,7 +86,7 @@ template <class S> struct BackwardRow {
     rstd = static_cast<const A*>(args.rstd)[row];
   }
 
-  // Whether it counts.
+  // Whether the row counts.
   __device__ bool is_live() const { return kAlone<S> || S::kRows == 1 || live; }
 
   __device__ Pack<X, kVec> x(const Place<S>& at, int i) const {
@@ -122,7 +120,7 @@ template <class S> struct BackwardRow {
   }
 };
 
-// The partial row of a block (or cluster), of the sums that its threads keep.
+// The partial row of a block (or cluster), from the sums that its threads keep.
 template <class S>
 __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at, Accumulators<S>& sums, char* shared) {
   using A = typename S::Acc;
@@ -139,7 +137,7 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
 #pragma unroll
         for (int e = 0; e < S::kVec; ++e)
           if (kCovers || at.col(i) < kCols) out[which][at.col(i) + e] = sums.get(which, i, e);
-    } else {  // the rows of the block, added pairwise
+    } else {  // add the block's rows pairwise
       static_assert(S::kSums == KeptSums::kRegisters, "the table takes the place of sums in shared memory");
       auto* table = reinterpret_cast<A*>(shared);
       __syncthreads();
@@ -181,7 +179,7 @@ template <class S> struct BackwardColumns {
     biases.get(i, bias);
   }
 
-  // A row's sums of this thread's columns, and what they add to those of the columns.
+  // A row's sums over this thread's columns, and what they add to the column sums.
   __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
@@ -194,7 +192,7 @@ template <class S> struct BackwardColumns {
       biases.get(i, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        // Past the row's end dy reads as zero, so nothing there counts, as long as x is finite there.
+        // Past the row's end dy is zero, so nothing counts as long as x is finite there.
         const bool inside = Place<S>::kCovers || at.col(i) < kCols;
         const A centred = inside && now.is_live() ? normalize.centred(x[e]) : A(0);
         if (!now.is_live()) dys[e] = 0;
@@ -241,7 +239,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   extern __shared__ __align__(16) char shared[];
   Accumulators<S> sums(shared);
   alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
-  if constexpr (S::kCluster > 1) {                  // every block of the cluster runs before anyone writes to its shared memory
+  if constexpr (S::kCluster > 1) {                  // all blocks of the cluster run before anyone writes to their shared memory
     cluster_arrive();
     cluster_wait();
   }
@@ -268,7 +266,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
       now.fetch(args, at, sample);
     }
     const FactorOfRow<S> factor(args, at, sample);
-    // Past the last row another's statistics stand in, whose rstd may be none to multiply zeros by.
+    // Past the last row, another row's rstd may be infinite or NaN, even times zero.
     const Normalize<S> normalize{now.mean, now.is_live() ? now.rstd : A(0)};
     RowSums<A> row_sums = columns.first_pass(now, factor, normalize, row);
     if constexpr (S::kDX || S::kDResidual) {
@@ -285,7 +283,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   }
 
   if constexpr (Columns::kSums) store_partial_row<S>(args, at, sums, shared);
-  if constexpr (S::kCluster > 1) {  // no block leaves while another may still write to its shared memory
+  if constexpr (S::kCluster > 1) {  // no block leaves while another may write to its shared memory
     cluster_arrive();
     cluster_wait();
   }

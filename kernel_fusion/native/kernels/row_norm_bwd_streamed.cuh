@@ -1,10 +1,9 @@
-// Row norm, backward, streamed through shared memory by persistent blocks, or clusters for long rows (row_stream.cuh). The
-// formulas and the tree are those of row_norm_bwd.cuh; here is another executor of them.
+// Row norm, backward, streamed through shared memory by persistent blocks, or clusters for long rows (row_stream.cuh): another
+// executor of the formulas and the tree of row_norm_bwd.cuh.
 //
-// A thread holds the dweight and dbias of its columns in registers (2 x kVectors x kVec of them) and nothing of the row: it
-// reads x and dy from shared memory once for the sums and once for dx. What only stages need, dh and x beside h, or the gate,
-// comes through the slot too, so that its loads are ahead. One block per multiprocessor also means few partial rows for the
-// finish to add. Memory: as in row_norm_bwd.cuh.
+// A thread holds dweight and dbias of its columns in registers (2 x kVectors x kVec) and nothing of the row: it reads x and dy
+// from shared memory once for the sums and once for dx. The slot also carries what only stages need, dh and x beside h, or the
+// gate, so that it is loaded ahead. One block per multiprocessor means few partial rows to add. Memory: as in row_norm_bwd.cuh.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -12,7 +11,7 @@
 
 namespace kf {
 
-// The column sums of a thread, to the one partial row of its block. Several groups add up theirs, in order, in shared memory.
+// Writes a thread's column sums to its block's partial row. Several groups add theirs up in shared memory, in order.
 template <class S, class Stream, int kVectors>
 __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group, float (&sums)[2][kVectors][S::kVec],
                            char* shared) {
@@ -55,7 +54,7 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
 // The rows of a group in its ring: what a slot has, how it is filled, and how a thread reads it.
 template <class S> struct BackwardRing {
   using A = float;
-  using Stream = RowStream<S, 2>;  // the statistics of a row arrive by themselves
+  using Stream = RowStream<S, 2>;  // a row's statistics arrive separately
   using X = StreamedRows<S, Stream, typename S::Row, S::kAlignX, S::kStridedX>;
   using DY = StreamedRows<S, Stream, typename S::DY, S::kAlignDY, S::kStridedDY>;
   using DH = StreamedRows<S, Stream, typename S::DH, S::kAlignDH>;
@@ -104,7 +103,7 @@ template <class S> struct BackwardRing {
   }
 };
 
-// The two passes of a thread over a row, and what it keeps for all rows.
+// A thread's two passes over a row, and what it keeps for all rows.
 template <class S> struct StreamedBackward {
   using A = float;
   using Ring = BackwardRing<S>;
@@ -209,8 +208,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
-  // Not before: what is asked for behind so many rows comes after them. 1024x8192 bf16 took 21.5 us on an H200 and takes
-  // 20.5 so (torch 2.11.0+cu130, in no result file).
+  // Only now: loads issued after so many rows arrive after them, so the parameters go first.
   stream.start(args.rows, first, step, fill);
   weights.keep(group == 0);
   biases.keep(group == 0);
@@ -224,7 +222,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     return pair;
   };
   const auto second_pass = [&](i64 sample, int slot, const Pair& pair) { thread.second_pass(sample, slot, pair); };
-  // No more rows than are in the slots at once have a loop without ring and pace, where the plan has one.
+  // If all rows fit into the slots at once, the plan may have a loop without ring and pace.
   const bool are_few = S::kFew && args.rows <= S::kSlots * step;
   if constexpr (S::kFew)
     if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);

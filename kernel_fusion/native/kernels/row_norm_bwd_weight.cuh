@@ -1,7 +1,7 @@
-// dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums beside the row: a second pass over x and dy
-// that adds up columns alone. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of
-// partial row p. Memory: one read of x, of dy and of a gate. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups
-// blockIdx.y is the group, and blockIdx.x counts tiles and, slower, slabs of rows.
+// dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums: a second pass over x and dy that only adds up
+// columns. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of partial row p. Reads x, dy
+// and a gate once. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups blockIdx.y is the group, and blockIdx.x
+// counts tiles and, slower, slabs of rows.
 #pragma once
 
 #include "row_norm_bwd.cuh"

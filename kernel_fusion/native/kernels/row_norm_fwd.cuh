@@ -1,11 +1,10 @@
 // Row norm, forward:  y = activation((x - mean) * rstd * (weight_offset + weight) + bias),   rstd = 1 / sqrt(var + eps)
-// (RMSNorm: mean = 0 and var = E[x^2]), where h takes the place of x if there are stages before the norm (stages.cuh).
+// (RMSNorm: mean = 0 and var = E[x^2]). With stages before the norm, h replaces x (stages.cuh).
 //
-// Who computes what: tree.cuh. One row per lane group, block or cluster; grid = rows / rows per block.
-// Memory: one read of x, one write of y; weight and bias come from L1/L2. A residual is one read and one write more, a gate one
-// read: first beside x, or last beside the weight. The row
-// stays in registers as loaded (kVectors packs per thread), or as S::Row if there are stages; row_norm_fwd_long.cuh has the
-// rows for which there are no registers.
+// tree.cuh says who computes what: one row per lane group, block or cluster; grid = rows / rows per block. Memory: one read of
+// x, one write of y; weight and bias come from L1/L2. A residual adds a read and a write. A gate adds a read, beside x if
+// first, beside the weight if last. The row stays in registers as loaded (kVectors packs per thread), or as S::Row with stages;
+// row_norm_fwd_long.cuh takes rows for which there are no registers.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -47,7 +46,7 @@ template <class S> struct Affine {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) y[e] += b[e];
     }
-    // With nothing after it the store may do it.
+    // If nothing follows, the store may round.
     constexpr bool kStored = S::kActivation == 0 && !kFactorLast<S> && kSame<typename S::Y, typename Roundings<S>::Normalized>;
     if constexpr (Roundings<S>::kArgument && !kStored) Roundings<S>::all(y);
     using M = typename MathFor<A, typename S::Y>::type;
@@ -61,7 +60,7 @@ template <class S, class A> __device__ void store_stats(const RowNormFwdArgs& ar
   static_cast<A*>(args.rstd)[row] = rstd;
 }
 
-// The row of this thread's lanes, block or cluster: where it lies in each tensor, and its vectors by their first column.
+// The row of this thread's lanes, block or cluster: its place in each tensor, and its vectors by first column.
 template <class S> struct ForwardRow {
   using X = typename S::X;
   using Residual = typename S::Residual;
@@ -81,10 +80,10 @@ template <class S> struct ForwardRow {
     x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);
     beside = static_cast<const Beside<S>*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
   }
-  // Found where they are used: until then they would take registers.
+  // Computed where they are used, to save registers.
   __device__ Residual* h() const { return static_cast<Residual*>(args.h) + offset(); }
   __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + offset(); }
-  // Of narrow vectors once, which the compiler would do for every store.
+  // Computed once for narrow vectors; the compiler would do it for every store.
   __device__ i64 offset() const { return P::kNarrow ? settled(index * S::kCols) : index * S::kCols; }
 
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
@@ -109,7 +108,7 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From the moments of this thread's warp to what makes y of the row; the row's statistics are stored.
+// From the moments of this thread's warp to what makes y of the row; also stores the row's statistics.
 template <class S>
 __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
                                    const Moments<S>& moments) {
@@ -141,14 +140,14 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const Before<S, typename S::Y> before(args);
 
   Pack<typename S::Row, kVec> resident[kVectors];
-  Pack<typename S::X, kVec> xs[kVectors];  // all loads are on their way before the first is used
+  Pack<typename S::X, kVec> xs[kVectors];  // all loads start before the first is used
   Pack<Addend<S>, kVec> addends[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     xs[i] = row.load_x(at.col(i));
     addends[i] = row.load_addend(at.col(i));
   }
-  // Weight, bias and last factor of so many vectors are loaded together: no load passes a store that comes before it.
+  // Loads weight, bias and last factor of this many vectors together, because no load passes an earlier store.
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
@@ -169,15 +168,14 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     row.store_h(h, at.col(i), resident[i]);
   }
 
-  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once: 2048x2048 bf16 on an
-  // H200 takes 0.95 of the floor so, 1.04 otherwise.
+  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is faster.
   const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
     if constexpr (!S::kRms) keep_packed(resident[k]);
     return resident[k];
   });
   if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
-  // For y. With kAnew no column is found by `at` any more, or it would stay in registers until here.
+  // For y. With kAnew columns are recomputed, because keeping `at` until here would take registers.
   const P place = [&] {
     if constexpr (S::kAnew) return P::anew();
     return at;

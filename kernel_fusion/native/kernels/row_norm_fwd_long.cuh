@@ -1,12 +1,11 @@
-// Row norm, forward, for rows that are read twice: once for the statistics and once more, from the caches, for y. The
-// formulas and the tree are those of row_norm_fwd.cuh.
+// Row norm, forward, for rows that are read twice: for the statistics, and again, from the caches, for y. Formulas and tree are
+// those of row_norm_fwd.cuh.
 //
-// A thread holds kBatch vectors at a time in the first reading and kBatchAgain in the second, and so needs few registers.
-// Several blocks then share a multiprocessor, and while one waits for memory, or at its barrier, others read or write.
-// Memory: one read of x from memory and one from the caches, one write of y. The second reading and y are marked as the last
-// use, so that neither pushes out rows that are still to be read again: RMSNorm of 4096x32768 fp32 on an H200 took 1.04 of the
-// floor so and 1.06 without, when it was read twice. With a residual it is h that is read again, which the same thread wrote;
-// without one x goes through its stages again.
+// A thread holds kBatch vectors at a time in the first reading and kBatchAgain in the second, so it needs few registers.
+// Several blocks then share a multiprocessor, and while one waits for memory, or at its barrier, others read or write. Memory:
+// one read of x from memory and one from the caches, one write of y. The second reading and y are marked as last use, so that
+// they do not evict rows that are still to be read again. With a residual h is read again, by the thread that wrote it;
+// otherwise x goes through its stages again.
 #pragma once
 
 #include "row_norm_fwd.cuh"

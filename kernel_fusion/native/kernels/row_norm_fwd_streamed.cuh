@@ -1,10 +1,10 @@
-// Row norm, forward, for rows too long for a block to hold in registers: streamed through shared memory by a persistent
-// cluster (row_stream.cuh). The formulas and the tree are those of row_norm_fwd.cuh; here is another executor of them.
+// Row norm, forward, for rows too long for a block's registers: a persistent cluster streams them through shared memory
+// (row_stream.cuh). It is another executor of the formulas and the tree of row_norm_fwd.cuh.
 //
-// Each block of the cluster owns a piece of the columns. A thread keeps weight and bias of its columns in registers for all
-// rows: read for every row, they would take twice as much of the L2 cache's bandwidth as x itself. With a residual a slot holds
-// a piece of x and one of the residual, and each pass adds them up; with a gate one of the gate.
-// Memory: one read of x, one write of y. A residual is one read and one write more, a gate one read.
+// Each block of the cluster owns a piece of the columns. A thread keeps its columns' weight and bias in registers for all rows:
+// reading them for every row would take twice as much L2 bandwidth as x itself. A slot also holds a piece of the residual,
+// which each pass adds, or of the gate. Memory: one read of x, one write of y; a residual adds a read and a write, a gate a
+// read.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -26,7 +26,7 @@ template <class S> struct ColumnParameters {
   }
 };
 
-// y of a row: y_at(i, y) makes this thread's i-th vector of it.
+// Writes y of a row: y_at(i, y) makes this thread's i-th vector.
 template <class S, class YAt> __device__ void store_y(typename S::Y* y_row, const Place<S>& at, YAt&& y_at) {
   if constexpr (S::kShifted) {
     store_shifted<S>(y_row, at, y_at);
@@ -75,7 +75,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   };
   const i64 first = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
   wait_for_previous_kernel(x.piece(row_of(first)).source);
-  // Two branches that leave. As one, of all helpers, they made the code of odd rows 1.8 times as long.
+  // Two branches that leave: one branch for all helpers makes the code of odd rows much longer.
   if (Stream::is_combiner()) {
     stream.combine_all(args.rows, first, step, combine);
     stream.join();
@@ -99,7 +99,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   const auto first_pass = [&](i64 sample, int slot) {
     const i64 row = row_of(sample);
     Moments<S> moments;
-    if constexpr (kAddsResidual<S> || kChangesX<S>) {  // what is dear to read twice
+    if constexpr (kAddsResidual<S> || kChangesX<S>) {  // expensive to read twice
       Pack<typename S::Row, kVec> values[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) values[i] = row_at(row, slot, i);

@@ -1,11 +1,9 @@
-// Row norm, forward, for short rows of narrow vectors: a block copies its rows into shared memory as the one piece of memory
-// that they are, and y back. Read and written in place, such rows take an instruction for each element, and touch sectors of
-// 32 bytes that they share with their neighbours.
+// Row norm, forward, for short rows of narrow vectors: a block copies its rows into shared memory as one piece, and y back.
+// Read and written in place, such rows take an instruction per element and touch 32-byte sectors that neighbours share.
 //
-// Who computes what: the grid says how many rows a block has, up to kRows, and a lane group takes some of them, one after the
-// other. y takes the place of x, if it is as wide. The formulas and the tree are those of row_norm_fwd.cuh: here is another
-// executor of them. With kAhead the weight and bias of a lane's columns stay in its registers for all rows.
-// Memory: one read of x, one write of y.
+// The grid says how many rows a block has, up to kRows, and a lane group takes some of them in turn. y replaces x if it is as
+// wide. It is another executor of the formulas and the tree of row_norm_fwd.cuh. With kAhead a lane keeps its columns' weight
+// and bias in registers for all rows. Memory: one read of x, one write of y.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -23,7 +21,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   constexpr bool kInPlace = sizeof(X) == sizeof(Y);
   constexpr int kAlign = kInPlace ? S::kAlignX : S::kAlignY, kStoreAlign = kAlign < 4 ? kAlign : 4;  // wider stores are global
   constexpr int kVec = S::kVec, kVectors = P::kVectors, kGroups = S::kThreads / S::kLanes;
-  extern __shared__ __align__(128) char tile[];  // XRows::kBytes, and YRows::kBytes if y is not as wide
+  extern __shared__ __align__(128) char tile[];  // XRows::kBytes, and YRows::kBytes if y has another width
   __shared__ Mbarrier full;
 
   const P at;
@@ -67,7 +65,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
 
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
-    // Groups of several lanes would want the same banks for neighbouring rows of, say, 65 elements; of rows apart they do not.
+    // Groups of several lanes would hit the same banks in neighbouring rows of, say, 65 elements; rows apart do not.
     const int in_tile = S::kLanes > 2 ? at.row * rounds + round : round * kGroups + at.row;
     const ForwardRow<S> row(args, first + in_tile);
     const int begin = in_tile * S::kCols;

@@ -1,11 +1,11 @@
-// Rows streamed through shared memory by a persistent block (or cluster, for long rows): how the streamed kernels read.
+// How the streamed kernels read: a persistent block (or cluster, for long rows) streams rows through shared memory.
 //
-// A group of threads takes a row at a time and has a ring of kSlots slots, into which the rows to come are copied whatever
-// the threads do. With three slots or more it works on two rows at once: while the sums of a row travel between its warps, and
-// between the blocks of a cluster, the first pass over the next row is under way.
+// A group of threads takes a row at a time and has a ring of kSlots slots, into which coming rows are copied meanwhile. With
+// three slots or more it works on two rows at once: while a row's sums travel between warps and between blocks of a cluster,
+// the first pass over the next row runs.
 //
-// What is done once for a row may have a warp of its own, so that the others need not wait for it: the combiner makes of the
-// sums of all warps what the second pass needs, the producer starts the copies.
+// A warp of its own may do what is needed once per row, so that others do not wait: the combiner turns the sums of all warps
+// into what the second pass needs, the producer starts the copies.
 #pragma once
 
 #include "async_copy.cuh"
@@ -15,9 +15,9 @@
 
 namespace kf {
 
-// A contiguous piece of a tensor, copied to a slot with what else lies in its first and last 16 bytes, so that any alignment
-// will do. Behind the tensor's last piece nothing may lie, so there the copy ends before, and the rest goes by elements.
-// kRowCols: of a row, where pieces end at its end or within it.
+// A contiguous piece of a tensor, copied to a slot together with the rest of its first and last 16 bytes, so that any alignment
+// works. Nothing may follow a tensor's last piece, so there the copy ends earlier, and the rest goes by elements. kRowCols:
+// columns of a row; pieces end within it or at its end.
 template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
   static constexpr int kSize = static_cast<int>(sizeof(T));
   static constexpr bool kRest = kAlign < 16 || kRowCols * kSize % 16 != 0;
@@ -41,7 +41,7 @@ template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
 #pragma unroll 1
     for (int i = 1; i <= count; ++i) to[-i] = from[-i];
   }
-  // Where column 0 of the row would be, with the piece's first column at the beginning of the slot.
+  // The address of column 0 of the row, with the piece's first column at the beginning of the slot.
   __device__ const T* row_in(const char* slot, int first_col) const {
     return reinterpret_cast<const T*>(slot + lead()) - first_col;
   }
@@ -59,14 +59,14 @@ template <int kAlign, int kCols, int kRowCols> struct Piece<absent, kAlign, kCol
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
 
-// A piece on its way to a slot; `last`: behind it the tensor may end.
+// A piece on its way to a slot; `last`: the tensor may end after it.
 template <class P> struct PieceCopy {
   P piece;
   char* slot;
   bool last;
 };
 
-// One thread starts the copies of `cols` columns, and arrives on `b` with their bytes.
+// One thread starts copying `cols` columns, and arrives on `b` with their bytes.
 template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const PieceCopy<P>&... copies) {
   constexpr bool kRest = (P::kRest || ...);
   const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last) + ...);
@@ -79,14 +79,14 @@ template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const P
   }
 }
 
-// A tensor whose rows stream, as far as they lie in a block's columns: in memory, and in the slots of a ring.
+// A tensor with streaming rows, in a block's columns: in memory, and in the slots of a ring.
 template <class S, class Stream, class T, int kAlign, bool kStrided = false> struct StreamedRows {
   using P = Piece<T, kAlign, Stream::kCols, S::kCols>;
   static constexpr int kBytes = P::kBytes;  // in a slot
 
   const void* const& data;
   const RowLayout* layout;  // null: contiguous
-  char* slots;              // its place in the first one
+  char* slots;              // its place in the first slot
   int slot_bytes, first_col;
 
   __device__ P piece(i64 row) const {
@@ -100,7 +100,7 @@ template <class S, class Stream, class T, int kAlign, bool kStrided = false> str
   }
 };
 
-// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps behind those of the only group; the first one is the
+// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after those of the only group; the first is the
 // combiner, the second the producer.
 template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
@@ -109,18 +109,18 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   static constexpr int kLag = kSlots > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;           // of a group
   static constexpr int kCols = P::kLocalWarps * P::kVectors * P::kChunk;  // of a group at most
-  // A warp that is ahead may announce its next two rows before another, or the combiner, has read the sums of this one.
+  // A warp ahead may announce its next two rows before another warp, or the combiner, has read this row's sums.
   static constexpr int kBuffers = 4;
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
   static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
 
   struct Pair {
     A first, second;
-  };  // the sums of a warp, or what has been made of all of them
+  };  // a warp's sums, or what was made of all of them
   struct Shared {
     Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
-    Pair results[kBuffers];                      // of the combiner
+    Pair results[kBuffers];                      // the combiner's
   };
   using Sums = const A (*)[2];  // [kWarps], one pair per warp
   using Pacing = typename Pace<S>::Shared;
@@ -130,7 +130,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   const P& at;
   int group, member;  // this thread, within the group
 
-  // By all threads of the block, before anything else.
+  // Called by all threads of the block, before anything else.
   __device__ void init() const {
     if (member == 0) {
       if (group == 0) pacing.progress = 0;
@@ -138,7 +138,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32);
       }
-      // In a block each warp announces its sums; in a cluster their bytes are counted as they arrive.
+      // In a block each warp announces its sums; in a cluster their bytes are counted on arrival.
       for (int b = 0; b < kBuffers; ++b) {
         mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
         if constexpr (kCombiner) mbarrier_init(&shared.combined[b], 1);
@@ -152,13 +152,13 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   __device__ static bool is_combiner() { return kCombiner && warp() == kThreads / 32; }
   __device__ static bool is_producer() { return kProducer && warp() == kThreads / 32 + 1; }
 
-  // One thread of those that combine the sums of a row.
+  // One of the threads that combine a row's sums.
   __device__ bool leader() const {
     if constexpr (!kCombiner) return at.leader();
     return at.lane == 0 && (S::kCluster == 1 || cluster_rank() == 0);
   }
 
-  // No block writes to another's shared memory before that one runs, and none leaves while it may still be written to.
+  // No block writes to another's shared memory before that one runs, and none leaves while others may write to its own.
   __device__ void join() const {
     if constexpr (S::kCluster > 1) {
       __syncwarp();  // the barrier wants whole warps, and lane 0 may have been busy alone
@@ -167,7 +167,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // The first column of this block, and how many it has.
+  // This block's first column, and how many it has.
   __device__ static int first_col() {
     return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0;
   }
@@ -180,13 +180,13 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // Rows first, first + step, ... below `rows`:
   //   fill(row, slot)               one thread starts the copies into the slot and announces their bytes on full[slot]
   //   first_pass(row, slot) -> own  the warp's two sums
-  //   combine(row, sums) -> pair    by each warp, or by the combiner, of those of all warps; of a single one as they are
+  //   combine(row, sums) -> pair    by each warp or the combiner, of all warps' sums; a single warp's stay
   //   second_pass(row, slot, pair)  the slot is free after it
-  // start() fills the ring; what the caller loads before run() or run_few() overlaps with that. The producer calls produce()
-  // instead of them, the combiner combine_all().
+  // start() fills the ring; loads before run() or run_few() overlap with that. The producer calls produce() instead, the
+  // combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
-      // As a condition of the loop this made backward of 16384 columns take 2.4 times as long on an H200.
+      // Not a condition of the loop, which would make backward of long rows much slower.
       if (member != 0) return;
       for (int s = 0; s < kSlots && first + s * step < rows; ++s) fill(first + s * step, s);
     }
@@ -236,8 +236,8 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // run() where a group has no more rows than slots, so that start() has asked for all of them: one after the other, without
-  // the instructions that a ring and a second row take. Not beside a producer.
+  // run() for a group with no more rows than slots, which start() has all loaded: one after the other, without the instructions
+  // of a ring and a second row. Not with a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
     static_assert(kSlots <= kBuffers);
@@ -286,11 +286,11 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
  private:
-  // This thread's, for branches of whole warps. The compiler learns that they are: behind a branch of single threads it keeps
-  // in registers of every lane what a warp has once.
+  // This thread's warp, for branches of whole warps. It tells the compiler so: after a branch of single threads, each lane
+  // would keep in registers what a warp has once.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-  // What the second pass over a row needs, once all its sums are there; of a single warp its own.
+  // What the second pass over a row needs, once all sums are there; a single warp uses its own.
   template <class Combine>
   __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
     if constexpr (kCombiner) {
@@ -303,7 +303,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     return own;
   }
 
-  // By one thread, for each row: the bytes that come from all blocks of a cluster.
+  // Called by one thread per row: the bytes that come from all blocks of a cluster.
   __device__ void expect_sums(unsigned buffer) const {
     if constexpr (S::kCluster > 1) mbarrier_arrive_expect(&shared.exchanged[buffer], S::kWarps * sizeof(Pair));
   }

@@ -1,9 +1,8 @@
-// Stores of rows that begin anywhere, by whole sectors of memory.
+// Stores rows that begin anywhere by whole sectors of memory.
 //
-// A warp's single elements of such a row, neighbours in memory, mostly begin within a sector of 32 bytes, and end within one:
-// memory then takes up to a third more sectors, many of them in two pieces. So the warp's elements are shifted by up to a
-// sector, by shuffles, until each store begins with one. Elements of 16 bits go two to a lane, those of two chunks in one
-// store.
+// A warp's single elements of such a row mostly begin and end within a sector of 32 bytes: memory then takes up to a third more
+// sectors, many in two pieces. So shuffles shift the warp's elements by up to a sector, until each store begins with one. fp16
+// and bf16 elements go two to a lane, from two chunks in one store.
 #pragma once
 
 #include "tree.cuh"
@@ -11,20 +10,20 @@
 
 namespace kf {
 
-// What value(i, v) puts into v, for each vector i of the thread, once and in order, goes to its column of `row`, rounded.
+// Rounds and stores to `row` what value(i, v) puts into v, for each vector i of the thread, once and in order.
 template <class S, class T, class Value> __device__ void store_shifted(T* row, const Place<S>& at, Value&& value) {
   using P = Place<S>;
   static_assert(S::kVec == 1 && S::kLanes == 32 && sizeof(T) <= 4);
-  constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements to a lane, and chunks to a store
+  constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements per lane, and chunks per store
   constexpr int kWide = 32 * kEach;                       // columns of a store
   const int lane = at.lane, begin = at.first - lane, end = begin + P::cols_of(at.warp);
-  // How far into its sector the warp's first column lies, in elements.
+  // The warp's first column within its sector, in elements.
   const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(row + begin) % 32 / sizeof(T));
   T* const mine = row + begin - shift + lane * kEach;
   const int from = lane * kEach - shift, source = from & 31;  // whose element a lane stores
-  // What the last chunk of a store has there goes with the next store, in the place of what comes then.
+  // Their element of a store's last chunk goes with the next store.
   const bool carries = lane + shift >= 32;
-  // Of 16 bits each lane has an element of either chunk as the halves of a word, and takes one of each of two neighbours.
+  // With fp16 and bf16, a lane has an element of either chunk as the halves of a word, and takes one of each of two neighbours.
   const auto of_second = [](int from) { return from < 0 || from >= 32; };
   const unsigned halves = (of_second(from) ? 0x32 : 0x10) | (of_second(from + 1) ? 0x7600 : 0x5400);
   unsigned carried = 0;
@@ -47,7 +46,7 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
       carried = both;
       word = __byte_perm(__shfl_sync(~0u, sent, source), __shfl_sync(~0u, sent, (source + 1) & 31), halves);
     }
-    // Only the first store begins before the warp's columns, and only the last ones end behind them.
+    // Only the first store begins before the warp's columns, and only the last ones end after them.
     const int col = begin - shift + j * kWide + lane * kEach;
     const bool begins = j > 0 || col >= begin, ends = (j + 1) * kEach <= P::kFull || col + kEach <= end;
     T* const p = mine + j * kWide;

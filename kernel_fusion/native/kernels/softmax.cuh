@@ -1,11 +1,11 @@
 // y = softmax(scale * x + mask) over rows of run-time length, causal or not.
 //
-// The logits l = scale * x + mask are computed once and stay in registers: their maximum m and the sum s of e^(l - m) go
-// through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; of causal rows
-// only the columns that are kept are read. Rows longer than a block's registers are read a second time (softmax_long.cuh).
+// The logits l = scale * x + mask are computed once and stay in registers. Their maximum m and the sum s of e^(l - m) go
+// through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; causal rows
+// read only kept columns. Rows longer than a block's registers are read twice (softmax_long.cuh).
 //
-// With a mask or causal, a row whose logits are all -inf gives zeros: there m counts as 0 and s as 1. Without, it gives NaN.
-// What a boolean mask or causal leave out is zero, also in a row with NaN, since backward knows it by that.
+// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Without, it gives NaN. Elements that a boolean
+// mask or causal leave out are zero, even in a row with NaN, because backward recognises them by that.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -31,7 +31,7 @@ template <class S> struct Logits {
 
   const X* x;
   const MaskType* mask = nullptr;
-  int kept;  // columns beyond are -inf
+  int kept;  // columns from here on are -inf
   A scale;
 
   __device__ Logits(const SoftmaxArgs& args, i64 row)
@@ -46,7 +46,7 @@ template <class S> struct Logits {
     }
   }
 
-  // The vector at `col`, of which the first column is kept.
+  // The vector at `col`, whose first column is kept.
   __device__ Loaded load(int col) const {
     Loaded loaded;
     loaded.x = kf::load<S::kAlignX, kVec>(x + col);
@@ -79,12 +79,12 @@ template <class S> struct Logits {
     }
   }
 
-  // What is subtracted from the logits: their maximum, or nothing where all are -inf.
+  // The number subtracted from the logits: their maximum, or nothing if all are -inf.
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
-  // What divides the exponentials; those of a masked row of which nothing is left are zeros.
+  // The divisor of the exponentials; a fully masked row has only zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
-  // The exponential of a logit, and its quotient. What is left out has -0, which no exponential is, and then 0 in any row.
+  // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0 in any row.
   __device__ static A exponential(A l, A shift) {
     if constexpr (kLeavesOut) return is_left_out(l) ? A(-0.0) : exp_below(l, shift);
     else return exp_below(l, shift);
@@ -103,7 +103,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes;
   i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool inside = row < args.rows;  // else the last row is computed once more, since all lanes of a warp take part
+  const bool inside = row < args.rows;  // else repeat the last row, because all lanes of a warp take part
   row = inside ? row : args.rows - 1;
   const Logits<S> logits(args, row);
   const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };

@@ -1,6 +1,6 @@
-// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. What mask or causal left out has y = 0, and so dx = 0,
-// where some was (kLeavesOut) also in a row with NaN. Memory: one read of dy and of y, one write of dx; rows longer than a
-// block's registers are read a second time.
+// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. Elements that mask or causal left out have y = 0, so dx =
+// 0; with kLeavesOut even in a row with NaN. Memory: one read of dy and y, one write of dx; rows longer than a block's
+// registers are read twice.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -58,7 +58,7 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes, cols = static_cast<int>(args.cols);
   const i64 own = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool inside = own < args.rows;  // else the last row is computed once more, since all lanes of a warp take part
+  const bool inside = own < args.rows;  // else repeat the last row, because all lanes of a warp take part
   const SoftmaxBwdRow<S> row(args, inside ? own : args.rows - 1);
   A sums[kVec] = {};
   if constexpr (S::kVectors > 0) {

@@ -1,5 +1,5 @@
-// Softmax of rows that do not fit a block's registers: a block goes over a row once for maximum and sum, at once, and once more
-// to write. Memory: two reads of x and mask, the second from the L2 cache if the row is still there, and one write of y.
+// Softmax of rows that exceed a block's registers: one pass for maximum and sum together, and one to write. Memory: two reads
+// of x and mask, the second from the L2 cache if the row is still there, and one write of y.
 #pragma once
 
 #include "softmax.cuh"
@@ -27,7 +27,7 @@ template <class S> struct Running {
   }
 };
 
-// Calls `use(col, logits)` for each vector of the thread that begins among the columns kept.
+// Calls `use(col, logits)` for each of the thread's vectors that begins in a kept column.
 template <class S, class Use> __device__ void over_logits(const Logits<S>& logits, Use&& use) {
   using A = typename S::Acc;
   batched<S::kUnroll, false>(
@@ -62,7 +62,7 @@ template <class S> __device__ void softmax_long(const SoftmaxArgs& args) {
     A v[kVec];
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] = A(0);
-    // The thread's first vector behind those kept.
+    // The thread's first vector after the kept ones.
     const int skipped = (logits.kept - static_cast<int>(threadIdx.x) * kVec + kSpan - 1) / kSpan;
     for (int col = threadIdx.x * kVec + (skipped > 0 ? skipped : 0) * kSpan; col < args.cols; col += kSpan)
       store<S::kAlignY>(y + col, narrow_pack<X>(v));

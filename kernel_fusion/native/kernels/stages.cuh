@@ -1,13 +1,13 @@
-// The stages around a row norm, each compiled in where the plan has it and costing nothing where it has not:
+// The stages around a row norm; each is compiled in only if the plan has it:
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
 // or with a row that is a factor, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
-// With kHf<S> norm(h) is rounded, and with a weight the argument of the activation (`Roundings`). The constants and types of S
-// are the fields of `Stages` (core/spec.py) by their names: activations are codes (0: none), S::kDropout and S::kGateFirst
-// flags; S::Residual and S::Gate are types, of which at most one is not absent. Without a residual u itself is normalised,
-// unrounded. Everything here works on one vector of a row.
+// kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). The constants and types of S are named
+// after the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags,
+// S::Residual and S::Gate types, at most one of them present. Without a residual u itself is normalised, unrounded. Everything
+// here works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -17,24 +17,24 @@
 
 namespace kf {
 
-// The type of a row of which a stage makes a factor: of what is normalised, or of what comes of the norm. Its formulas are
-// `factor_of` and `times_factor_slope`, and the kernels know no more of it.
+// The type of a row that a stage makes a factor, of the normalised row or of the norm's result. The kernels only know its
+// formulas `factor_of` and `times_factor_slope`.
 template <class S> using Factor = typename S::Gate;
 template <class S> inline constexpr bool kFactorFirst = kPresent<Factor<S>> && S::kGateFirst;
 template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !kFactorFirst<S>;
 
-// Whether what is normalised is h, or differs from x at all.
+// Whether h is normalised, and whether it differs from x at all.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
 
-// The type of a factor, if it is first and if it is last; and of what forward reads beside x before the norm, and at all.
+// The type of a first and of a last factor; what forward reads beside x before the norm, and at all.
 template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
 template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
 template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
 template <class S> using Beside = typename PresentOr<typename S::Residual, Factor<S>>::type;
 
-// Keeps the compiler from contracting the operation that gave v with what follows: (u - mean) of a row of equal elements must
-// be 0, and h must be the same wherever it is computed.
+// Keeps the compiler from contracting the operation behind v with what follows: (u - mean) of a row of equal elements must be
+// 0, and h must be the same wherever it is computed.
 __device__ inline void settle(float& v) { asm("" : "+f"(v)); }
 __device__ inline void settle(double& v) { asm("" : "+d"(v)); }
 
@@ -46,7 +46,7 @@ template <int kCode, class M, class A, int kVec> __device__ void activate(A (&v)
   }
 }
 
-// g * activation'(at), with the same bits whatever is added to it then.
+// g * activation'(at), with the same bits whatever is added to it.
 template <int kCode, class M, class A> __device__ A times_slope(A g, A at) {
   A product = act::times_slope<typename Activation<kCode>::type, M>(g, at);
   settle(product);
@@ -61,15 +61,15 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
   }
 }
 
-// The factor that a row is: act(gate).
+// The factor of a row: act(gate).
 template <class S, class M, class A, int kVec> __device__ void factor_of(A (&v)[kVec]) { activate<S::kGateActivation, M>(v); }
 
-// g = the gradient at the row, `at`, from g, that at the factor.
+// g = the gradient at the row `at`, from g at the factor.
 template <class S, class M, class A, int kVec> __device__ void times_factor_slope(A (&g)[kVec], const A (&at)[kVec]) {
   multiply_slope<S::kGateActivation, M>(g, at);
 }
 
-// v = v * the factor that `row` is, with the same bits whatever follows.
+// v = v * the factor of `row`, with the same bits whatever follows.
 template <class S, class M, class T, class A, int kVec>
 __device__ void multiply_factor(const Pack<T, kVec>& row, A (&v)[kVec]) {
   A factor[kVec];
@@ -84,8 +84,8 @@ template <class T> inline constexpr bool kSame<T, T> = true;
 
 template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
 
-// Where the norms of Hugging Face round: norm(h) to the type of h, or without a residual of x; and what it is times the weight
-// and with the bias to the promoted type of that and the weight's, which is less than the compute type where the two are one.
+// Where Hugging Face's norms round: norm(h) to the type of h (without a residual, of x); its product with the weight, and the
+// sum with the bias, to the promoted type of that and the weight's. This is below the compute type if the two are equal.
 template <class S> struct Roundings {
   using A = typename S::Acc;
   using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
@@ -116,7 +116,7 @@ template <class S> struct Dropout {
     }
   }
 
-  // Of the elements at `position` and after it, a multiple of kVec.
+  // For kVec elements from `position`, a multiple of kVec.
   template <int kVec> __device__ void apply(i64 position, A (&v)[kVec]) const {
     if constexpr (S::kDropout) {
 #pragma unroll
@@ -126,8 +126,8 @@ template <class S> struct Dropout {
   }
 };
 
-// What is normalised, from x and what stands beside it, a residual or a factor. u must be known as exactly as what it is
-// rounded to next: h, or else y of type Y.
+// The normalised row, from x and what stands beside it, a residual or a factor. u must be as exact as its next rounding needs:
+// to h, or else to y of type Y.
 template <class S, class Y> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
@@ -137,7 +137,7 @@ template <class S, class Y> struct Before {
 
   template <class Args> __device__ explicit Before(const Args& args) : dropout(args) {}
 
-  // v = dropout(pre_activation(v)) of the columns from `col`.
+  // v = dropout(pre_activation(v)) for the columns from `col`.
   __device__ void change(i64 row, int col, A (&v)[kVec]) const {
     if constexpr (kChangesX<S>) {
       activate<S::kPreActivation, M>(v);
@@ -152,7 +152,7 @@ template <class S, class Y> struct Before {
     if constexpr (kFactorFirst<S>) multiply_factor<S, M>(pack, v);
   }
 
-  // Past the row's end zero, as the sums expect.
+  // Zero past the row's end, as the sums expect.
   __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<Addend<S>, kVec>& beside, i64 row,
                                         int col) const {
     if constexpr (!kAddsResidual<S> && !kChangesX<S>) {

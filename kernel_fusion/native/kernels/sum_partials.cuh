@@ -1,8 +1,8 @@
 // out[c] = sum over p of partials[p][c], in a fixed order: the finish of every column sum.
 //
-// A block takes 32 columns, 8 lanes with 4 of them each; so a warp reads 4 partial rows at a time and the block 4 per warp.
-// Each thread adds partials d, d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block.
-// blockIdx.y chooses between the two sums of a call (dweight, dbias).
+// A block takes 32 columns, 8 lanes with 4 each; so a warp reads 4 partial rows at a time and the block 4 per warp. Each thread
+// adds partials d, d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block. blockIdx.y chooses
+// one of a call's two sums (dweight, dbias).
 #pragma once
 
 #include "dependent_launch.cuh"

@@ -1,4 +1,4 @@
-// Sums: what a reduction adds up, a thread's own elements, and tiles of columns.
+// The terms of a reduction, sums of a thread's own elements, and tiles of columns.
 #pragma once
 
 #include "shared/names.h"
@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// What a reduction sums up: squares, absolute values, or the elements themselves.
+// A reduction's terms: squares, absolute values, or the elements themselves.
 __device__ inline float magnitude(float v) { return fabsf(v); }
 __device__ inline double magnitude(double v) { return fabs(v); }
 
@@ -23,7 +23,7 @@ template <Map kMap, class A, class T, int kVec> __device__ void add_mapped(A (&s
   for (int e = 0; e < kVec; ++e) sums[e] = add_mapped<kMap>(sums[e], v[e]);
 }
 
-// The sum of a thread's own sums, pairwise.
+// The pairwise sum of a thread's own sums.
 template <class A, int kVec> __device__ A sum_elements(const A (&v)[kVec]) {
   A sums[kVec];
 #pragma unroll
@@ -35,9 +35,9 @@ template <class A, int kVec> __device__ A sum_elements(const A (&v)[kVec]) {
   return sums[0];
 }
 
-// What kernels that sum up columns share: a block takes a tile of kLanes vectors of columns and, in kThreads / kLanes lines of
-// threads, rows; each thread keeps the sums of its columns, and at the end the lines are added pairwise. S is the generated
-// plan: kThreads, kLanes, kVec.
+// Shared by kernels that sum up columns: a block takes a tile of kLanes vectors of columns and rows in kThreads / kLanes lines
+// of threads. Each thread keeps its columns' sums, and at the end the lines are added pairwise. S is the generated plan:
+// kThreads, kLanes, kVec.
 template <class S> struct Tile {
   static constexpr int kLines = S::kThreads / S::kLanes;
   int lane, line;
@@ -45,7 +45,7 @@ template <class S> struct Tile {
   __device__ Tile() : lane(threadIdx.x % S::kLanes), line(threadIdx.x / S::kLanes) {}
   __device__ i64 col(i64 tile) const { return (tile * S::kLanes + lane) * S::kVec; }
 
-  // Adds up the lines, in a fixed order; the sums are those of line 0 then. Every thread of the block calls it.
+  // Adds up the lines in a fixed order, into line 0. Every thread of the block calls it.
   template <class A> __device__ void add_lines(A (&sums)[S::kVec]) const {
     static_assert((kLines & (kLines - 1)) == 0);
     if constexpr (kLines > 1) {

@@ -1,15 +1,15 @@
 // The canonical reduction tree of a row, and who executes it.
 //
-// A row of kCols columns is cut into vectors of kVec, which divides kCols, the vectors into chunks of kLanes, and the chunks
-// into kWarps stretches, one for each warp, as even as can be: the first ones may have a chunk more. In its stretch vector j
-// belongs to lane j % kLanes. The order of summation is a function of (kCols, kVec, kLanes, kWarps) alone:
+// A row of kCols columns is cut into vectors of kVec, which divides kCols, vectors into chunks of kLanes, and chunks into
+// kWarps stretches, one per warp, as even as possible: the first ones may have a chunk more. In its stretch, vector j belongs
+// to lane j % kLanes. The order of summation depends on (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
 //   2. a butterfly adds up the kLanes lanes of a warp;
 //   3. the kWarps warps are added pairwise: ((0+1)+(2+3))+((4+5)+(6+7)).
 //
-// A block or a cluster of kCluster blocks executes it, from registers or through shared memory. So a row's bits depend on
-// neither the launch shape, the number of rows, nor its alignment.
+// A block or a cluster of kCluster blocks executes it, from registers or through shared memory. So a row's bits do not depend
+// on launch shape, number of rows, or alignment.
 #pragma once
 
 #include "types.cuh"
@@ -50,7 +50,7 @@ template <class S> struct Place {
   static constexpr int kMissing = kRowChunks * kChunk - S::kCols;                        // columns that the last chunk lacks
   static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;         // chunks that every warp has whole
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;                            // warps of this block
-  // Of narrow vectors a thread has many. The compiler shall add their columns to one, not find each from the lane again.
+  // With narrow vectors a thread has many; add their columns to one, instead of finding each from the lane.
   static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
 
@@ -61,14 +61,14 @@ template <class S> struct Place {
     if constexpr (S::kWarps == 1) row = threadIdx.x / S::kLanes;
   }
 
-  // For the member-th of the threads that share a row.
+  // For thread `member` of those that share a row.
   __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes) {
     if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
     first = start(warp) + lane * S::kVec;
     if constexpr (kNarrow) asm("" : "+r"(first));
   }
 
-  // The same place, which the compiler shall find again instead of keeping it in registers until here.
+  // The same place, recomputed instead of kept in registers until here.
   __device__ static Place anew() {
     static_assert(S::kWarps > 1);
     int member;
@@ -80,7 +80,7 @@ template <class S> struct Place {
   __device__ static int start(int w) { return (w * kShare + (kMore ? min(w, kMore) : 0)) * kChunk; }
 
   // First column of this thread's i-th vector, 0 <= i < kVectors; kCols or more if there is none. The compiler is told which
-  // vectors exist for sure, and tests the others; `inside`: the caller knows.
+  // vectors surely exist, and tests the others; `inside`: the caller knows.
   __device__ int col(int i, bool inside = false) const {
     const int col = kNarrow ? first + i * kChunk : start(warp) + (i * S::kLanes + lane) * S::kVec;
     if (kCovers) return col;
@@ -91,13 +91,13 @@ template <class S> struct Place {
     return i < kShare || warp < kMore ? col : S::kCols;
   }
 
-  // How many columns warp w has.
+  // The number of columns of warp w.
   __device__ static int cols_of(int w) {
     if constexpr (kCovers) return kVectors * kChunk;
     return max(0, min(start(w + 1), S::kCols) - start(w));
   }
 
-  // One over the number of columns that warp w has among its first kCount chunks; finite where it has none.
+  // One over the number of warp w's columns among its first kCount chunks; finite even if it has none.
   template <class A, int kCount = kVectors> __device__ static A per_col_of(int w) {
     constexpr int kMost = (kCount < kVectors ? kCount : kVectors) * kChunk,
                   kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
@@ -112,7 +112,7 @@ template <class S> struct Place {
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
-// What a sum over a row is multiplied by to be a mean: a division takes ten instructions, of which a thread has few to spare.
+// The factor from a row's sum to its mean: a division takes more instructions.
 template <class S> inline constexpr typename S::Acc kPerCol = typename S::Acc(1) / S::kCols;
 
 __device__ constexpr int power_of_two(int n) {
@@ -128,15 +128,15 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
   return v;
 }
 
-// Of the first, which even lanes have, and the second, which odd ones have, both in every lane.
+// Gives every lane the first, which even lanes have, and the second, which odd lanes have.
 template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
   const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
   first = odd ? other : mine;
   second = odd ? mine : other;
 }
 
-// The same of two sums at once, in little more than half as many shuffles: after the first of them even lanes go on with one
-// sum and odd lanes with the other. The bits are those of two butterflies.
+// Two sums at once, in little more than half as many shuffles: after the first shuffle even lanes go on with one sum and odd
+// lanes with the other. The bits are those of two butterflies.
 template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   if constexpr (kLanes > 1) {
     const bool odd = threadIdx.x % 2;
@@ -151,8 +151,8 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
 // Step 3: two sums per warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
-  static constexpr int kPadded = power_of_two(S::kWarps);           // the tree has zeros where there is no warp
-  static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // warps to a lane, if all lanes share them
+  static constexpr int kPadded = power_of_two(S::kWarps);           // the tree has zeros for absent warps
+  static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // warps per lane, if all lanes share them
 
   A (*slot)[2];  // shared, [kWarps][2]
 
@@ -191,9 +191,9 @@ template <class S> struct Exchange {
     return sum_lanes<kPadded / kEach>(v[0]);
   }
 
-  // Of all pairs in shared memory the sums of the first and of the second; of RMSNorm of the second alone. Of a few warps every
-  // lane adds up all, which takes no shuffles; of 16 even lanes have the first of each pair and odd lanes the second; of more
-  // the lanes share them, one sum after the other.
+  // The sums of the first and of the second over all pairs in shared memory; RMSNorm needs only the second. Of few warps every
+  // lane adds up all, without shuffles. Of 16, even lanes take the first of each pair and odd lanes the second. Of more, the
+  // lanes share them, one sum after the other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
     if constexpr (kPadded <= 8) {
       if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });

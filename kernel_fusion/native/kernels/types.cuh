@@ -1,5 +1,5 @@
-// Element types. No CUDA header is included: conversions are single PTX instructions, which keeps
-// a kernel's compile time at some tens of milliseconds and needs nothing but NVRTC itself.
+// Element types. No CUDA header is included: conversions are single PTX instructions, which keeps compilation fast and needs
+// only NVRTC itself.
 #pragma once
 
 namespace kf {
@@ -16,8 +16,8 @@ struct bf16 {
 struct b8 {
   unsigned char bits;
 };  // a boolean
-struct b1 {};      // a bit: eight of them to a byte, the first one lowest
-struct absent {};  // the type of a tensor that is not there
+struct b1 {};      // eight of them to a byte, the first one lowest
+struct absent {};  // the type of an absent tensor
 
 template <class T> inline constexpr bool kPresent = true;
 template <> inline constexpr bool kPresent<absent> = false;
@@ -64,12 +64,11 @@ template <> __device__ inline f16 narrow<f16>(float v) {
   return r;
 }
 template <class T> __device__ T narrow(double v) {
-  if constexpr (sizeof(T) == 2)
-    return narrow<T>(static_cast<float>(v));  // as PyTorch converts: there is no rounding from 64 to 16 bits at once
+  if constexpr (sizeof(T) == 2) return narrow<T>(static_cast<float>(v));  // PyTorch converts in two steps, too
   else return static_cast<T>(v);
 }
 
-// Arithmetic that the compiler may not contract in its own way: a sum must not depend on which kernel adds it up.
+// Arithmetic that the compiler may not contract: a sum must not depend on the kernel that adds it up.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }  // a * b + c, rounded once

@@ -1,18 +1,18 @@
 // The activations: value and slope (derivative), once for every value type and both kinds of device.
 //
-// M is a policy of elementary functions on a value type M::V, which is a scalar in CUDA (native/kernels/math.cuh) and a SIMD
-// vector on the CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
+// M is a policy of elementary functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on the
+// CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, sqrt, reciprocal
 //   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
 //   erf(x) or normal_cdf(x)                  if there is a better or faster one without the power
-//   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no where a or b is NaN
-//   where_ge, where_eq                       the same of >= and ==
+//   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no if a or b is NaN
+//   where_ge, where_eq                       the same for >= and ==
 //
-// Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. The names are those of
-// core/activations.py, where the definitions stand; tests compare every formula with float64.
+// NaN, infinities and slopes at kinks are as in PyTorch. core/activations.py has the names and definitions; tests compare every
+// formula with float64.
 #pragma once
 
 #include "shared/inline.h"
@@ -37,13 +37,13 @@ struct sign {
   template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
 };
 
-// Of a value x of tanh, what has tanh's slope there, 1 - x^2.
+// At a value x of tanh, its slope is tanh's, 1 - x^2.
 struct from_tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x - x * x * x * M::of(1.0 / 3); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(1) - x * x; }
 };
 
-// Of a value x of sigmoid, what has its slope there, x (1 - x).
+// At a value x of sigmoid, its slope is sigmoid's, x (1 - x).
 struct from_sigmoid {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * x * (M::of(0.5) - x * M::of(1.0 / 3)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
@@ -97,8 +97,7 @@ struct gelu {
   }
 };
 
-// x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3): where tanh is nearly -1, its sum with 1 would
-// cancel.
+// x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3): near -1, tanh plus 1 would cancel.
 struct gelu_tanh {
   static constexpr double kTwice = 1.59576912160573071176, kCube = 0.044715;  // 2 sqrt(2 / pi)
   template <class M> static KF_INLINE typename M::V twice_u(typename M::V x) {
@@ -107,7 +106,7 @@ struct gelu_tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(twice_u<M>(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto v = twice_u<M>(x), e = M::exp(M::where_gt(v, M::of(0), M::of(0) - v, v)), r = M::reciprocal(M::of(1) + e);
-    const auto sigmoid = M::where_gt(v, M::of(0), r, e * r);  // and 1 - sigmoid, without its cancellation, is the other one
+    const auto sigmoid = M::where_gt(v, M::of(0), r, e * r);  // 1 - sigmoid, without cancellation, is the other one
     return sigmoid + x * (e * r * r) * (M::of(kTwice) + M::of(3 * kTwice * kCube) * (x * x));
   }
 };
@@ -134,7 +133,7 @@ struct tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::tanh(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto e = M::exp(M::where_gt(x, M::of(0), M::of(-2) * x, M::of(2) * x)), r = M::reciprocal(M::of(1) + e);
-    return M::of(4) * e * r * r;  // 1 - tanh^2, without its cancellation
+    return M::of(4) * e * r * r;  // 1 - tanh^2 without cancellation
   }
 };
 
@@ -157,8 +156,8 @@ struct mish {
     const auto n = n_of<M>(x);
     return x * (n * M::reciprocal(n + M::of(2)));
   }
-  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. From 20 on the slope is 1; x - x makes that at infinities NaN,
-  // as in PyTorch.
+  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, without cancellation. From 20 on the slope is 1; x - x makes it NaN at infinities, as
+  // in PyTorch.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto n = n_of<M>(x), r = M::reciprocal(n + M::of(2));
     const auto below = n * r + x * sigmoid_of<M>(x) * (((n + M::of(1)) * r) * (M::of(4) * r));
@@ -195,7 +194,7 @@ struct elu {
   }
 };
 
-// (x + s) / 2 with s = sqrt(x^2 + 4), as max(x, 0) + 2 / (s + |x|), which cancels nothing. From 2^30 on s is |x|.
+// (x + s) / 2 with s = sqrt(x^2 + 4), without cancellation: max(x, 0) + 2 / (s + |x|). From 2^30 on s is |x|.
 struct squareplus {
   template <class M> static KF_INLINE typename M::V size(typename M::V x) { return M::where_gt(M::of(0), x, M::of(0) - x, x); }
   template <class M> static KF_INLINE typename M::V root(typename M::V x) {
@@ -204,25 +203,25 @@ struct squareplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return relu::value<M>(x) + M::reciprocal(M::of(0.5) * root<M>(x) + M::of(0.5) * size<M>(x));
   }
-  // The quarters keep the reciprocal a normal number. x - x makes the slope NaN at infinities, as the definition has it.
+  // The quarters keep the reciprocal normal. x - x makes the slope NaN at infinities, as in the definition.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::of(0.25) * value<M>(x) * M::reciprocal(M::of(0.25) * root<M>(x)) + (x - x);
   }
 };
 
-// Whether PyTorch's backward selects instead of multiplying: where the slope is 0, so is the gradient, whatever arrives.
+// Whether PyTorch's backward selects instead of multiplying: a slope of 0 gives a gradient of 0, whatever arrives.
 template <class F> inline constexpr bool kSelects = false;
 template <> inline constexpr bool kSelects<sign> = true;
 template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
-// Whether the slope has but two values, that at 0 and that at 1, so that a bit tells which. Such a slope is constexpr.
+// Whether the slope has only two values, those at 0 and 1, so that a bit tells which. Such a slope is constexpr.
 template <class F> inline constexpr bool kTwoSlopes = false;
 template <> inline constexpr bool kTwoSlopes<relu> = true;
 template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
 
-// The policy of numbers that the compiler computes with.
+// The policy for compile-time numbers.
 struct Constants {
   using V = double;
   static constexpr KF_INLINE V of(double c) { return c; }
@@ -231,7 +230,7 @@ struct Constants {
   static constexpr KF_INLINE V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
 };
 
-// Whether a bit gives back the slope that it stands for when backward reads it as an argument, 0 or 1.
+// Whether a bit, read by backward as the argument 0 or 1, gives back the slope that it stands for.
 template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
   if constexpr (kTwoSlopes<F>) return F::template slope<Constants>(0) != F::template slope<Constants>(1);
   else return true;
@@ -240,7 +239,7 @@ template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
 KF_ACTIVATIONS(KF_CHECK_SLOPES)
 #undef KF_CHECK_SLOPES
 
-// The gradient at x, of g, which arrives at F(x).
+// The gradient at x, from g at F(x).
 template <class F, class M> KF_INLINE typename M::V times_slope(typename M::V g, typename M::V x) {
   const auto slope = F::template slope<M>(x);
   if constexpr (kSelects<F>) return M::where_eq(slope, M::of(0), M::of(0), g * slope);

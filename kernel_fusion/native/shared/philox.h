@@ -1,18 +1,17 @@
-// Dropout's random bits: Philox4x32 with 7 rounds of the counter (position, seed), the same on every device. The definition,
-// with its source, is backends/eager/dropout.py.
+// Dropout's random bits: Philox4x32 with 7 rounds of the counter (position, seed), the same on every device.
+// backends/eager/dropout.py has the definition and its source.
 #pragma once
 
 #include "shared/inline.h"
 
 namespace kf {
 
-// Elements 2j and 2j + 1 of eight share word j: its bits are those of the odd one, and with its halves exchanged of the even
-// one.
+// Elements 2j and 2j + 1 of eight share word j: the odd one takes its bits, the even one those with the halves exchanged.
 struct RandomBits {
   unsigned word[4];
 };
 
-// In CUDA by the instruction itself: of a product of 64 bits the compiler adds 0 to the upper half, which takes as long.
+// In CUDA an instruction: for a 64-bit product the compiler would also add 0 to the upper half.
 struct WideProduct {
   KF_INLINE unsigned long long operator()(unsigned a, unsigned b) const {
 #ifdef __CUDA_ARCH__
@@ -25,8 +24,8 @@ struct WideProduct {
   }
 };
 
-// The rounds, on the words of one block, or where Word is a vector on those of several. multiply(word, constant) has twice the
-// width, of which >> 32 is the upper half and Word(...) the lower one.
+// The rounds on one block's words, or on vectors of several. multiply(word, constant) has twice the width; its upper half is >>
+// 32, its lower half Word(...).
 template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Multiply multiply) {
   for (unsigned round = 0; round < 7; ++round) {
     const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants

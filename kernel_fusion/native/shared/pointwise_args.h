@@ -6,8 +6,8 @@
 
 namespace kf {
 
-// A divisor, below 2^31, of numbers below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift.
-// Granlund, Montgomery: Division by Invariant Integers using Multiplication, PLDI 1994.
+// A divisor below 2^31 of numbers below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift. Granlund,
+// Montgomery: Division by Invariant Integers using Multiplication, PLDI 1994.
 struct FastDivisor {
   unsigned divisor, multiplier, shift;
 };
@@ -22,21 +22,21 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
   return (static_cast<unsigned>(static_cast<unsigned long long>(n) * by.multiplier >> 32) + n) >> by.shift;
 }
 
-// y = dropout(scale * f(a, b)), or the gradients of it. Element i of the iteration, innermost dimension first, stands at the
-// sum of coordinate times stride in each operand, unless the kernel knows that the operand is linear: then at i.
+// y = dropout(scale * f(a, b)), or its gradients. Element i of the iteration, innermost dimension first, is at the sum of
+// coordinate times stride in each operand, or at i if the kernel knows that the operand is linear.
 struct PointwiseArgs {
   static constexpr int kDims = 16;
   void* data[kOperands];  // y or da; db, or the bits that forward writes; dy; a, or bits; b
   long long size;         // elements
-  long long position;     // dropout's, of the element at offset 0
+  long long position;     // of the element at offset 0, for dropout
   const void* seed;
   double scale;
-  unsigned dropout_last;              // elements whose random bits are at most this are dropped
+  unsigned dropout_last;              // drops elements with random bits up to this
   FastDivisor dim[kDims];             // sizes
   unsigned stride[kDims][kOperands];  // in elements
 };
 
-// The gradients where b is a row: dy, a (or bits) and da are contiguous, and each block row writes a partial row of db.
+// The gradients for a row b: dy, a (or bits) and da are contiguous, and each block row writes a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;
@@ -47,7 +47,7 @@ struct PointwiseColumnsArgs {
   long long pitch;  // of the partial rows, in elements
   const void* seed;
   double scale;
-  unsigned dropout_last;  // elements whose random bits are at most this are dropped
+  unsigned dropout_last;  // drops elements with random bits up to this
 };
 
 }  // namespace kf

@@ -11,12 +11,12 @@ struct ReduceArgs {
   void* out;
   long long outer, reduced, inner;
   long long outer_stride, reduced_stride, inner_stride;
-  long long chunks;  // along r: of `chunk` each when rows are summed, blocks that take turns when columns are
+  long long chunks;  // along r: of `chunk` elements each for rows, blocks in turn for columns
   long long chunk;
   double divisor;
 };
 
-// y = softmax(scale * x + mask), y contiguous. Where causal, row r of each `causal_rows` rows keeps columns 0 ... r.
+// y = softmax(scale * x + mask), y contiguous. If causal, row r of each `causal_rows` rows keeps columns 0 ... r.
 struct SoftmaxArgs {
   const void* x;
   const void* mask;

@@ -1,5 +1,5 @@
-// The arguments of the row-norm kernels: written by the host, read by the device. Plain data, no headers, so that NVRTC and the
-// C++ compiler both read this file; the Python launcher (backends/cuda/python_launch.py) takes the structs from it, too.
+// The arguments of the row-norm kernels: written by the host, read by the device. Plain data without headers, because NVRTC,
+// the C++ compiler and the Python launcher (backends/cuda/python_launch.py) all read this file.
 #pragma once
 
 namespace kf {
@@ -13,8 +13,8 @@ struct RowLayout {
 };
 
 // h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias) for each of
-// `rows` rows. A null pointer: absent. The second group belongs to the stages, which a kernel has or has not. A gate stands
-// where a residual would: h = x * act(gate), which is not stored, or y is multiplied by act(gate).
+// `rows` rows. A null pointer: absent. The second group is for stages, which a kernel may lack. A gate takes the residual's
+// place: h = x * act(gate), which is not stored, or y is multiplied by act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -36,7 +36,7 @@ struct RowNormFwdArgs {
   long long groups;  // of columns, each a norm of its own; 1 without
 };
 
-// dx and dresidual of the above, and one partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+// dx and dresidual of the above, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h
@@ -54,7 +54,7 @@ struct RowNormBwdArgs {
 
   const void* bias;   // for the argument of the activation
   const void* dh;     // the gradient that arrives at h, contiguous
-  const void* pre_x;  // the gate; or x, where there are both a residual and a pre-activation
+  const void* pre_x;  // the gate; or x, with both a residual and a pre-activation
   void* dresidual;    // or the gradient of the gate
   const void* seed;
   RowLayout pre_x_rows;

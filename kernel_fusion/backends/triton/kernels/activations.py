@@ -1,9 +1,8 @@
-"""The activations: value and slope (derivative) of each, chosen at compile time by name.
+"""The activations: value and slope (derivative) of each, chosen by name at compile time.
 
-Names and order are those of core/activations.py, where the definitions stand; a test compares the lists, and every
-formula with float64. Every formula takes NaN and infinities as PyTorch does, and the slope at a kink is PyTorch's. A
-comparison with NaN is false, so the branch that a NaN takes is the last one. Constants that float32 does not hold
-exactly stand only where they meet a value, whose type they then take.
+Names and order are those of core/activations.py, which has the definitions; a test compares the lists, and each formula
+with float64. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons with NaN are false, so NaN takes the
+last branch. Constants that float32 cannot hold exactly appear only next to a value, whose type they take.
 """
 
 from __future__ import annotations
@@ -60,26 +59,26 @@ def _gelu_tanh_of(x):
 
 @triton.jit
 def _mish_n(x):
-    """n = e^x (e^x + 2), of which n / (n + 2) is tanh(log(1 + e^x)): 1 to the last digit from 20 on."""
+    """n = e^x (e^x + 2); n / (n + 2) is tanh(log(1 + e^x)), which is 1 to the last digit from x = 20."""
     e = exp(tl.where(x > 20.0, 20.0, x))
     return e * (e + 2.0)
 
 
 @triton.jit
 def _squareplus_root(x):
-    """s = sqrt(x^2 + 4), which from 2^30 on is |x|."""
+    """s = sqrt(x^2 + 4), which is |x| from 2^30 on."""
     return tl.where(tl.abs(x) > 2.0**30, tl.abs(x), tl.sqrt(x * x + 4.0))
 
 
 @triton.jit
 def _squareplus(x):
-    """(x + s) / 2, as max(x, 0) + 2 / (s + |x|), which cancels nothing."""
+    """(x + s) / 2 without cancellation: max(x, 0) + 2 / (s + |x|)."""
     return _relu(x) + 1.0 / (0.5 * _squareplus_root(x) + 0.5 * tl.abs(x))
 
 
 @triton.jit
 def value(x, NAME: tl.constexpr):
-    """The activation called NAME, of a block of float32 or float64."""
+    """The activation NAME of a float32 or float64 block."""
     if NAME == "identity":
         y = x
     elif NAME == "sign":
@@ -123,7 +122,7 @@ def value(x, NAME: tl.constexpr):
 
 @triton.jit
 def slope(x, NAME: tl.constexpr):
-    """The derivative of the activation called NAME at x."""
+    """The derivative of the activation NAME at x."""
     if NAME == "identity":
         d = tl.full(x.shape, 1.0, x.dtype)
     elif NAME == "sign":
@@ -153,12 +152,12 @@ def slope(x, NAME: tl.constexpr):
     elif NAME == "tanh":
         e = exp(-2.0 * tl.abs(x))
         r = 1.0 / (1.0 + e)
-        d = 4.0 * e * r * r  # 1 - tanh^2, without its cancellation
+        d = 4.0 * e * r * r  # 1 - tanh^2 without cancellation
     elif NAME == "sigmoid":
         s = _sigmoid(x)
         d = s * (1.0 - s)
     elif NAME == "mish":
-        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, which cancels nothing. At infinities x - x makes the slope NaN, as in
+        # 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, without cancellation. At infinities, x - x makes the slope NaN, as in
         # PyTorch.
         n = _mish_n(x)
         r = 1.0 / (n + 2.0)
@@ -171,13 +170,13 @@ def slope(x, NAME: tl.constexpr):
         d = tl.where(x > 0.0, 1.0, exp(x))
     else:
         tl.static_assert(NAME == "squareplus")
-        d = _squareplus(x) / _squareplus_root(x) + (x - x)  # at infinities NaN, as the definition has it
+        d = _squareplus(x) / _squareplus_root(x) + (x - x)  # NaN at infinities, as in the definition
     return d.to(x.dtype)
 
 
 @triton.jit
 def times_slope(g, x, NAME: tl.constexpr):
-    """The gradient at x, of g, which arrives at the activation. A slope of 0 is selected where PyTorch selects it."""
+    """The gradient at x from g, that at the activation. A slope of 0 is selected where PyTorch selects it."""
     d = slope(x, NAME)
     SELECTS: tl.constexpr = NAME == "sign" or NAME == "relu" or NAME == "relu_squared" or NAME == "hardswish"
     if SELECTS:

@@ -1,8 +1,8 @@
 """Dropout: the bits that decide which elements of a tile are kept, from the seed and the elements' positions.
 
-The generator is defined in backends/eager/dropout.py: Philox4x32 with 7 rounds, one block of 128 bits for eight
-neighbouring elements, a word for each pair of them. Where every row of a tile begins with such a block (ALIGNED), each
-block is drawn once and dealt to its eight elements; elsewhere every element draws the block that it lies in.
+backends/eager/dropout.py defines the generator, Philox4x32 with 7 rounds, a 128-bit block per eight neighbouring
+elements and a word per pair. If every row of a tile begins with such a block (ALIGNED), each block is drawn once for
+its eight elements; else every element draws its own block.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def _words(seed, block):
 
 @triton.jit
 def _exchange_halves(words):
-    """Each word with its upper and lower half in each other's place."""
+    """Exchange the upper and lower half of each word."""
     return (words << 16) | (words >> 16)
 
 
 @triton.jit
 def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile are kept; `first` (int64, one per row, shape (rows, 1)) is the position of column 0."""
+    """Which elements of a tile are kept; `first` (int64, shape (rows, 1)) has the position of column 0 per row."""
     seed = tl.load(seed_ptr)
     if ALIGNED:
         w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])

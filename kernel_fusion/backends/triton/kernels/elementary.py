@@ -1,8 +1,8 @@
-"""Elementary functions to a few units in the last place, and quotients that are rounded correctly.
+"""Elementary functions to a few units in the last place, and correctly rounded quotients.
 
-Triton's own `exp` is the hardware's approximation, whose error grows with its argument, and it has no tanh, expm1 and
-log1p. Compiled kernels therefore take them from the device's mathematical library. Triton's interpreter, in which the
-tests run on the CPU, has no such library: there they are formulas over NumPy's exp and log, which are accurate.
+Triton's own `exp` is a hardware approximation whose error grows with its argument, and it has no tanh, expm1 and log1p.
+Compiled kernels therefore use the device's mathematical library. Triton's interpreter has none, so there they are
+formulas over NumPy's accurate exp and log.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ else:  # pragma: gpu
 
 @triton.jit
 def divide(a, b):
-    """a / b, rounded correctly: for what a whole row is multiplied by."""
+    """a / b, rounded correctly, for factors of a whole row."""
     if a.dtype == tl.float64:
         return a / b
     else:
@@ -74,10 +74,10 @@ def divide(a, b):
 
 @triton.jit
 def quotient(a, b, reciprocal):
-    """a / b, given 1 / b: exact where it has no more digits than a, as the mean of equal numbers is.
+    """a / b, given 1 / b; exact if it has no more digits than a, as the mean of equal numbers.
 
-    In the middle of a row's work a division would cost more than the row's sums. What comes of the last operations here
-    is not fused with the next, which the compiler would do in one kernel and not in another.
+    A division amid a row's work would cost more than the row's sums. The last operations are kept from fusing with
+    later ones, which the compiler would do in some kernels only.
     """
     estimate = a * reciprocal
     corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
@@ -86,14 +86,14 @@ def quotient(a, b, reciprocal):
 
 @triton.jit
 def reciprocal_sqrt(x):
-    """1 / sqrt(x). In float32 the device's approximation and a step of Newton's: to a unit in the last place.
+    """1 / sqrt(x). In float32 the device's approximation and a Newton step: to a unit in the last place.
 
-    What is rounded correctly is a call of a function on NVIDIA GPUs, around which the compiler has to save registers.
+    The correctly rounded one is a function call on NVIDIA GPUs, for which the compiler must save registers.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)
     else:
-        # The approximation takes numbers below 2^-126 for zero.
+        # The approximation treats numbers below 2^-126 as zero.
         tiny = x < 2.0**-64
         scaled = tl.where(tiny, x * 2.0**64, x)
         root = tl.rsqrt(scaled)

@@ -1,9 +1,9 @@
 """Pointwise chains, y = dropout(scale * f(a, b)), and their gradients.
 
-y is dense, and the kernels walk through its memory: in rows of `num_cols` elements, of which the operands have the
-offsets of up to three outer strides and a column stride (0 where broadcast). A tensor without structure (flat) is one
-long row, whose full tiles are not masked, so that they are loaded in vectors whatever its length. The element at offset
-i of y is number i of dropout. Bytes per element: a and b in, y out; backward dy, a and b in, da and db out.
+y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have the offsets of up to three
+outer strides and a column stride (0 if broadcast). A tensor without structure (flat) is one long row whose full tiles
+are not masked, so that they load in vectors. The element at offset i of y is number i of dropout. Bytes per element: a
+and b in, y out; backward dy, a and b in, da and db out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
-# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
+# These may vary between calls of one compiled kernel; they count in the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 @triton.jit
 def _chain(a, b, C: tl.constexpr):
-    """f(a, b); `b` is not looked at for "first"."""
+    """f(a, b); "first" ignores `b`."""
     if C.combine == "first":
         y = value(a, C.activation)
     elif C.combine == "add":
@@ -35,7 +35,7 @@ def _chain(a, b, C: tl.constexpr):
 
 @triton.jit
 def _derive(g, a, b, C: tl.constexpr):
-    """Of g, the gradient of f: those of a and b."""
+    """The gradients of a and b, from g, that of f."""
     if C.combine == "first":
         da = times_slope(g, a, C.activation)
         db = da
@@ -65,7 +65,7 @@ def _operands(pointers, offsets, mask, C: tl.constexpr):
 
 @triton.jit
 def _forward_tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """y of a tile; `pointers` are those of a, b, seed and y."""
+    """y of a tile; `pointers` are a, b, seed and y."""
     _, _, seed_ptr, y_ptr = pointers
     a, b = _operands(pointers, offsets, mask, C)
     y = _chain(a, b, C)
@@ -96,7 +96,7 @@ def pointwise_fwd(
     b_step,
     C: tl.constexpr,
 ):
-    """y. Lengths and outer strides count units."""
+    """Write y. Lengths and outer strides count units."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = scalar(col_units, tl.int64) * C.unit
@@ -107,7 +107,7 @@ def pointwise_fwd(
     at = start + col
     pointers = (a_ptr, b_ptr, seed_ptr, y_ptr)
     if C.flat:
-        # One row. Tiles begin with a block of random bits, and only the last one needs a mask.
+        # One row: tiles begin with a block of random bits, and only the last needs a mask.
         if start + BLOCK <= num_cols:
             _forward_tile(pointers, (at, at), start + tl.zeros([1, 1], tl.int64), col, None, C)
         else:
@@ -190,7 +190,7 @@ def pointwise_bwd(
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
 def pointwise_bwd_columns(dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, partials_ptr, num_rows, col_units, C: tl.constexpr):
-    """da, and partial sums of db over rows, where b is one row: a program has a block of columns and some rows."""
+    """Write da, and partial sums of db over rows if b is one row: a program has a block of columns and some rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

@@ -1,9 +1,8 @@
 """Sums of a function of the elements: out[o][i] = factor * sum over r of map(in[o][r][i]).
 
 `reduce_rows` serves innermost dimensions, whose elements are neighbours: a program has ROWS rows and one section of
-each. `reduce_columns` serves the others: a program has a block of columns and a section of the rows. Long sums have
-several sections, whose number the length alone decides; their sums are what a second launch adds. Bytes: those of the
-input, once.
+each. `reduce_columns` serves the others: a program has a block of columns and a section of the rows. The length alone
+decides the number of sections; a second launch adds up their sums. The input is read once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Softmax over rows, y = softmax(scale * x + mask), and its backward, dx = scale * (dy - sum(dy y)) y.
 
-A program has `rows` whole rows, each in one block of columns. Rows longer than the block (looped) are read twice: a
-running maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then the quotients. What the mask
-leaves out, or what is beyond the diagonal, is not read and is zero, also in a row with NaN; a row of which nothing is
-left is zero.
+A program has `rows` whole rows, each in one block of columns. Rows longer than the block (looped) are read twice: first
+for a running maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then for the quotients.
+Masked elements, and those beyond the diagonal, are not read; they give zero, even in a row with NaN, and so does a
+fully masked row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LENGTHS = ["num_rows", "col_units", "matrix_rows", "middle", "inner", "x0", "x1"
 
 @triton.jit
 def _logits(pointers, rows, mask_step, at, inside, C: tl.constexpr):
-    """scale * x + mask of a tile, -inf where left out; and what is not left out.
+    """scale * x + mask of a tile, -inf for masked elements; and which elements are kept.
 
-    `pointers` are those of x and the mask, `rows` the offsets of their rows, and the last column that causal rows have.
+    `pointers` are x and the mask; `rows` the offsets of their rows, and the last column of causal rows.
     """
     x_ptr, mask_ptr = pointers
     x_row, mask_row, diagonal = rows
@@ -38,7 +38,7 @@ def _logits(pointers, rows, mask_step, at, inside, C: tl.constexpr):
 
 @triton.jit
 def _maximum(logits):
-    """Of each row; NaN where the row has one."""
+    """The maximum of each row; NaN if it has one."""
     largest = tl.max(logits, axis=1)[:, None]
     has_nan = tl.max((logits != logits).to(tl.int32), axis=1)[:, None]
     return tl.where(has_nan > 0, float("nan"), largest)
@@ -48,7 +48,7 @@ def _maximum(logits):
 def _quotients(logits, kept, largest, total, C: tl.constexpr):
     y = exp(logits - largest) / total
     if C.causal or C.mask != "none":
-        # Only a row of which nothing is left, not one that holds a NaN: that compares unequal.
+        # Only a fully masked row, not one with a NaN, which compares unequal.
         y = tl.where(largest == -float("inf"), 0.0, y)
     if C.leaves_out:
         y = tl.where(kept, y, 0.0)
@@ -57,7 +57,7 @@ def _quotients(logits, kept, largest, total, C: tl.constexpr):
 
 @triton.jit
 def _long_rows(pointers, y_ptr, row, rows, mask_step, col, row_mask, num_cols, C: tl.constexpr):
-    """y of rows that are read a block at a time, twice."""
+    """y of rows that are read block by block, twice."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     largest = tl.full([ROWS, 1], -float("inf"), C.acc)
@@ -66,7 +66,7 @@ def _long_rows(pointers, y_ptr, row, rows, mask_step, col, row_mask, num_cols, C
         at = start + col
         logits, _ = _logits(pointers, rows, mask_step, at, row_mask & (at < num_cols), C)
         found = _maximum(logits)
-        # A NaN stays: it compares false with everything.
+        # A NaN stays: all comparisons with it are false.
         larger = tl.where((found <= largest) | (largest != largest), largest, found)
         # Nothing but -inf so far: exp(-inf - -inf) would be NaN.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
@@ -99,7 +99,7 @@ def softmax_fwd(
     mask_step,
     C: tl.constexpr,
 ):
-    """y. `col_units` and the strides of x count units; those of the mask count elements."""
+    """Write y. `col_units` and x's strides count units; the mask's strides count elements."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
@@ -131,7 +131,7 @@ def _gradient(dy, y, total, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
 def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
-    """dx, of contiguous dy and y; where elements are left out, 0 where y is."""
+    """Write dx from contiguous dy and y; with left out elements, it is 0 where y is."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

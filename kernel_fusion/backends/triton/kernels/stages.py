@@ -1,4 +1,4 @@
-"""The rows of which stages make factors: the factor and its slope, which are all that the kernels know of them."""
+"""Stage rows that act as factors: the factor and its slope. Kernels know no more of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 
 @triton.jit
 def factor(row, C: tl.constexpr):
-    """The factor that a tile of the row is: gate_activation(gate)."""
+    """The factor for a tile of the row: gate_activation(gate)."""
     return value(row, C.gate_activation)
 
 

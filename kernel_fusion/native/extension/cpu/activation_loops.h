@@ -1,5 +1,5 @@
-// Pointwise chains in registers: from the operands as they lie in memory to the results, in one loop. Included by files that
-// are compiled once per instruction set.
+// Pointwise chains in registers: one loop from operands in memory to results. For files that are compiled once per instruction
+// set.
 #pragma once
 
 #include "stages.h"
@@ -13,19 +13,19 @@ namespace CPU_CAPABILITY {
 enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 #undef KF_CODE
 
-// The operands of a loop, each of as many elements, side by side. Absent ones have no data.
+// The operands of a loop, each of contiguous elements. Absent ones have no data.
 template <class A> struct ChainLoop {
   Combine combine = Combine::kFirst;
   int32_t activation = 0;
-  bool to_bf16 = false;  // forward: y is rounded to bf16, here or where it is stored in the end
+  bool to_bf16 = false;  // forward: y is rounded to bf16, here or when stored
   A scale = 1;
   Source<A> a, b;
-  Source<A> kept;     // of dropout, as A: all bits set where an element is kept, none where it is dropped
-  Source<A> addend;   // forward: to what dropout leaves
+  Source<A> kept;     // of dropout, as A: all bits set for kept elements, else none
+  Source<A> addend;   // forward: added after dropout
   Source<A> dy;       // backward
   Target<A> first;    // y, or da
-  Target<A> second;   // y once more, or db
-  A* sums = nullptr;  // backward: db is added to these too; whole pairs of them
+  Target<A> second;   // a second copy of y, or db
+  A* sums = nullptr;  // backward: also adds db to these, in whole pairs
 
   template <class Loop, class F> static void each_source(Loop& c, F&& f) {
     for (auto* source : {&c.a, &c.b, &c.kept, &c.addend, &c.dy})
@@ -37,7 +37,7 @@ template <class A> struct ChainLoop {
   }
 };
 
-// y, and the gradients, of n elements, by the loop of the activation (cpu/kernels/activation_loops.cpp).
+// y, and the gradients, of n elements, by the activation's loop (cpu/kernels/activation_loops.cpp).
 template <class A> void run_values(const ChainLoop<A>& c, int64_t n);
 template <class A> void run_gradients(const ChainLoop<A>& c, int64_t n);
 

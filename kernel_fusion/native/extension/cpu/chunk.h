@@ -1,8 +1,8 @@
-// Chunks: buffers of the compute type A (float or double) that stay in the L1 cache, for what cannot be computed where it lies.
-// Included by files that are compiled once per instruction set.
+// Chunks: buffers of the compute type A (float or double) that stay in the L1 cache, for data that cannot be used in place. For
+// files that are compiled once per instruction set.
 //
-// Elements that lie side by side, of a type that Source reads, are read in place; a kernel brings others into a buffer first, a
-// stretch of up to kChunk<A> elements at a time. Results likewise.
+// Contiguous elements of a type that Source reads are read in place. Others go through a buffer first, up to kChunk<A> elements
+// at a time. The same holds for results.
 #pragma once
 
 #include <bit>
@@ -22,11 +22,11 @@ template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
 
 template <class A> struct alignas(64) Chunk {
   A values[kChunk<A>];
-  char gap[192];  // buffers at one distance of 4096 bytes would get in each other's way
+  char gap[192];  // buffers 4096 bytes apart would evict each other
   operator A*() { return values; }
 };
 
-// Calls f with a null pointer of the type that `dtype` names.
+// Calls f with a null pointer of the type of `dtype`.
 template <class F> inline void with_type(Dtype dtype, F&& f) {
   switch (dtype) {
     case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
@@ -36,7 +36,7 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// The same of the types whose accumulators are A.
+// The same for types whose accumulator is A.
 template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
   with_type(dtype, [&](auto* type) {
     if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(type)>>, A>) f(type);
@@ -96,7 +96,7 @@ template <class T> inline void gather(const T* in, int64_t stride, int64_t n, T*
     for (int64_t i = 0; i < n; ++i) out[i] = in[i * stride];
 }
 
-// The same of elements of a type known at run time, widened to A; n at most kChunk<A>.
+// The same for a type known at run time, widened to A; n at most kChunk<A>.
 template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* out) {
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -108,8 +108,7 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// What load_chunk would load, to be read by a Source: where it lies, or else in `room`; in its own type if Source can read
-// that.
+// The data of load_chunk for a Source: in place in its own type if Source can read it, else in `room`.
 template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
   if (!Source<A>::reads(dtype)) {
     load_chunk(dtype, p, stride, n, room);
@@ -137,8 +136,8 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// A word of each of several blocks of random bits, in the lower halves of the lanes of a vector; what the upper halves hold
-// does not matter. A dropout of 4 million elements takes 3 ms less than with one block after the other.
+// A word of several blocks of random bits, in the lower halves of a vector's lanes; the upper halves do not matter. Faster than
+// one block after the other.
 constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
 typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
 constexpr unsigned long long kLowerHalf = 0xffffffff;
@@ -155,7 +154,7 @@ struct LaneProduct {
   }
 };
 
-// The words of `count` blocks from `first` on, and of as many more as make whole vectors.
+// The words of `count` blocks from `first` on, rounded up to whole vectors.
 inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* words) {
   using V = at::vec::Vectorized<double>;
   Lanes block = {};
@@ -174,7 +173,7 @@ inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* w
 // As wide as A, with all bits set or none.
 template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
 
-// For the elements at position, position + 1, ...: whether each is kept. n at most kChunk<A>.
+// Whether each of n elements from `position` is kept; n at most kChunk<A>.
 template <class A> KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
   constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
   const int64_t skip = static_cast<int64_t>(position % 8);

@@ -1,4 +1,4 @@
-// bf16 in vectors of the accumulator type without a move between lanes; for the kernels, once per instruction set.
+// bf16 in vectors of the accumulator type without moving elements between lanes. Compiled once per instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -14,21 +14,21 @@ namespace {
 
 using at::vec::Vectorized;
 
-// A bf16 of a row whose pairs hold the elements at even positions in one vector and those at odd positions in the other: both
-// lie in the upper halves of words of 32 bits already, so that no element has to move to another lane. What goes with such a
-// row, in the accumulator type, is stored in that order, at::vec's deinterleave2.
+// A bf16 of a row whose pairs hold the even elements in one vector and the odd ones in the other: both already lie in the upper
+// halves of 32-bit words, so no element changes its lane. Accumulators for such a row are stored in that order, at::vec's
+// deinterleave2.
 struct Interleaved : c10::BFloat16 {
   using c10::BFloat16::BFloat16;
 };
 using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
 
-// T as a loop takes it whose operands and results all have that type.
+// T as seen by a loop whose operands and results all have that type.
 template <class T> using Alike = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Interleaved, T>;
 
-// Both vectors of such a pair as bf16, to nearest, ties to even. A NaN stays one only if the lower half of its bits is zero,
-// like those that come from a bf16 or from arithmetic: to look for others would take two instructions more for every five.
+// Both vectors of such a pair as bf16, to nearest, ties to even. A NaN stays one only if its lower 16 bits are zero, as they
+// are from bf16 or arithmetic: checking for others would cost two instructions in seven.
 KF_INLINE Vectorized<int32_t> interleaved_bits(const Vectorized<float>& a, const Vectorized<float>& b) {
-#if defined(CPU_CAPABILITY_AVX512)  // 7 instructions, where the compiler makes 10 of the formula
+#if defined(CPU_CAPABILITY_AVX512)  // 7 instructions; the compiler makes 10 of the formula
   const auto rounded = [](const Vectorized<float>& half) {
     const __m512i bits = _mm512_castps_si512(half), up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     return _mm512_mask_sub_epi32(up, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), up, _mm512_set1_epi32(-1));

@@ -1,6 +1,6 @@
-// Memory for measurements. What tensors on the CPU free is kept and handed out again up to a size, so that no call writes to
-// memory that is new to the process and no time goes into page faults; larger blocks are new each time. An allocator does about
-// this by itself, but whether it does depends on what was freed before. Off unless asked for.
+// Memory for measurements. CPU tensors' freed memory is kept and reused up to a size, so that no call causes page faults;
+// larger blocks are new each time. An allocator behaves about like this, but it depends on what was freed before. Off by
+// default.
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 
@@ -19,7 +19,7 @@ struct Block {
 struct Idle {
   std::mutex mutex;
   std::unordered_multimap<size_t, Block*> blocks;
-  size_t largest = 0;  // of the blocks that are kept
+  size_t largest = 0;  // of the kept blocks
 };
 
 Idle& idle() {
@@ -68,7 +68,7 @@ struct Keeper final : c10::Allocator {
 
 void keep_memory(int64_t largest) {
   static Keeper& keeper = *new Keeper;
-  // The priority that replaces the allocator which PyTorch begins with, in both directions.
+  // A priority that replaces PyTorch's first allocator, in both directions.
   c10::SetCPUAllocator(largest < 0 ? keeper.usual : &keeper, 1);
   const std::lock_guard lock(idle().mutex);
   idle().largest = std::max<int64_t>(largest, 0);
@@ -79,5 +79,6 @@ void keep_memory(int64_t largest) {
 }  // namespace
 }  // namespace kf
 
-// Called from Python through ctypes. Blocks up to this size are kept, larger ones new each time; negative: PyTorch's allocator.
+// Called from Python through ctypes. Keeps blocks up to this size; larger ones are new each time. Negative: PyTorch's
+// allocator.
 extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }

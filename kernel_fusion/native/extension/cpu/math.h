@@ -1,10 +1,9 @@
-// The elementary functions that shared/activations.h builds on, for SIMD vectors. Included by files that are compiled once per
-// instruction set.
+// Elementary functions for shared/activations.h on SIMD vectors. For files that are compiled once per instruction set.
 //
-// Those of float are inlined here, because a call for every vector costs more than the arithmetic. They err by at most 1.5 ulp,
-// erf by three of 1, and by five beside its power (tests/test_cpu_math.py); results below the smallest normal number may be
-// zero. NaN is passed on with its bits, or comes from arithmetic, so that it survives cpu/interleaved.h's rounding to bf16:
-// at::vec's minimum and maximum have one that does not. Those of double are at::vec's (Sleef, 1 ulp).
+// Those of float are inlined, because a call per vector costs more than the arithmetic. They are off by at most 1.5 ulp, erf by
+// 3 ulp of 1, or 5 beside its power (tests/test_cpu_math.py); results below the smallest normal number may be zero. NaN keeps
+// its bits or comes from arithmetic, so it survives cpu/interleaved.h's rounding to bf16, unlike that of at::vec's minimum and
+// maximum. Those of double are at::vec's (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -17,13 +16,13 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
-// What both types have in common.
+// Shared by both types.
 template <class A> struct VectorMath {
   using V = at::vec::Vectorized<A>;
   static V of(double c) { return V(static_cast<A>(c)); }
   static V sqrt(V x) { return x.sqrt(); }
   static V reciprocal(V x) { return x.reciprocal(); }
-#if defined(CPU_CAPABILITY_AVX512)  // at::vec takes a comparison from its mask register to a vector, and back to select by it
+#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move a comparison from its mask register to a vector and back
   static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
   static KF_INLINE V where_ge(V a, V b, V yes, V no) { return where<_CMP_GE_OQ>(a, b, yes, no); }
   static KF_INLINE V where_eq(V a, V b, V yes, V no) { return where<_CMP_EQ_OQ>(a, b, yes, no); }
@@ -57,7 +56,7 @@ template <> struct Math<float> : VectorMath<float> {
   using I = at::vec::Vectorized<int32_t>;
 
   static KF_INLINE V exp(V x) {
-#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity; min gives NaN where its second number is NaN
+#if defined(CPU_CAPABILITY_AVX512)  // the scaling ends in infinity; min gives NaN if its second number is NaN
     return exp_or_zero(_mm512_min_ps(of(104), x));
 #else
     return V::blendv(where_gt(x, of(0), of(std::numeric_limits<double>::infinity()), x), exp_or_zero(x), x < of(88.722840));
@@ -97,8 +96,7 @@ template <> struct Math<float> : VectorMath<float> {
     return where_gt(size, of(0.55), with_sign(far, x), near);  // NaN: near
   }
 
-  // x P(x^2) / Q(x^2), and 1 from where that is the nearest number: sums whose terms all have one sign, so that nothing
-  // cancels.
+  // x P(x^2) / Q(x^2), and 1 from where that is the nearest number: all terms of the sums have one sign, so nothing cancels.
   static KF_INLINE V erf(V x) {
     const V square = x * x, size = x.abs();
     const V p = polynomial(square, 1.1283791455f, 1.9077820680e-01f, 5.2789503349e-02f, 3.7793561964e-03f, 2.8480102903e-04f,
@@ -109,7 +107,7 @@ template <> struct Math<float> : VectorMath<float> {
     return with_sign(where_gt(size, of(3.92), of(1), where_gt(r, of(1), of(1), r)), x);
   }
 
-  // Where the power is wanted too. Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.
+  // erf with its power. Abramowitz, Stegun: Handbook of Mathematical Functions, 7.1.26.
   static KF_INLINE V erf(V x, V& power) {
     const V square = x * x, t = reciprocal(at::vec::fmadd(of(0.3275911), x.abs(), of(1)));
     power = exp_or_zero(square.neg());
@@ -131,7 +129,7 @@ template <> struct Math<float> : VectorMath<float> {
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // 2^n (1 + e), for x between -87 and 88, and no NaN: n is added to the exponent. With AVX-512 up to 104, and for NaN.
+  // 2^n (1 + e), for x between -87 and 88, not NaN: n is added to the exponent. With AVX-512 up to 104, and for NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -141,8 +139,8 @@ template <> struct Math<float> : VectorMath<float> {
 #endif
   }
 
-  // The same for all lower x too: 0 where the result would lie below the smallest normal number. To scale to such a number
-  // takes 71 ns instead of 1 (Xeon), so those lanes are left out.
+  // The same for all lower x: 0 if the result is below the smallest normal number. Scaling to such numbers is very slow, so
+  // those lanes are left out.
   static KF_INLINE V exp_or_zero(V x) {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -157,7 +155,7 @@ template <> struct Math<float> : VectorMath<float> {
 
   // x = n ln 2 + r with |r| at most ln(2) / 2; e = e^r - 1.
   struct Power {
-    V shifted, e;  // n stands in the last bits of `shifted`
+    V shifted, e;  // n is in the last bits of `shifted`
     KF_INLINE V n() const { return shifted - of(12582912); }
     explicit KF_INLINE Power(V x) : shifted(at::vec::fmadd(x, of(1.44269504088896341), of(12582912))) {
       const V r = at::vec::fmadd(n(), of(-kLn2Low), at::vec::fmadd(n(), of(-kLn2High), x));
@@ -167,12 +165,12 @@ template <> struct Math<float> : VectorMath<float> {
   };
 };
 
-// Of results that are rounded to bf16: a shorter way to Phi, under which x Phi(x) errs by an eighth of half an ulp of bf16, of
-// the result or, in the tail, of 1/64 of its argument, as in native/kernels/math.cuh.
+// For results rounded to bf16: a shorter Phi, with which x Phi(x) is off by an eighth of half an ulp of bf16, of the result or,
+// in the tail, of 1/64 of its argument, as in native/kernels/math.cuh.
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 struct RoughMath : Math<float> {
-  // 1/2 + x P(x^2), with the P of eleven terms that errs least by this measure for x up to 4.8. Beyond, it leaves [0, 1]
-  // before 4.9.
+  // 1/2 + x P(x^2), with the P of eleven terms that has the least such error for x up to 4.8. Beyond, it leaves [0, 1] before
+  // 4.9.
   static KF_INLINE V normal_cdf(V x) {
     const V near = at::vec::clamp(x, of(-4.9), of(4.9)), centred = at::vec::fmadd(near * near, of(2 / (4.8 * 4.8)), of(-1));
     const V p = polynomial(centred, 0.147212625f, -0.0729774311f, 0.052911479f, -0.0406244285f, 0.030689422f, -0.0218282081f,
@@ -180,7 +178,7 @@ struct RoughMath : Math<float> {
     return at::vec::clamp(at::vec::fmadd(near, p, of(0.5)), of(0), of(1));
   }
 };
-#else  // where the clamps are loops, it would take a fifth more time
+#else  // the clamps are loops there, and slower
 using RoughMath = Math<float>;
 #endif
 

@@ -1,7 +1,7 @@
-// Mean and variance of a row in one pass over stretches that stay in the L1 cache; for the kernels, once per instruction set.
+// Mean and variance of a row in one pass over stretches that stay in the L1 cache. Compiled once per instruction set.
 //
-// Of each stretch its mean and the squared deviations from it, joined in double by Chan's formula, so that mean/std = 1e4
-// and long rows lose nothing. The order of every sum depends on the length of the row alone.
+// Each stretch has a mean and squared deviations from it; Chan's formula joins them in double, so mean/std = 1e4 and long rows
+// lose nothing. The row length alone decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Moments {
   double mean, variance;
 };
 
-// The mean of so many elements, the first ones, is the center, near which the others are likely to lie.
+// The number of first elements whose mean is the center; the others are probably near it.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
 // Their sum, in lanes.
@@ -58,34 +58,33 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
 // Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// From the sums around `center`, which, rounded, leaves a small rest that corrects both moments: without it mean / std = 1e4
-// loses digits.
+// Moments from the sums around a rounded `center`, whose small rest corrects both: without it mean / std = 1e4 loses digits.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
-// Around the mean, in two passes. Out of line: inlined, it would have the loops beside it keep their sums in memory.
+// Around the mean, in two passes. Not inlined: neighbouring loops would keep their sums in memory.
 template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
-// One pass, around `center`. Where that is further from the mean than the elements are on the average, squares would lose
-// digits: once more then, around the mean.
+// One pass around `center`. If that is further from the mean than most elements, squares lose digits, so repeat around the
+// mean.
 template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
   return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
 }
 
-// Of a stretch, around `center`.
+// The moments of a stretch, around `center`.
 template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count, bool rms, AccOf<T> center) {
   if (rms) return {0, 0, joined(squares_of(x, count))[0]};
   return deviations_of(x, count, center);
 }
 
-// Those of a row, from its stretches in order.
+// The moments of a row, from its stretches in order.
 class JoinedMoments {
  public:
   KF_INLINE void add(const StretchMoments& stretch, int64_t count, bool rms) {
@@ -110,7 +109,7 @@ class JoinedMoments {
 
  private:
   int64_t seen = 0;
-  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining stretches rounds small numbers
+  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining rounds small numbers
 };
 
 // `center` is that of the first stretch.
@@ -124,17 +123,14 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
   return row.total(share);
 }
 
-// As many rows as are normalised together, at most.
+// The most rows that are normalised together.
 constexpr int64_t kMostRows = 16;
 
-// Whether so many rows of n elements are worth `moments_together`, which takes rows of one stretch: of fewer rows than it joins
-// at once, those that it fills up with cost more than is saved.
+// Whether `moments_together`, for rows of one stretch, pays: with fewer rows than it joins at once, filling up costs more.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
-// Whether rows are so short that joining lanes takes longest: these are read twice, which joins two sums of each instead of
-// three. Of 16 bits, of which so few add up in fp32 without an error that would show in the mean. Rows of 64 take 10.5 ns
-// forward instead of 13, of 128 16 instead of 17; of 256 nothing is won, nor for RMSNorm by loops as plain as these (EPYC with
-// AVX-512, 1 thread).
+// Whether rows are so short that joining lanes takes longest: reading them twice joins two sums of each instead of three. For
+// fp16 and bf16 only, since so few elements add up in fp32 without an error that shows in the mean.
 template <class T> bool are_read_twice(int64_t n, bool rms) { return sizeof(T) == 2 && !rms && n <= 128; }
 
 // Mean and variance of such rows. Both have room for kMostRows, and hold zeros.
@@ -173,15 +169,14 @@ template <class T>
     is_finite &= v < std::numeric_limits<double>::infinity();
   }
   if (is_finite) return;
-  for (int64_t r = 0; r < count; ++r) {  // as of long rows, so that it does not depend on the length what overflows
+  for (int64_t r = 0; r < count; ++r) {  // as in long rows, so that overflow does not depend on the length
     const auto row = deviations_from_mean(x[r], n);
     mean[r] = row.center + row.rest;
     variance[r] = row.squares * share;
   }
 }
 
-// The moments of such rows: those that `moments` finds, bit for bit, but the lanes of the rows' sums are joined together.
-// Rows of 64 take 14 ns each instead of 20 (Xeon, 1 thread).
+// The moments of such rows, with the bits of `moments`, but joining the lanes of all rows' sums together, which is faster.
 template <class T>
 void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
   using A = AccOf<T>;

@@ -1,4 +1,4 @@
-// Weight and bias as the row norms take them; for the kernels, once per instruction set.
+// Weight and bias as the row norms take them. Compiled once per instruction set.
 #pragma once
 
 #include <limits>
@@ -11,7 +11,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// A NaN as arithmetic makes them, for `interleaved_bits`.
+// A NaN as arithmetic makes it, for `interleaved_bits`.
 template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
   return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
 }
@@ -36,7 +36,7 @@ template <class A> [[gnu::noinline]] void prepare_stretch(const Parameter& p, in
   with_type_of<A>(p.type, [&](auto* type) { prepare_as<std::remove_pointer_t<decltype(type)>>(p, start, start + n, out); });
 }
 
-// The same where they lie, or in `room`.
+// The same in place, or in `room`.
 template <class A> KF_INLINE const A* stretch_of(const Parameter& p, int64_t start, int64_t n, A* room) {
   if (!p.data) return nullptr;
   if (p.as_is(kDtypeOf<A>)) return static_cast<const A*>(p.data) + start;

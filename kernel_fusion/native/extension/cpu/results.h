@@ -1,4 +1,4 @@
-// The addresses that row norms read from, and the places for their results; for the kernels, once per instruction set.
+// The addresses that row norms read from, and where their results go. Compiled once per instruction set.
 #pragma once
 
 #include <cstring>
@@ -16,10 +16,10 @@ inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
 }
 inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
-// The address `start` elements further on; null stays null.
+// The address `start` elements further; null stays null.
 template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
 
-// Side by side, as elements T.
+// Contiguous results of type T.
 template <class T> struct Results {
   using A = AccOf<T>;
   Target<A> target;
@@ -28,16 +28,15 @@ template <class T> struct Results {
   KF_INLINE void put(int64_t i, const Pair<A>& v, Part part) const { store_pair(static_cast<T*>(target.data) + i, v, part); }
 };
 
-// The same of a type that is known at run time.
+// The same for a type known at run time.
 template <class A> struct AnyResults {
   Target<A> target;
   static AnyResults at(Dtype type, void* p, bool streams = false) { return {Target<A>::streamed(type, p, streams)}; }
   template <class P> KF_INLINE void put(int64_t i, const Pair<A>& v, P part) const { target.store(i, v, part); }
 };
 
-// Those of rows, at most kStretch at a time. Rows that begin and end anywhere in a cache line could seldom be streamed by
-// themselves, and a line of which some elements are streamed and others stored costs most of all. So they are put together in
-// the L1 cache and leave it in whole lines.
+// Results of rows, at most kStretch at a time. Rows that begin and end within cache lines can seldom be streamed alone, and
+// lines partly streamed and partly stored cost most. So they are assembled in the L1 cache and leave it in whole lines.
 class RowResults {
  public:
   RowResults(Dtype type, const void* first, int64_t cols, bool streams)
@@ -49,7 +48,7 @@ class RowResults {
     if (streams) finish_streams();
   }
 
-  // R, which writes what belongs at `to`.
+  // An R that writes what belongs at `to`.
   template <class R> R open(void* to) {
     if (!cut) return R::at(type, to, streams);
     if (static_cast<char*>(to) != lines + end) {
@@ -60,7 +59,7 @@ class RowResults {
     return R::at(type, room + end);
   }
 
-  // n of them are there.
+  // n of them are written.
   void close(int64_t n) {
     if (!cut) return;
     end += n * size_of(type);
@@ -73,14 +72,14 @@ class RowResults {
 
   void stream_lines() {
     int64_t i = 0;
-    if (begin) {  // what comes before it in its line belongs to others
+    if (begin) {  // the line's earlier elements belong to others
       std::memcpy(lines + begin, room + begin, kLine - begin);
       begin = 0;
       i = kLine;
     }
     for (; i + kLine <= end; i += kLine)
       for (int64_t j = i; j < i + kLine; j += kVector) stream(V::loadu(room + j), reinterpret_cast<float*>(lines + j));
-    std::memcpy(room, room + i, end - i);  // of a line that goes on
+    std::memcpy(room, room + i, end - i);  // a line that goes on
     lines += i;
     end -= i;
   }
@@ -93,7 +92,7 @@ class RowResults {
   const Dtype type;
   const bool streams, cut;
   char* lines = nullptr;       // where `room` goes
-  int64_t begin = 0, end = 0;  // of what waits in it
+  int64_t begin = 0, end = 0;  // what waits in it
   alignas(kLine) char room[kLine + kStretch * sizeof(double)];
 };
 

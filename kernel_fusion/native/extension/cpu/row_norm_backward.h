@@ -1,5 +1,5 @@
-// The arithmetic of the backward row norms: one pass over a row for the two sums and the weight gradients, one for dx. The
-// order of every sum depends on the row length alone.
+// The arithmetic of the backward row norms: one pass over a row for its two sums and the weight gradients, one for dx. The row
+// length alone decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// As many rows as `add_columns` has registers for, and whether it has more for the addresses of what it fetches and keeps.
+// As many rows as `add_columns` has registers for, and whether addresses of fetched and kept data fit too.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRowsAtOnce = 4;
 constexpr bool kHasRoom = true;
@@ -25,23 +25,21 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// Elements of rows taken together of which the second pass gets xhat and g from the first, which spares converting x and dy
-// again: so many that these, x, dy, dx and what belongs to the columns have room in the L1 cache.
+// Elements of rows taken together whose xhat and g the first pass keeps for the second, which saves converting x and dy again.
+// They, x, dy, dx and the columns' data must fit into the L1 cache.
 constexpr int64_t kKept = 2048;
 
-// How the rows of a call are taken, and what is fetched before it is read; decided once, by where rows lie and how long they
-// are.
+// How a call's rows are taken, and what is fetched ahead; decided once, by where rows lie and their length.
 struct Passes {
-  // Rows go one by one: processors see ahead best in two streams of addresses without a gap, and the reads of a row overlap
-  // with the stores of the one before. Shorter rows share the joining of their sums instead, longer ones the loads of dweight
-  // and dbias.
+  // Rows go one by one: processors see ahead best in two contiguous streams, and reads of a row overlap with stores of the one
+  // before. Shorter rows instead share the joining of sums, longer ones the loads of dweight and dbias.
   bool alone;
-  bool next_row;  // the first pass fetches x of the next row, the second its dy: processors stop seeing ahead at the end of a
-                  // page
-  bool blocks;    // both passes fetch the next block of columns: processors hardly see ahead in the streams of several rows
-  bool far;       // the first pass fetches two blocks ahead, and the second the rows after these, to the L2 cache
-  bool rows;      // the second pass fetches both rows that come next, where there was no room to fetch blocks
-  int together;   // rows that are taken together
+  bool next_row;  // fetch the next row, x in the first pass, dy in the second: processors stop seeing ahead at the end of a
+                  // page page
+  bool blocks;   // both passes fetch the next block of columns: processors hardly see ahead in several rows' streams
+  bool far;      // fetch to the L2 cache: two blocks ahead in the first pass, the rows after these in the second
+  bool rows;     // the second pass fetches both next rows, if blocks did not fit
+  int together;  // rows taken together
 
   Passes(const Backward& c, int64_t cols, int64_t element_size) {
     const int64_t bytes = cols * element_size;
@@ -55,9 +53,9 @@ struct Passes {
   }
 
  private:
-  // Short rows: so few that they are still in the cache for the second pass. Long ones never are; dweight and dbias ought to
-  // stay instead, also for fp32 beyond 2048 columns. Loading these takes longest for very short rows of fp32 in the cache. Two
-  // rows of fp16 or bf16 if these can be kept, but more cannot.
+  // Short rows: few enough to be in the cache for the second pass. Long rows never are; there dweight and dbias should stay,
+  // also for fp32 beyond 2048 columns. Loading these takes longest for very short cached fp32 rows. Two rows of fp16 or bf16 if
+  // they can be kept, but more cannot.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -69,29 +67,29 @@ struct Passes {
   static constexpr int kMostRowsTogether = 8;
 };
 
-// relu before the norm, of x, and after it, where its gradient needs z. Both are applied to elements as they are read.
+// relu before the norm, of x, and after it, where its gradient needs z. Both are applied when elements are read.
 struct Relus {
   bool x, z;
 };
-struct NoRelus {  // as the loops of the bare norm know when they are compiled
+struct NoRelus {  // known to the loops of the bare norm at compile time
   static constexpr bool x = false, z = false;
 };
 
-// The part of one row in backward: what is read, where dx goes, and its sums. dx may be dy.
+// A part of one row in backward: what is read, where dx goes, and its sums. dx may be dy.
 template <class X, class DY> struct Row {
   using A = AccOf<X>;
   const X* x;
   const DY* dy;
   X* dx;  // null: not wanted
   A mean, rstd;
-  const X* dh = nullptr;            // is added to dx
-  int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy lies what will be read in their place
+  const X* dh = nullptr;            // added to dx
+  int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy the next ones to read lie
   double sum_g = 0, sum_gx = 0;
-  A* kept = nullptr;        // of each pair xhat and then g, for the second pass; see backward_together
+  A* kept = nullptr;        // xhat, then g, of each pair, for the second pass; see backward_together
   const A* bias = nullptr;  // for z
 };
 
-// A row from column `start` on. Row `next` will be read in its place; the row itself: none will.
+// A row from column `start` on. Row `next` is read after it; the row itself: none is.
 template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t next, int64_t start = 0) {
   using A = AccOf<X>;
   const int64_t x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
@@ -104,7 +102,7 @@ template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, i
   return result;
 }
 
-// dz, the gradient before the activation behind the norm.
+// dz, the gradient before the activation after the norm.
 template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, const V& w, const V& b) {
   return relu ? times_slope<act::relu>(dy, fma(xhat, w, b)) : dy;
 }
@@ -112,15 +110,14 @@ template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, cons
 // Columns of a row that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
-// Fetches what will be read soon.
+// Fetches data ahead of its use.
 KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
 
-// Adds to the sums of some rows, and to dweight and dbias, what the columns [start, stop) have, at most kStretch; where the
-// rows are the `first`, dweight and dbias begin with them. The rows share the loads of weight and of dweight and dbias, to
-// which they are added one by one. xhat is rounded for itself: elements that are alike are so with all digits, and cancel in
-// dweight with them.
+// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which begin with rows that
+// are the `first`. The rows share the loads of weight, dweight and dbias, and are added one by one. xhat is rounded separately:
+// equal elements then have equal digits, and cancel in dweight.
 template <bool keeps, class X, class DY, class R, size_t... r>
 void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, bool first, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
@@ -140,7 +137,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   const std::array<A*, kRows> kept{rows[r].kept...};
   const A* bias = relus.z ? rows[0].bias : nullptr;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
-  // One vector for both halves of a pair, one after the other: there are not registers enough for more.
+  // One vector for both halves of a pair in turn, because registers are few.
   Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
     const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
@@ -167,7 +164,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   int64_t i = start;
   while (i + P::kStep <= stop) {
     Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
-    const bool is_last = i + ahead >= c.cols;  // what follows it is the first block of the next row
+    const bool is_last = i + ahead >= c.cols;                                     // the first block of the next row follows
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : ahead)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : ahead)...};
     const int64_t end = std::min(stop, i + kBlock);
@@ -188,8 +185,8 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of the columns [start, stop), once the sums are those of the whole row, to `results`, which begin at `start`. These are
-// given by value, so that no store can be taken for a change of them.
+// dx of columns [start, stop), given the whole row's sums, to `results`, which begin at `start` and are passed by value so that
+// stores cannot alias them.
 template <class X, class DY, class R, class Out>
 KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, int64_t start, int64_t stop,
                         Out results) {
@@ -200,8 +197,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
   const A* weight = from(static_cast<const A*>(c.weight), start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
-  // x of 16 bits can hardly be more than some thousand times as large as it varies: what rounding `shift` adds is small beside
-  // rounding dx.
+  // fp16 or bf16 x is at most some thousand times as large as it varies: the rounding of `shift` is small beside that of dx.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
@@ -225,7 +221,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
     P v = load_pair(x + i, part);
     if (relus.x) v = value_of<act::relu>(v);
     const P d = dz_of(relus.z, load_pair(dy + i, part), (v - means) * rstds, w, b);
-    // In rows of one element dx is exactly 0: of a part, g is rounded as it was for its sum.
+    // In rows of one element dx is exactly 0: a part's g is rounded as for its sum.
     const P shifted = std::is_same_v<decltype(part), Whole> ? fma(d, w, shifts) : d * w + shifts;
     const P g = gradient(shifted, v);
     results.put(i, dh ? g + load_pair(dh + i, part) : g, part);
@@ -247,8 +243,7 @@ template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backwar
   });
 }
 
-// dweight and dbias: with room for totals the error of a sum grows no faster with the rows than that of PyTorch's sums, which
-// are cascades.
+// dweight and dbias. With totals, a sum's error grows with rows no faster than PyTorch's cascaded sums.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
@@ -270,7 +265,7 @@ template <class A> class ColumnSums {
   }
 
  private:
-  // Out of line: inlined, it takes registers from the loops beside it.
+  // Not inlined: it would take registers from neighbouring loops.
   [[gnu::noinline]] void add_to_totals() {
     each([&](A* sum, double* total) {
       if (empty) std::copy_n(sum, cols, total);
@@ -304,8 +299,7 @@ void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   add(std::index_sequence<1>());
 }
 
-// The sums of a few rows, from one strip of columns to the next: while the rows pass by, what is added up stays in the cache.
-// `first`: as in add_columns.
+// The sums of a few rows, strip by strip: what is added up stays in the cache. `first`: as in add_columns.
 template <class X, class DY, class R>
 void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int count, bool first) {
   const int64_t width = strip_width(c.cols);
@@ -313,13 +307,13 @@ void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* 
     add_stretch<false>(c, passes, relus, rows, count, first, start, std::min(start + width, c.cols));
 }
 
-// These and dx of a few rows, likewise.
+// These and dx of a few rows.
 template <class X>
 KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X, X>* rows, int count, bool first,
                                  RowResults& results) {
   using R = Results<X>;
   if constexpr (sizeof(X) == 2 && kHasRoom)
-    if (c.dx && passes.together * c.cols <= kKept) {  // also of the last rows, fewer: dx depends on its row alone
+    if (c.dx && passes.together * c.cols <= kKept) {  // also for the last, fewer rows: dx depends on its row alone
       using A = AccOf<X>;
       alignas(64) A room[2 * (kKept + kRowsAtOnce * Pair<A>::kStep)];
       for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * whole_pairs<A>(c.cols);

@@ -1,8 +1,7 @@
-// The arithmetic of the backward row norms with stages around them, or of rows of two types; for the kernels, once per
-// instruction set.
+// The arithmetic of the backward row norms with stages, or of rows of two types. Compiled once per instruction set.
 //
-// Buffers hold what was normalised, and the gradient before the activation or the factor, where these were not kept and are
-// made again. The loops of the bare norm find them there.
+// Buffers hold the normalised row, and the gradient before the activation or the factor, if these must be recomputed. The loops
+// of the bare norm read them there.
 #pragma once
 
 #include <memory>
@@ -17,16 +16,16 @@ namespace {
 
 inline bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
 
-// How a call finds h and dz. They are read as they lie in memory, through relu if nothing else stands between. Buffers of the
-// accumulator type hold them if they have to be made again, or if no loop knows the two types together.
+// How a call gets h and dz: in place, through relu if only that stands between, or from buffers of the accumulator type if they
+// must be recomputed, or no loop knows the two types together.
 struct Reading {
   bool has_u, makes_h, makes_dz;
   Relus relus;
-  Dtype x;  // the type of h as it is read
+  Dtype x;  // the type of h as read
   explicit Reading(const Backward& c, const BackwardStages& s) {
     const Dtype acc = c.x_type == Dtype::kDouble ? Dtype::kDouble : Dtype::kFloat;
-    has_u = !s.has_residual && (s.pre_activation || s.dropout || factor_is_first(s));  // what was normalised was kept nowhere
-    // z is computed again from what was normalised, without relu on the way; and so is what is rounded or gated.
+    has_u = !s.has_residual && (s.pre_activation || s.dropout || factor_is_first(s));  // the normalised row was not kept
+    // z is recomputed from the normalised row, without relu in between; rounded or gated rows too.
     const bool through_relu = is_relu(s.activation) && (c.dy_type == acc || c.dy_type == c.x_type) && !s.rounds();
     const bool remakes_z = factor_is_last(s) || (s.activation && !through_relu);
     relus.x = has_u && is_relu(s.pre_activation) && !s.dropout && !remakes_z && !s.rounds();
@@ -37,7 +36,7 @@ struct Reading {
   }
 };
 
-// Makes h of a row again, in `room`, and fetches dy meanwhile, which is read next.
+// Recomputes h of a row in `room`, and fetches dy, which is read next.
 template <class A> const A* make_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row), dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
@@ -49,14 +48,14 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   return room;
 }
 
-// Where the elements from `position` on of a result belong; absent if nobody wants it.
+// Where a result's elements from `position` belong; absent if not wanted.
 template <class A> Target<A> open_at(RowResults& results, Dtype type, void* result, int64_t position) {
   if (!result) return {};
   return results.open<AnyResults<A>>(element(type, result, position)).target;
 }
 
-// Makes dz of a row, in `room`. If an activation or a factor follows the norm, its argument is computed again; the factor's
-// gradient goes to `dfactors`.
+// Makes dz of a row in `room`. If an activation or a factor follows the norm, its argument is recomputed; the factor's gradient
+// goes to `dfactors`.
 template <class X, class DY>
 const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room,
                         RowResults& dfactors) {
@@ -87,7 +86,7 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
   return room;
 }
 
-// Adds to a sum, which begins with the `first`, what a row has of dweight where the normalised values are rounded.
+// Adds a row's dweight to a sum, which begins with the `first`, if the normalised values are rounded.
 template <class X, class DY>
 void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, bool first, AccOf<X>* sum) {
   using A = AccOf<X>;
@@ -102,7 +101,7 @@ void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& r
   });
 }
 
-// Takes the gradient with respect to h. It is dresidual, and, back through what dropout and relu let pass, dx.
+// Takes the gradient at h: it is dresidual and, back through dropout and relu, dx.
 template <class T> struct Gradients {
   using A = AccOf<T>;
   Results<T> dresidual, dx;  // without data: not wanted
@@ -178,7 +177,7 @@ template <class A> void go_to_group(Backward& c, const Backward& all, int64_t co
   if (c.dbias) c.dbias = static_cast<A*>(all.dbias) + column;
 }
 
-// Makes again what of a row was not kept, in `room`, which moves on.
+// Recomputes in `room`, which moves on, what was not kept of a row.
 template <class X, class DY>
 void complete(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t index, Row<X, DY>& row,
               AccOf<X>*& room, RowResults& dfactors) {
@@ -236,7 +235,7 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   sums.finish();
 }
 
-// X: the type of what was normalised, as the loops read it.
+// X: the type of the normalised row, as the loops read it.
 template <class X>
 void backward_staged_as(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
   if constexpr (sizeof(X) == 2)
@@ -246,7 +245,7 @@ void backward_staged_as(const Backward& c, const BackwardStages& s, const Readin
 
 }  // namespace
 
-// Those of fp16 and fp64: half of the time that all take to compile.
+// For fp16 and fp64, which take half of the compile time.
 RowNormBackwardStaged backward_staged_fp16_fp64;
 
 }  // namespace CPU_CAPABILITY

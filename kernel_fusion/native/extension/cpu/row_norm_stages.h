@@ -1,5 +1,4 @@
-// The stages around a norm, a row at a time, chunk by chunk (cpu/activation_loops.h); for the kernels, once per instruction
-// set.
+// The stages around a norm, a row at a time, chunk by chunk (cpu/activation_loops.h). Compiled once per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -26,12 +25,12 @@ template <class A> Target<A> from(Target<A> x, int64_t start) {
   return x;
 }
 
-// A strided row of any dtype; of A = double, doubles alone.
+// A strided row of any dtype; of double only, if A is double.
 template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLayout& rows, int64_t row) {
   return {type, element(type, tensor, row_offset(rows, row))};
 }
 
-// Dropout of elements that begin at `position`, with the scale of those that are kept.
+// Dropout of elements from `position`, with the scale of the kept ones.
 template <class A> void drop(const Stages& s, int64_t position, int64_t n, ChainLoop<A>& loop, MaskOf<A>* kept) {
   if (!s.dropout) return;
   draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.dropout.last(), n, kept);
@@ -53,7 +52,7 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
   run_values(loop, n);
 }
 
-// The row of which a stage makes a factor, activation(gate); and whether it multiplies what is normalised, or the result.
+// The row that a stage makes a factor, activation(gate); and whether it multiplies the normalised row, or the result.
 inline const StageRow& factor(const Stages& s) { return s.gate(); }
 inline bool factor_is_first(const Stages& s) { return factor(s).data && s.gate_first; }
 inline bool factor_is_last(const Stages& s) { return factor(s).data && !s.gate_first; }
@@ -69,7 +68,7 @@ ChainLoop<A> factor_loop(const Stages& s, int64_t row, int64_t start, const Sour
   return loop;
 }
 
-// y = x * factor of a chunk, which begins at column `start` of a row.
+// y = x * factor of a chunk from column `start` of a row.
 template <class A>
 KF_STAGE void apply_factor(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
   run_values(factor_loop(s, row, start, x, y), n);

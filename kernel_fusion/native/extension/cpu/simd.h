@@ -1,5 +1,4 @@
-// Elements of any type, loaded and stored as pairs of vectors of the accumulator type; for the kernels, once per instruction
-// set.
+// Elements of any type, loaded and stored as pairs of vectors of the accumulator type. Compiled once per instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -18,7 +17,7 @@ namespace {
 
 template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Two vectors of accumulators at a time: one full vector of a 16-bit type.
+// Two vectors of accumulators: one full vector of fp16 or bf16.
 template <class A> struct Pair {
   using V = Vectorized<A>;
   static constexpr int64_t kStep = 2 * V::size();
@@ -40,7 +39,7 @@ template <class T> inline Pair<AccOf<T>> load_pair(const T* p) {
     std::memcpy(&words, p, sizeof(words));
     return {std::bit_cast<V>(words << 16), std::bit_cast<V>(words & 0xffff0000)};
 #if defined(CPU_CAPABILITY_AVX512)
-  } else if constexpr (std::is_same_v<T, c10::Half>) {  // a vector would have to be cut in two
+  } else if constexpr (std::is_same_v<T, c10::Half>) {  // else a vector would have to be cut in two
     const auto* halves = reinterpret_cast<const __m256i*>(p);
     return {V(_mm512_cvtph_ps(_mm256_loadu_si256(halves))), V(_mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)))};
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -64,17 +63,16 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
   }
 }
 
-// How much of a pair a loop is at: all of it, or at the end of a row its first `count` elements. These go through vectors like
-// the others, of which the rest is neither read nor stored: one by one the last 26 of 250 fp16 took backward longer than the
-// 224 before them, 0.42 ns per element instead of 0.18 (EPYC with AVX-512, 1 thread). They stand in the order of memory,
-// interleaved or not.
+// How much of a pair a loop has: all, or at the end of a row its first `count` elements, in memory order. A part goes through
+// vectors too, whose rest is neither read nor stored; element by element, a short rest would take longer than the row before
+// it.
 struct Whole {};
 struct Part {
   int64_t count;
 };
 
-// `count` elements of 16 bits, less than a vector, and zeros. With AVX2 word by word and the odd one by itself: at::vec copies
-// them and waits for the copy, so that backward of 524 x 250 fp16 takes 0.36 ns per element instead of 0.27 (EPYC, 1 thread).
+// `count` fp16 or bf16 elements, less than a vector, then zeros. With AVX2 word by word and an odd one alone, which is faster
+// than at::vec's copy.
 template <class T> inline Vectorized<T> load_first(const T* p, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX2)
   const __m256i words = _mm256_set1_epi32(static_cast<int>(count / 2)), index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -121,7 +119,7 @@ template <class A> inline Pair<A> first_of(const Pair<A>& v, Part part) {
   return {v.a & (V::arange(A(0), A(1)) < count), v.b & (V::arange(static_cast<A>(V::size()), A(1)) < count)};
 }
 
-// Calls f(i, Whole) for each full pair of [0, n), and f(i, Part) for what is left.
+// Calls f(i, Whole) for each full pair of [0, n), and f(i, Part) for the rest.
 template <class A, class F> KF_INLINE void sweep(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + Pair<A>::kStep <= n; i += Pair<A>::kStep) f(i, Whole{});

@@ -1,4 +1,4 @@
-// Stores past the caches, where the instruction set has them; for the kernels, once per instruction set.
+// Stores past the caches, if the instruction set has them. Compiled once per instruction set.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -19,7 +19,7 @@ constexpr bool kCanStream = true;
 constexpr bool kCanStream = false;
 #endif
 
-// Stores a vector past the caches, where the instruction set can; p is aligned to the vector.
+// Stores a vector past the caches, if possible; p is aligned to the vector.
 template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512i bits;
@@ -34,7 +34,7 @@ template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
 #endif
 }
 
-// Before another thread may read what was streamed.
+// Called before another thread may read streamed data.
 inline void finish_streams() {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   _mm_sfence();

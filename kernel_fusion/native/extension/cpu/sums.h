@@ -1,4 +1,4 @@
-// Sums over the elements of rows, and over the lanes of vectors; for the kernels, once per instruction set.
+// Sums over the elements of rows, and over the lanes of vectors. Compiled once per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using Doubles [[gnu::vector_size(sizeof(Vectorized<double>))]] = double;
 
-// The lower and the upper half of a vector, added: in registers, lane by lane.
+// The lower plus the upper half of a vector, lane by lane.
 template <class V> KF_INLINE auto join_halves(const V& v) {
   constexpr int kHalf = sizeof(v) / sizeof(v[0]) / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -46,7 +46,7 @@ KF_INLINE double total(const Vectorized<float>& v) { return sum_of_lanes(join_wi
 KF_INLINE double total(const Vectorized<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v)); }
 template <class A> KF_INLINE double total(const Pair<A>& v) { return total(v.a + v.b); }
 
-// The lanes of a and b, in groups of kGroup: of each group its lower and its upper half, added.
+// The lanes of a and b in groups of kGroup: each group's lower plus upper half.
 template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doubles& b) {
   constexpr int kHalf = kGroup / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -55,7 +55,7 @@ template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doub
   }(std::make_integer_sequence<int, Vectorized<double>::size()>());
 }
 
-// The lanes of kCount vectors that lie one after the other, each of them joined to a group of its own.
+// The lanes of kCount consecutive vectors, each joined to a group of its own.
 template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   constexpr int kLanes = Vectorized<double>::size();
   if constexpr (kCount > 1) {
@@ -64,7 +64,7 @@ template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   } else if constexpr (std::is_same_v<A, double>) {
     return std::bit_cast<Doubles>(Vectorized<double>::loadu(lanes));
   } else {
-#if defined(CPU_CAPABILITY_AVX512)  // half by half from memory, which takes no shuffle
+#if defined(CPU_CAPABILITY_AVX512)  // half by half from memory, without shuffles
     return _mm512_cvtps_pd(_mm256_loadu_ps(lanes)) + _mm512_cvtps_pd(_mm256_loadu_ps(lanes + kLanes));
 #elif defined(CPU_CAPABILITY_AVX2)
     return _mm256_cvtps_pd(_mm_loadu_ps(lanes)) + _mm256_cvtps_pd(_mm_loadu_ps(lanes + kLanes));
@@ -83,8 +83,8 @@ template <class A, size_t kSums> KF_INLINE std::array<double, kSums> joined(cons
   }(std::make_index_sequence<kSums>());
 }
 
-// One sum of each of up to kRows rows, joined when those of all rows are there: as by `joined`, bit for bit, but with the lanes
-// of several rows in one vector, which takes less than half the instructions.
+// One sum for each of up to kRows rows, joined when all rows' are there: with the bits of `joined`, but several rows' lanes
+// share a vector, which halves the instructions.
 template <class A, int64_t kRows> struct SumsOfRows {
   static constexpr int64_t kTogether = Vectorized<double>::size();
   static_assert(kRows % kTogether == 0);
@@ -102,11 +102,11 @@ template <class A, int64_t kRows> struct SumsOfRows {
   }
 };
 
-// Sums over [0, n): add(i, sums, part) adds the pair at i, or the part of one, to sums of pairs, of which there are kSums. Two
-// chains hide the latency of the additions. In two levels: the error of a sum grows with the length of a block, not of the row.
-// Elements that are equal, such as the zeros that relu leaves, would all round the same way in one long chain.
+// Sums over [0, n): add(i, sums, part) adds the pair at i, or a part, to kSums sums of pairs. Two chains hide the latency of
+// additions. Two levels make the error grow with a block's length, not the row's; in one long chain equal elements, such as
+// relu's zeros, would all round the same way.
 template <class A, size_t kSums, class F> inline Sums<A, kSums> lanes_over(int64_t n, F&& add) {
-  return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // no loop over k, lest the sums be kept in memory
+  return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // no loop over k, which would keep the sums in memory
     constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
     const auto zeros = [] { return std::array<Pair<A>, kSums>{(static_cast<void>(k), both<A>(0))...}; };
     auto blocks = zeros();

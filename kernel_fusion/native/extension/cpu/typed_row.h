@@ -1,4 +1,4 @@
-// Elements side by side in memory, of a type known at run time; for the kernels, once per instruction set.
+// Contiguous elements of a type known at run time. Compiled once per instruction set.
 #pragma once
 
 #include <cstring>
@@ -23,15 +23,14 @@ struct AnyType {};
 
 }  // namespace
 
-// Double for A = double, one of the others for A = float.
+// Double for A = double, any other type for A = float.
 template <class A> struct Source {
   Dtype type = kDtypeOf<A>;
   const void* data = nullptr;  // null: absent
 
   static bool reads(Dtype type) { return (type == Dtype::kDouble) == std::is_same_v<A, double>; }
 
-  // T: the type, where the loop knows it. Else it is decided for each pair; the branch, which falls the same way all through a
-  // loop, is predicted.
+  // T: the type, if the loop knows it. Else each pair has a branch, which is predicted because it always goes the same way.
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i) const {
     if constexpr (!std::is_same_v<T, AnyType>) {
       return load_pair(static_cast<const T*>(data) + i);
@@ -49,7 +48,7 @@ template <class A> struct Source {
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
 
  private:
-  // By value: a loop reads the type again for every pair once its address is known elsewhere.
+  // By value: a loop would read the type again for every pair once its address is known elsewhere.
   template <class T> [[gnu::noinline]] static Pair<A> load_part(Source from, int64_t i, Part part) {
     A copy[Pair<A>::kStep] = {};
     std::memcpy(copy, static_cast<const char*>(from.data) + i * size_of(from.type), part.count * size_of(from.type));
@@ -60,11 +59,11 @@ template <class A> struct Source {
 template <class A> struct Target {
   Dtype type = kDtypeOf<A>;
   void* data = nullptr;  // null: absent
-  bool streams = false;  // past the caches: for results that they could not keep
+  bool streams = false;  // past the caches, for results that would not stay there
 
   static constexpr uintptr_t kAlignment = sizeof(Vectorized<A>);
 
-  // What cannot be streamed is stored.
+  // Unaligned results are stored, not streamed.
   static Target streamed(Dtype type, void* data, bool streams) {
     return {type, data, streams && reinterpret_cast<uintptr_t>(data) % kAlignment == 0};
   }

@@ -1,5 +1,5 @@
-// The few functions of the CUDA driver that launching needs, found at run time: no CUDA header, no link dependency.
-// Declarations follow the CUDA Driver API reference; the struct layouts are part of its stable binary interface.
+// The few functions of the CUDA driver for launching, found at run time: no CUDA header, no link dependency. Declarations
+// follow the CUDA Driver API reference; the struct layouts are part of its stable binary interface.
 #pragma once
 
 #include <cstddef>
@@ -66,11 +66,11 @@ struct Api {
   Result (*cuThreadExchangeStreamCaptureMode)(int* mode);
 };
 
-// The loaded driver; throws c10::Error where there is none.
+// The loaded driver; throws c10::Error without one.
 const Api& api();
 
-// Throws c10::Error. One ready string, because several arguments would be put together by a stream, and streams crash
-// where the compiler of this library brings another libstdc++ than the process runs with.
+// Throws c10::Error. It takes one ready string, because several arguments go through a stream, and streams crash if this
+// library's compiler brings another libstdc++ than the process.
 [[noreturn]] void fail(const std::string& text);
 
 // Throws c10::Error with the driver's text unless `result` is success.

@@ -14,7 +14,7 @@
 namespace kf {
 namespace {
 
-// What the planner answers. The pointers stay valid for the life of the process.
+// The planner's answer. The pointers stay valid for the life of the process.
 struct KernelPlan {
   const char* error = nullptr;  // null: success
   const char* image = nullptr;  // machine code
@@ -24,7 +24,7 @@ struct KernelPlan {
 
 using Planner = void (*)(const int* key, const char** error, const char** image, const char** name, Launch* launch);
 std::atomic<Planner> planner{nullptr};
-std::atomic<uint64_t> able_devices{0};  // a bit for each device that the kernels can run on
+std::atomic<uint64_t> able_devices{0};  // a bit for each device that can run the kernels
 
 struct Hash {
   size_t operator()(const KernelKey& key) const {
@@ -37,7 +37,7 @@ using Table = std::unordered_map<KernelKey, std::unique_ptr<LoadedKernel>, Hash>
 std::shared_mutex table_mutex;
 Table table;
 
-// The last kernels that this thread used: most callers alternate between a few, and this look-up takes no lock.
+// This thread's last kernels: most callers alternate between a few, and this look-up takes no lock.
 struct Recent {
   static constexpr int kSize = 16;
   KernelKey key[kSize];
@@ -47,7 +47,7 @@ thread_local Recent recent;
 std::atomic<uint64_t> generation{0};
 thread_local uint64_t recent_generation = 0;
 
-// PyTorch's device guards do not bind a context to a fresh thread; the driver calls below need one.
+// PyTorch's device guards bind no context to a fresh thread, and the driver calls below need one.
 void bind_context(int device) {
   const auto& cu = driver::api();
   static std::mutex mutex;
@@ -116,8 +116,8 @@ int count_multiprocessors(int ordinal) {
   return count;
 }
 
-// How many blocks of `kernel` run at once. Clusters are asked for as such: how many fit depends on how the
-// multiprocessors are grouped, and a persistent grid of one cluster too many would take twice the time.
+// How many blocks of `kernel` run at once. Clusters are asked for explicitly, because the grouping of multiprocessors matters,
+// and one cluster too many in a persistent grid would double the time.
 int max_blocks(const LoadedKernel& kernel, int ordinal) {
   const auto& cu = driver::api();
   int count = 0;
@@ -144,7 +144,7 @@ std::unique_ptr<LoadedKernel> load(int device, const KernelPlan& plan) {
   driver::check(cu.cuLibraryLoadData(&library, plan.image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
   driver::check(cu.cuLibraryGetKernel(&kernel, library, plan.name), "cuLibraryGetKernel");
   driver::check(cu.cuKernelGetFunction(&loaded->function, kernel), "cuKernelGetFunction");
-  // Lazy loading would otherwise load at the first launch, which a graph capture forbids.
+  // Lazy loading would load at the first launch, which a graph capture forbids.
   driver::check(cu.cuFuncLoad(loaded->function), "cuFuncLoad");
   if (loaded->shared_bytes > 0)
     driver::check(cu.cuFuncSetAttribute(loaded->function, driver::kFunctionMaxDynamicSharedBytes, loaded->shared_bytes),
@@ -155,7 +155,7 @@ std::unique_ptr<LoadedKernel> load(int device, const KernelPlan& plan) {
   return loaded;
 }
 
-// Lets this thread load code although another thread's graph capture is under way in global mode.
+// Lets this thread load code during another thread's graph capture in global mode.
 struct RelaxedCapture {
   int mode = driver::kCaptureModeRelaxed;
   RelaxedCapture() { driver::check(driver::api().cuThreadExchangeStreamCaptureMode(&mode), "capture mode"); }
@@ -171,7 +171,7 @@ const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
         "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
   KernelPlan plan;
   planner.load()(key.numbers, &plan.error, &plan.image, &plan.name,
-                 &plan.launch);  // may compile; no lock of ours is held, since it takes Python's
+                 &plan.launch);  // may compile, and takes Python's lock, so none of ours is held
   if (plan.error) driver::fail(plan.error);
   const RelaxedCapture relaxed;
   auto loaded = load(key.device(), plan);

@@ -1,5 +1,5 @@
-// Finds and launches compiled kernels. It knows no kernel: a key is a row of numbers that Python's planner
-// (backends/cuda/planner.py) understands, and a plan is what the planner answers.
+// Finds and launches compiled kernels without knowing any: a key is a row of numbers for Python's planner
+// (backends/cuda/planner.py), and a plan is its answer.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>
@@ -24,15 +24,14 @@ inline int64_t dividing_power(int64_t n, int64_t most) {
   return most;
 }
 
-// The alignment of everything at p plus multiples of `steps` bytes, as far as vectors of so many bytes care.
+// The alignment of everything at p plus multiples of `steps` bytes, up to vectors of `vector_bytes`.
 inline int32_t alignment_within(const void* p, int64_t steps, int64_t vector_bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>(steps);
   return std::min<int32_t>(alignment_of(reinterpret_cast<const void*>(bits)),
                            static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vector_bytes))));
 }
 
-// What a kernel is compiled for, in the numbers that the planner reads: the device, the kernel's number, the fields of its spec
-// and access, zeros.
+// What a kernel is compiled for, as the planner's numbers: device, kernel number, fields of spec and access, zeros.
 struct KernelKey {
   int numbers[2 + kKeyFields] = {};
 
@@ -50,9 +49,9 @@ struct KernelKey {
 // A kernel ready to be launched on one device.
 struct LoadedKernel : Launch {
   driver::Function function;
-  int max_blocks;  // that run at once on the whole device
+  int max_blocks;  // that run at once on the device
 
-  // Blocks for so many rows (or columns), beside which others do the same for so many groups in all.
+  // Blocks for this many rows (or columns), while others do the same for `groups` groups in all.
   int64_t grid(int64_t count, int64_t groups = 1) const {
     const int64_t at_once = std::max<int64_t>(1, max_blocks / cluster / groups), fewest = (count + per_block - 1) / per_block;
     const int64_t most = (count + least_per_block - 1) / least_per_block;
@@ -60,22 +59,21 @@ struct LoadedKernel : Launch {
   }
 };
 
-// Makes a device the current one of this thread, with its context bound, until the end of the scope. `stream` is the one
-// that PyTorch works on there.
+// Makes a device current on this thread, with its context bound, until the end of the scope. `stream` is PyTorch's current one
+// there.
 struct OnDevice {
   explicit OnDevice(c10::Device device);
   const c10::DeviceGuard guard;
   const driver::Stream stream;
 };
 
-// How many multiprocessors the device has; the driver is asked once per thread.
+// The number of the device's multiprocessors; asks the driver once per thread.
 int multiprocessors(c10::Device device);
 
-// The kernel for a key: a look-up, or on first use a call to the planner. Throws under graph capture if it would
-// have to load.
+// The kernel for a key: a look-up, or at first use a call to the planner. Throws under graph capture if it would have to load.
 const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream);
 
-// Launches on `grid_x` blocks (a multiple of the cluster) times `grid_y`; `args` is the kernel's only parameter.
+// Launches `grid_x` blocks (a multiple of the cluster) times `grid_y`; `args` is the kernel's only parameter.
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args);
 
 }  // namespace kf

@@ -1,4 +1,4 @@
-// Column sums in two steps: the blocks of a kernel write partial rows, and a kernel of its own adds them in a fixed order.
+// Column sums in two steps: the blocks of a kernel write partial rows, and another kernel adds them in a fixed order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 namespace kf {
 
 // The number of vectors in a row, rounded for keys to threads of a block along the columns (kernels/sums.cuh): a warp, or fewer
-// where the columns are few or most of the last tile would lie outside.
+// if columns are few or most of the last tile would lie outside.
 inline int32_t tile_lanes(int64_t vectors) {
   if (vectors < 32) return static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vectors)));
   const auto covered = [&](int64_t lanes) { return ceil_div(vectors, lanes) * lanes; };

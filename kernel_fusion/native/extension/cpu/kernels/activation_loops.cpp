@@ -1,10 +1,9 @@
 // The loops of the pointwise chains. Compiled once per instruction set.
 //
-// There is a loop for each activation, direction and compute type. What else distinguishes chains (dtypes, how the operands are
-// combined, what is absent) is decided for every pair of vectors: branches that fall the same way all through a loop are
-// predicted, and a small part of the work of an exponential. There are further loops for *plain* chains, of one dtype
-// throughout, without dropout, scale or addend: of every activation for bf16, whose elements then need not change their lanes
-// (cpu/interleaved.h), and of those that take few instructions themselves for fp16 and fp32.
+// There is a loop for each activation, direction and compute type. Other differences between chains (dtypes, combination of
+// operands, absent ones) are branches per pair of vectors: they always go the same way, are predicted, and cost little beside
+// an exponential. *Plain* chains, of one dtype without dropout, scale or addend, have more loops: for every activation in bf16,
+// whose elements then keep their lanes (cpu/interleaved.h), and for cheap ones in fp16 and fp32.
 #include "cpu/activation_loops.h"
 
 #include <bit>
@@ -15,36 +14,36 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// What a loop knows when it is compiled. Nothing:
+// A loop knows nothing at compile time:
 struct AnyChain {
   using Type = AnyType;
   static constexpr bool kPlain = false;
 };
 
-// That its chain is plain, of elements T:
+// or that its chain is plain, of elements T:
 template <class T> struct PlainChain {
   using Type = Alike<T>;
   static constexpr bool kPlain = true;
 };
 
-// The argument of the activation.
+// The activation's argument.
 template <class A> KF_INLINE Pair<A> combined(Combine combine, const Pair<A>& a, const Pair<A>& b) {
   if (combine == Combine::kAdd) return a + b;
   return combine == Combine::kMul ? a * b : a;
 }
 
-// The same where it may be rounded to bf16. RoughMath has another way to the value of gelu alone.
+// The activation's value, which may be rounded to bf16; RoughMath only changes gelu.
 template <class F, class A> KF_INLINE Pair<A> value_of(const Pair<A>& z, bool to_bf16) {
   if constexpr (std::is_same_v<F, act::gelu> && std::is_same_v<A, float>)
     if (to_bf16) return value_of<F, A, RoughMath>(z);
   return value_of<F>(z);
 }
 
-// relu of 16-bit elements and its gradient need no conversions.
+// relu of fp16 and bf16, and its gradient, need no conversions.
 template <class F, class K>
 inline constexpr bool kOnBits = std::is_same_v<F, act::relu> && K::kPlain && sizeof(typename K::Type) == 2;
 
-// What x has where `by` is above zero or NaN, and zeros.
+// x where `by` is positive or NaN, else zero.
 template <class T, class A> KF_INLINE void keep_positive(const void* x, const void* by, const Target<A>& y, int64_t n) {
   using Bits = Vectorized<int16_t>;
   const Bits zero(0), negative_infinity(std::is_same_v<T, c10::Half> ? 0xfc00 : 0xff80);  // NaN has more bits set
@@ -55,7 +54,7 @@ template <class T, class A> KF_INLINE void keep_positive(const void* x, const vo
   }
 }
 
-// x * scale of what dropout keeps.
+// x * scale, zero if dropped.
 template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, const Pair<A>& x, int64_t i) {
   if (K::kPlain) return x;
   const auto y = x * both(c.scale);
@@ -63,7 +62,7 @@ template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, cons
   return y & c.kept.template load<A>(i);
 }
 
-// y = dropout(scale * f(a, b)) + addend. By value, so that no store can be taken for a change of the operands.
+// y = dropout(scale * f(a, b)) + addend. By value, so that stores cannot alias the operands.
 template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)
@@ -82,8 +81,8 @@ template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLo
   }
 }
 
-// Of g = dropout(scale * dy): g f'(a + b) for both operands of a sum, g f'(a b) times the other operand for a product, and
-// g f'(a) b and g f(a) for a gate.
+// With g = dropout(scale * dy): g f'(a + b) for both terms of a sum, g f'(a b) times the other factor of a product, and g f'(a)
+// b and g f(a) for a gate.
 template <class F, class K, class A> [[gnu::noinline]] void gradients(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)
@@ -99,7 +98,7 @@ template <class F, class K, class A> [[gnu::noinline]] void gradients(const Chai
       da = dz * b;
       db = a * dz;
     } else if (combine == Combine::kGate) {
-      db = value_of<F>(z) * g;  // of z, which is a here, so that it shares an exponential with the slope
+      db = value_of<F>(z) * g;  // z is a here, so value and slope share an exponential
     }
     if (c.first.data) c.first.template store<T>(i, da);
     if (c.second.data) c.second.template store<T>(i, db);
@@ -120,7 +119,7 @@ template <class A> using Loop = void(const ChainLoop<A>, int64_t);
 // The loops of one activation in one direction.
 template <class A> struct LoopsOf {
   Loop<A>* any;
-  Loop<A>* plain[4] = {};  // at the position of the Dtype; null: use `any`
+  Loop<A>* plain[4] = {};  // by Dtype; null: use `any`
 };
 
 #define KF_LOOPS(direction)                                                                                              \
@@ -154,8 +153,8 @@ template <class A> Loop<A>* loop_for(const LoopsOf<A>& loops, const ChainLoop<A>
   return found ? found : loops.any;
 }
 
-// Runs a loop over the last elements, less than a pair. They are copied into whole pairs: every element passes through the same
-// instructions, and has the same bits wherever it lies.
+// Runs a loop over the last elements, less than a pair. They are copied into whole pairs, so that every element has the same
+// bits wherever it lies.
 template <class A> [[gnu::noinline]] void run_rest(Loop<A>* loop, ChainLoop<A> c, int64_t whole, int64_t rest) {
   constexpr int64_t kStep = Pair<A>::kStep;
   alignas(64) A copies[7][kStep] = {};

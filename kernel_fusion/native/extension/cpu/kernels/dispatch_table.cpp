@@ -1,4 +1,4 @@
-// The table of one instruction set: all files of this folder make one unit, which is compiled once for each.
+// The table of one instruction set. All files of this folder form one unit, compiled once per set.
 #include "cpu/kernels.h"
 
 namespace kf::cpu {

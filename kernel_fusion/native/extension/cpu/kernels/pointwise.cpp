@@ -1,8 +1,8 @@
-// CPU pointwise chains, forward and backward: which stretches of the operands the loops of cpu/activation_loops.h run over.
+// CPU pointwise chains, forward and backward: the stretches of operands that the loops of cpu/activation_loops.h run over.
 // Compiled once per instruction set.
 //
-// A region of two dimensions is cut into tiles: whole rows where all operands can be read and written in place, else parts of
-// one row, or several short rows, of at most kChunk elements.
+// A two-dimensional region is cut into tiles: whole rows if all operands can be used in place, else parts of one row, or
+// several short rows, of at most kChunk elements.
 #include "cpu/activation_loops.h"
 #include "cpu/chunk.h"
 #include "cpu/kernels.h"
@@ -25,8 +25,8 @@ template <class F> inline void for_tiles(const Region& region, int64_t chunk, bo
       f(Tile{inner, outer, std::min(width, region.inner_size - inner), std::min(height, region.outer_size - outer)});
 }
 
-// Calls run(address, stride, size, first) for the stretches of operand k that a tile is made of; `first` counts its elements.
-// One stretch where the strides of both dimensions agree.
+// Calls run(address, stride, size, first) for each stretch of operand k in a tile; `first` counts its elements. One stretch if
+// both dimensions have one stride.
 template <class F> inline void for_stretches(const Region& region, int k, int64_t element, const Tile& tile, F&& run) {
   const int64_t inner = region.inner[k], outer = region.outer[k];
   char* start = region.data[k] + tile.inner * inner + tile.outer * outer;
@@ -56,7 +56,7 @@ template <class A> struct Operands {
     return found;
   }
 
-  // Where operand k can be computed: in place, or else in `room`, which is then to be stored.
+  // Where to compute operand k: in place, or in `room`, which must then be stored.
   Target<A> written(int k, const Tile& tile, A* room) const {
     const Dtype type = call.types[k];
     Target<A> found{kDtypeOf<A>, room};
@@ -137,7 +137,7 @@ template <class A> void pointwise_bwd_region(const ChainOperands& call, const Re
   if (call.streams) finish_streams();
 }
 
-// The sums of four rows are kept in the compute type before they are added to the others in double.
+// Sums of four rows stay in the compute type before they are added up in double.
 template <class A>
 void columns_region(const ChainColumns& call, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   const Chain& chain = call.chain;

@@ -1,7 +1,7 @@
 // CPU reductions on chunks (cpu/chunk.h). Compiled once per instruction set.
 //
-// Sums within a chunk, or of a few rows, are kept in the compute type in as many lanes as a vector has, and joined in double:
-// the error of a sum does not grow with its length. Every order is a function of the arguments alone.
+// Sums within a chunk, or of a few rows, stay in the compute type in a vector's lanes and are joined in double: the error of a
+// sum does not grow with its length. The arguments alone decide every order.
 #include <algorithm>
 #include <cmath>
 
@@ -20,7 +20,7 @@ template <class A> inline Pair<A> add_mapped(Map map, const Pair<A>& sum, const 
   return map == Map::kAbs ? sum + Pair<A>{x.a.abs(), x.b.abs()} : sum + x;
 }
 
-// A sum of which the rounding errors are summed too (Neumaier), for the many chunks of a long row of doubles.
+// A sum with its summed rounding errors (Neumaier), for the many chunks of a long row of doubles.
 struct Compensated {
   double sum = 0, lost = 0;
   void add(double v) {
@@ -28,7 +28,7 @@ struct Compensated {
     lost += std::abs(sum) >= std::abs(v) ? (sum - next) + v : (v - next) + sum;
     sum = next;
   }
-  // Without the lost digits where they are none: they are NaN where the sum is infinite.
+  // `lost` is NaN if the sum is infinite.
   double value() const { return std::isfinite(sum) ? sum + lost : sum; }
 };
 
@@ -68,7 +68,7 @@ void rows(const Reduction& c, int64_t blocks, int64_t block, int64_t begin, int6
   }
 }
 
-// Short rows that follow each other without a gap are taken `fold` at a time, as one row that is folded at the end.
+// Short rows without gaps are taken `fold` at a time, as one row that is folded at the end.
 template <Map map, class A>
 void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums) {
   const int64_t element = size_of(c.type), width = right - left;
@@ -101,7 +101,7 @@ void columns(const Reduction& c, int64_t outer, int64_t begin, int64_t end, int6
     case Map::kNone: return (c.wide ? function<Map::kNone, double> : function<Map::kNone, float>)(__VA_ARGS__);       \
   }
 
-// Of eight rows at a time, and then of these sums; of kWidth columns, as many as registers hold.
+// Sums of eight rows at a time, then of these; kWidth columns, as many as registers hold.
 template <int64_t kWidth, class A> void add_rows_of(const A* rows, int64_t count, int64_t pitch, double* sums) {
   constexpr int64_t kGroup = 8;
   double total[kWidth] = {};

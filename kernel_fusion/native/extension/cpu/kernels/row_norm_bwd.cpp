@@ -1,7 +1,7 @@
 // CPU row norms backward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// Rows of one type with nothing around the norm: who takes which rows and columns, and in what order. The arithmetic is in
-// cpu/row_norm_backward.h.
+// Rows of one type without stages: who takes which rows and columns, and in what order. cpu/row_norm_backward.h has the
+// arithmetic.
 #include "cpu/row_norm_backward.h"
 
 #include "cpu/parameters.h"
@@ -10,7 +10,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// A sum of gradients back from the order of `Interleaved`.
+// Restores a sum of gradients from the order of `Interleaved`.
 inline void restore(float* sum, int64_t cols) {
   constexpr int64_t kStep = Pair<float>::kStep;
   for (int64_t i = 0; i + kStep <= cols; i += kStep) {
@@ -44,14 +44,13 @@ template <class T> void backward_rows(const Backward& c, int64_t begin, int64_t 
   restore_sums<T>(c);
 }
 
-// n elements of dweight or dbias, which begin at `start`.
+// Stores n elements of dweight or dbias from `start`.
 template <class A> void store_gradient(const A* sum, int64_t start, int64_t n, Dtype type, void* out) {
   if (!out) return;
   with_type_of<A>(type, [&](auto* null) { narrow(sum, n, static_cast<std::remove_pointer_t<decltype(null)>*>(out) + start); });
 }
 
-// Each strip prepares its weight and rounds its dweight and dbias: all of them at once would be written and read in other
-// caches.
+// Each strip prepares its weight and rounds its dweight and dbias; all at once would leave the cache in between.
 template <class T> void sums_of_strips(const BackwardByColumns& c, int64_t begin, int64_t end, RowSums* sums) {
   using A = AccOf<T>;
   const int64_t width = strip_width(c.cols);

@@ -1,6 +1,6 @@
 // CPU row norms forward, on at::vec. Compiled once per instruction set (-DCPU_CAPABILITY=...).
 //
-// Who takes which rows and columns, and in what order; the arithmetic is in cpu/row_norm_forward.h.
+// This decides who takes which rows and columns, and in what order; cpu/row_norm_forward.h has the arithmetic.
 #include "cpu/row_norm_forward.h"
 
 #include <memory>
@@ -12,11 +12,10 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// Whether a parameter can be read like x, which widens it to the values that preparing it gives.
+// Whether reading a parameter like x gives the values that preparing it gives.
 template <class T> bool is_like(const Parameter& p) { return !p.data || (p.type == kDtypeOf<T> && p.offset == 0); }
 
-// Calls f with a stretch of weight and bias: prepared, or as they are given where it is for so few rows that preparing takes
-// longer than it saves.
+// Calls f with a stretch of weight and bias: prepared, or as given if preparing costs more than it saves for so few rows.
 template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int64_t rows, int64_t start, int64_t n, F&& f) {
   using A = AccOf<T>;
   if constexpr (sizeof(T) == 2) {
@@ -28,10 +27,10 @@ template <class T, class F> KF_INLINE void with_parameters(const Forward& c, int
   f(stretch_of(c.weight, start, n, room[0]), stretch_of(c.bias, start, n, room[1]));
 }
 
-constexpr int64_t kShortRows = 16384;  // bytes of short rows taken together, which are found in the L1 cache
+constexpr int64_t kShortRows = 16384;  // bytes of short rows taken together, which stay in the L1 cache
 
-// The statistics of several rows, and then their results. Long ones pass by a stretch of weight and bias together. The rows of
-// 16 bits that come next are fetched while others are written, when no row is read.
+// The statistics of several rows, then their results. Long rows pass a stretch of weight and bias together. Next rows of fp16
+// or bf16 are fetched while others are written, when no row is read.
 template <class T> void forward_rows(const Forward& c, int64_t begin, int64_t end) {
   using A = AccOf<T>;
   const int64_t short_rows = std::clamp<int64_t>(kShortRows / (c.cols * sizeof(T)), 1, kMostRows);
@@ -92,8 +91,8 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// The row that is normalised: h = residual + u, rounded to the residual's dtype and stored, or u or x * factor
-// without a residual. It lies in memory already, or else in `room`.
+// The normalised row: h = residual + u, rounded to the residual's dtype and stored, or without a residual u or x * factor. In
+// memory already, or in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
   if (!s.residual && !s.pre_activation && !s.dropout && !factor_is_first(s)) return x;
@@ -132,7 +131,7 @@ void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* 
   });
 }
 
-// The statistics of several rows, whose h are of one type, and then their results.
+// The statistics of several rows, whose h have one type, then their results.
 template <class A, class T>
 void finish_rows(const Forward& c, const ForwardStages& s, int64_t first, int64_t count, const Source<A>* h,
                  RowResults& results) {
