@@ -1,4 +1,4 @@
-"""What a norm costs on a CPU, taken apart: reading, storing, page faults, and what is computed per element.
+"""The parts of a norm's cost on a CPU: reading, storing, page faults, and the computation per element.
 
     python benchmarks/cpu_costs.py --output-dir benchmarks/results/<device>
 

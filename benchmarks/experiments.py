@@ -106,7 +106,7 @@ def tree_bits() -> dict[str, Any]:
 
 
 def cpu_memory() -> dict[str, Any]:
-    """What a fresh output costs on the CPU: 4096 x 4096 fp32 by `torch.neg`, and what huge pages change."""
+    """The cost of a fresh output on the CPU: 4096 x 4096 fp32 by `torch.neg`, with and without huge pages."""
     x = torch.randn(4096, 4096)
     warm = torch.empty_like(x)
     cases: dict[str, Callable[[], object]] = {

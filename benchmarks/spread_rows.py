@@ -1,11 +1,11 @@
-"""What a norm of spread rows costs on each rank: its local work, and the collective.
+"""The cost of a norm of spread rows on each rank: its local work, and the collective.
 
     python benchmarks/spread_rows.py --output-dir OUTPUT_DIR                         # local work: one rank
     torchrun --nproc-per-node 4 benchmarks/spread_rows.py --output-dir OUTPUT_DIR    # with the collective
 
-Every rank has 4096 of the columns of 8192 rows, as one of four shards of 16384. Calls rotate over inputs that no cache
-holds. The floor is PyTorch's `neg` (forward) and `add` (backward) of as many bytes as a kernel has to move. Rank 0
-writes `spread-rows-WORLD.json` with the machine, the versions and this command.
+Every rank has 4096 columns of 8192 rows, as one of four shards of 16384. Calls rotate over inputs that no cache holds.
+The floor is PyTorch's `neg` (forward) and `add` (backward) of the bytes that a kernel must move. Rank 0 writes
+`spread-rows-WORLD.json` with the machine, the versions and this command.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a training step spends its time on: kernels by kind, and the longest of those that are left to fuse.
+"""Where a training step spends its time: kernels by kind, and the longest that are left to fuse.
 
     python benchmarks/step_profile.py --output-dir OUT --model llama-3-8b
     python benchmarks/step_profile.py --output-dir OUT --model bert-large --contenders pytorch,kf-graph,liger
 
-Models and contenders are those of `kernel-fusion bench steps`. A kernel's kind is read off its name. On a CPU operators
-stand for kernels, without those that they call.
+Models and contenders are those of `kernel-fusion bench steps`. A kernel's name tells its kind. On a CPU, operators
+without those that they call stand for kernels.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Kernel:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does, as far as its name says; `REST` for elementwise work, reductions and norms of others."""
+    """A kernel's kind, by its name; `REST` for other elementwise work, reductions and norms."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), REST)
 
 
 def kernels(training: Training, trainee: Trainee) -> list[Kernel]:
-    """Those of a step, the longest first."""
+    """The kernels of a step, the longest first."""
     on_gpu = training.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for _ in range(WARM_UP):

@@ -37,7 +37,7 @@ BYTES = 256
 MAX_TEXT = 16_000_000
 HELD_OUT = 500_000
 WARM_UP = 100
-# What curves are smoothed over, and what the table's last loss is the mean of.
+# Steps that smooth the curves, and whose mean is the table's last loss.
 WINDOW = 50
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
 QUICK_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,7 +45,7 @@ QUICK_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and how long."""
+    """The model to train, and how long."""
 
     steps: int = 2000
     batch: int = 16

@@ -1,8 +1,8 @@
 """The documentation site: `make docs` builds these pages, and those of the repository's root, with Sphinx.
 
-Every page is plain Markdown that a forge renders as well, and links between pages and to sources are the same in both
-places; so the source folder is the repository's root. What Sphinx needs besides is made here, while it reads: the table
-of contents from the lists of docs/README.md, the options of the command line from the commands themselves.
+Every page is plain Markdown that a forge renders too, with the same links between pages and to sources; so the source
+folder is the repository's root. The rest is generated while Sphinx reads: the table of contents from the lists of
+docs/README.md, the command line's options from the commands.
 """
 
 from __future__ import annotations

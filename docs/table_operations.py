@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from table_parts import Cell, cells_of, digits, over_floor, table
 
-# What each page of operations is about.
+# The operations of each page.
 PAGES = {
     "pointwise": ("add_act", "mul_act", "bias_act", "act_dropout", "gated_act"),
     "stages": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),

@@ -1,4 +1,4 @@
-"""What the tables of results share: measurements by what was measured, figures, and rows in Markdown."""
+"""Shared by the tables of results: look-up of measurements, figures, and Markdown rows."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def norms(suite: str, direction: str) -> Iterator[str]:
 
 
 def _shape(suite: str, measured: dict[str, Any]) -> str:
-    """What a row of the table is called."""
+    """The name of a table's row."""
     name, shape = measured["configuration"], f"{measured['rows']}×{measured['cols']}"
     if suite == "odd":  # by the length, and the stride where there is one
         return str(name).partition("x")[2]
@@ -241,7 +241,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
 
 @cache
 def _lines(document: str, name: str) -> tuple[str, ...]:
-    """Those of a table, made once in a process: the compiler counts registers for that of plans."""
+    """The lines of a table, made once per process, because the compiler counts registers for the table of plans."""
     return tuple(TABLES[document, name]())
 
 

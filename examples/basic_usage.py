@@ -67,7 +67,7 @@ def _largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def kept(x: Tensor) -> Tensor:
-    """What dropout multiplies `x` by after `torch.manual_seed(0)`: the same seed gives the same mask in every verb."""
+    """Dropout's factors of `x` after `torch.manual_seed(0)`: the same seed gives the same mask in every verb."""
     torch.manual_seed(0)
     return kf.act_dropout(torch.ones_like(x), None, P).detach()
 
@@ -320,7 +320,7 @@ def modules(device: torch.device) -> int:
 
 
 def choosing_a_backend(device: torch.device) -> int:
-    """Which kernels serve a call, why, and how to ask for others."""
+    """See which kernels serve a call and why, and ask for others."""
     x = torch.randn(ROWS, N, device=device)
     compare = Comparison(x)
 

@@ -31,19 +31,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def arguments(shape: tuple[int, ...], dtype: torch.dtype) -> list[Argument]:
-    """Of both calls, in order: two tensors of the result's shape, and a parameter that all rows share."""
+    """The arguments of both calls, in order: two tensors of the result's shape, and a parameter that all rows share."""
     weight = Argument("weight", shape[-1:], dtype, mean=1.0, shared=True)
     return [Argument("x", shape, dtype), Argument("residual", shape, dtype), weight]
 
 
 def pytorch(dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What PyTorch's users write; there is no dropout in it."""
+    """The calls of PyTorch's users; there is no dropout here."""
     h = residual + x
     return F.silu(F.rms_norm(h, h.shape[-1:], weight, EPS)), h
 
 
 def fused(x: Tensor, residual: Tensor, weight: Tensor, p: float, backend: str | None) -> kf.NormOutput:
-    """What ours write."""
+    """The call of our users."""
     return kf.add_rms_norm(x, residual, x.shape[-1:], weight, EPS, activation="silu", backend=backend)
 
 

@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer before gave and the stream to which it is not yet added; the same of this layer."""
+        """From the last layer's output and the stream that it is not yet added to, make this layer's."""
         y, stream = self.attention_norm(x, stream)
         heads = (t.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for t in self.qkv(y).chunk(3, -1))
         query, key, value = heads

@@ -29,7 +29,7 @@ WIDTH, HEADS, BLOCKS = 128, 4, 4
 BYTES = 256
 MAX_TEXT = 2_000_000
 
-# What to compare: PyTorch's module and its drop-in; and the verb behind the latter.
+# The norms to compare: PyTorch's module, its drop-in, and the drop-in's verb.
 NORMS: dict[str, tuple[type[nn.Module], type[nn.Module], Callable[..., Tensor]]] = {
     "layer": (nn.LayerNorm, kf.FusedLayerNorm, kf.layer_norm),
     "rms": (nn.RMSNorm, kf.FusedRMSNorm, kf.rms_norm),

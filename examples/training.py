@@ -1,6 +1,6 @@
-"""What the training examples share: models that train in turns on the same batches, and are then compared.
+"""Shared by the training examples: models that train in turns on the same batches, and are then compared.
 
-In turns, a step of one and then a step of the next, so that whatever disturbs the machine disturbs all of them.
+They take turns step by step, so that a disturbance of the machine disturbs all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_FALL = 0.30
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# What a model gets, and the classes that it is to name: (batch, time) each, as int64.
+# A model's input and target classes: (batch, time) each, as int64.
 Batch = tuple[Tensor, Tensor]
 
 

@@ -63,7 +63,7 @@ class FusedBlock(Block):
         self.gated_act = kf.FusedGatedAct("silu")
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """What is yet to be added, and the stream to which it is: both (batch, time, width)."""
+        """From an output and the stream that it is not yet added to, make this block's: all (batch, time, width)."""
         h, residual = self.attention_norm(x, residual)
         h, residual = self.mlp_norm(self.attention(h, h, h, need_weights=False)[0], residual)
         return self.down(self.gated_act(self.up(h))), residual

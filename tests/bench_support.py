@@ -1,5 +1,4 @@
-"""What the tests of the benchmark harness share: small cases, next to no effort, providers that are
-wrong, and results that nobody measured."""
+"""Shared by the tests of the benchmark harness: small cases, minimal effort, wrong providers, and invented results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the pass over graphs share: how it is run, and norms that are written out as in transformers."""
+"""Shared by the tests of the pass over graphs: how to run it, and norms written out as in transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Compiled:
 
 
 def fused(function: Callable[..., Any], *args: Any) -> Fused:
-    """What the pass does to a function, whose value must stay as it is within a few roundings."""
+    """Run the pass on a function and return what it did; the value must stay within a few roundings."""
     compiled = Compiled(function)
     torch.testing.assert_close(compiled(*args), function(*args), rtol=2e-2, atol=1e-5)
     return compiled.fused

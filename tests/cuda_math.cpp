@@ -58,7 +58,7 @@ std::vector<float> read(const char* path) {
   return all;
 }
 
-// What the same formula gives in fp32, exactly computed, says where a result is no number or infinite.
+// Exact arithmetic on the same formula in fp32 says where a result is no number or infinite.
 double largest(const std::vector<float>& xs, auto&& rough, auto&& single, auto&& exact, auto&& scale) {
   double most = 0;
   for (const float x : xs) {
@@ -111,8 +111,8 @@ template <class M> void single(const std::vector<float>& xs) {
   KF_PRINT("fp32.power", xs, power_of<M>, power_of<Single>, power_of<Exact>, absolute)
 }
 
-// `half` an ulp of what is just below 1. What is compared with: half an ulp of the result or, where a formula cancels, of 1/64
-// of its argument.
+// `half` an ulp of a number just below 1. The measure is half an ulp of the result or, where a formula cancels, of 1/64 of its
+// argument.
 auto halves_of_an_ulp(double half) {
   return [half](float x, double want) { return half * fmax(fmax(fabs(want), 0x1p-109), fmin(fabs(x), 1.0) / 64); };
 }

@@ -34,7 +34,7 @@ def anywhere(spec: RowNormSpec) -> Access:
 
 
 def tree(plan: Plan) -> tuple[int, int, int, int]:
-    """What decides how a row is summed."""
+    """The key of a row's summation."""
     return plan.vec, plan.lanes, plan.warps, plan.center
 
 
@@ -54,7 +54,7 @@ def last_block_begins(spec: RowNormSpec, plan: Plan) -> int:
 def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) -> None:
     """The plan is within the hardware's limits, and the kernel that it stands for covers the row once."""
     natural = min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
-    # Of what a row meets beside x, backward asks dy alone how long its vectors may be, a streamed forward y.
+    # Backward asks only dy how long its vectors may be beside x; a streamed forward asks only y.
     asked = [(), (spec.y,)]
     if spec.direction != "backward":
         asked.append((spec.y, spec.weight, spec.bias, spec.residual, spec.gate))

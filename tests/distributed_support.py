@@ -1,4 +1,4 @@
-"""What the tests of distributed tensors share: pools of ranks as fixtures, and tensors that are spread over them."""
+"""Shared by the tests of distributed tensors: pools of ranks as fixtures, and tensors spread over them."""
 
 from __future__ import annotations
 

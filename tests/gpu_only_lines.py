@@ -45,7 +45,7 @@ class File:
         return [number for number, line in enumerate(self.lines, 1) if MARK in line]
 
     def refuted(self, ran: set[int]) -> list[int]:
-        """What is marked and is among the lines that `ran`; a block's head decides, and definitions run on import."""
+        """The marked lines among those that `ran`; a block's head decides, and definitions run on import."""
         functions = [n for n in ast.walk(ast.parse("\n".join(self.lines))) if isinstance(n, ast.FunctionDef)]
         heads = {line for f in functions for line in range(f.lineno - len(f.decorator_list), f.body[0].lineno)}
         return sorted(self.marked & ran - heads - set(self.marks))

@@ -240,7 +240,7 @@ def _row_norm_fwd(**call: Any) -> tuple[Tensor, ...]:
 
 
 def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
-    """By the formula, from the statistics that are given; without dropout, and where nothing is rounded on the way."""
+    """The formula, from the given statistics, without dropout or intermediate rounding."""
     rounds = call["rounding"] == "hf" and call["input"].element_size() == 2
     if rounds or (call["seed"] is not None and call["dropout_p"] != 0.0):
         raise NotImplementedError
@@ -304,7 +304,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tenso
 # Operators that only the graph of another one calls, with results that it alone knows how to read.
 _WITHOUT_DEFINITION = ("pointwise_fwd", "reduce_fwd", "softmax_fwd")
 
-# What the operators that are not verbs compute. None in a result: nobody wanted it.
+# The results of operators that are not verbs. None: nobody wanted the result.
 _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda **call: _row_norm(**call, rms=False),
     "rms_norm": lambda **call: _row_norm(**call, rms=True),
@@ -321,7 +321,7 @@ def _as_float32(value: Any) -> Any:
 
 
 def definition(operator: str, call: Arguments) -> Any:
-    """What a call must give, or None where the definition does not take it."""
+    """The expected results of a call, or None if the definition does not take it."""
     operator = operator.removeprefix("triton_")
     if operator.endswith("_reference") or operator in _WITHOUT_DEFINITION:
         return None

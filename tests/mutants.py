@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _UNNEEDED = shutil.ignore_patterns(".*", "__pycache__", "results", "_build")
-# What the compiler that remembers is told: the tree, where objects are kept, and the compiler itself.
+# Variables for the caching compiler: the tree, the folder of objects, and the compiler itself.
 _TREE, _OBJECTS, _COMPILER = "MUTANTS_TREE", "MUTANTS_OBJECTS", "MUTANTS_COMPILER"
 
 
@@ -120,7 +120,7 @@ def run(mutant: Mutant, work: Path) -> dict[str, Any]:
 
 
 def _together(mutants: list[Mutant]) -> Iterator[tuple[list[str], bool]]:
-    """What catches the mutants, in as few runs of pytest as choose the same tests."""
+    """The tests that catch the mutants, grouped into as few runs of pytest as choose the same tests."""
     for cuda in (False, True):
         selections = {mutant.tests for mutant in mutants if mutant.cuda == cuda}
         chosen = {selection for selection in selections if "-k" in selection}

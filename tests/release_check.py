@@ -1,11 +1,11 @@
-"""What a release must pass: build the wheel and the source archive, look into them, install and verify.
+"""The check of a release: build the wheel and the source archive, look into them, install and verify.
 
     python tests/release_check.py [--python 3.10,3.13] [--torch 2.11.0,2.13.0]        (or: make release-check)
 
 Both archives must hold every file of the package that git knows, and the wheel no other. The wheel is then installed
-into fresh environments, outside of the checkout, each with its own cache. `kernel-fusion verify --quick` builds the
+into fresh environments outside the checkout, each with its own cache. `kernel-fusion verify --quick` builds the
 extension there and judges every kernel that the machine can run. Without options every Python from 3.10 on that is
-found (in PATH, or of pyenv) gets the pinned PyTorch, and the newest of them the oldest supported one too. pip's own
+found (in PATH, or of pyenv) gets the pinned PyTorch, and the newest of them also the oldest supported one. pip's own
 settings, such as PIP_EXTRA_INDEX_URL, decide where packages come from. Needs the package `build`.
 """
 
@@ -34,7 +34,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def differences(wheel: Path, source: Path) -> list[str]:
-    """What is missing in the archives, or is too much in the wheel."""
+    """Files that the archives lack, and files that the wheel should not have."""
     listed = subprocess.run(["git", "ls-files", "kernel_fusion"], cwd=ROOT, check=True, capture_output=True, text=True)
     wanted = set(listed.stdout.split())
     with zipfile.ZipFile(wheel) as archive:

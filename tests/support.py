@@ -1,7 +1,7 @@
-"""What every test file shares: the targets, the launch counters, derived budgets for any call, fresh interpreters.
+"""Shared by all tests: targets, launch counters, derived budgets for any call, fresh interpreters.
 
-A test asks for its backend by name and wraps the call in `Target.ran`, which compares the launch counters of the
-native extension before and after: a result that came through a fallback fails, whatever its numbers are.
+A test asks for its backend by name and wraps the call in `Target.ran`, which compares the extension's launch counters
+before and after: a result that came through a fallback fails, whatever its numbers are.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ HEADER = (PACKAGE / "native" / "shared" / "activations.h").read_text()
 
 
 def test_every_name_has_a_struct_with_value_and_slope() -> None:
-    """What Python lists is defined."""
+    """Every activation that Python lists is defined."""
     for name in activations.CODES:
         body = re.search(rf"^struct {name} {{\n(.*?)^}};", HEADER, re.MULTILINE | re.DOTALL)[1]
         assert re.search(r" value\(typename M::V", body), name
@@ -28,7 +28,7 @@ def test_public_list_is_that_of_the_specification() -> None:
 
 
 def test_slopes_of_two_values_are_those_of_the_header() -> None:
-    """Of these a bit tells the slope: it is that at 0 or another, that at 1, at NaN and infinities too."""
+    """A bit tells these slopes: each is that at 0 or that at 1, also at NaN and infinities."""
     x = torch.cat([torch.linspace(-30, 30, 1201), torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])])
 
     def slopes(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Arguments of the wrong kind: None, types, dtypes and devices that no verb takes, each refused by name.
 
-Where PyTorch's call refuses the same, the type of its error is compared with ours. Shapes are in test_errors.py.
+If PyTorch's call refuses the same, the error types are compared. Shapes are in test_errors.py.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ _OF_DTYPE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "mean_abs": ("input", lambda x: kf.mean_abs(x), lambda x: x.abs().mean()),
     "softmax": ("input", lambda x: kf.softmax(x), lambda x: torch.softmax(x, -1)),
 }
-# What PyTorch's chain of these computes in float8, by operations that know it for once.
+# PyTorch's chains of these compute in float8, through operations that know it.
 _BEYOND_PYTORCH = {
     "mul_act": lambda x: kf.mul_act(x, x, None),
     "mean_abs": lambda x: kf.mean_abs(x, dtype=torch.float32),

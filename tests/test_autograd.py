@@ -46,7 +46,7 @@ def test_gradcheck(operation: Verb, target: Target) -> None:
 def test_gradgradcheck(operation: Verb, target: Target) -> None:
     """The gradients' gradients are those of finite differences, for dy too."""
     tensors = operation.leaves(target, 3, 5, torch.float64)
-    # A differentiated backward is the composite, by design. Where it reads a result of the kernel, y or h, second
+    # A differentiated backward is the composite, by design. If it reads a result of the kernel, y or h, second
     # derivatives go on from there through the backward kernel.
     with operation.ran(target, None, None if operation.reads_results(target) else 0):
         assert torch.autograd.gradgradcheck(operation.on(target), tensors)
@@ -245,7 +245,7 @@ def test_sum_backward(operation: Verb, target: Target) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_gradient_of_one_result_alone(name: str, which: int, target: Target) -> None:
-    """Where only y or only h is used, the other's cotangent counts as zero."""
+    """If only y or only h is used, the other's cotangent counts as zero."""
     operation = VERBS[name]
     tensors = operation.leaves(target)
     with operation.ran(target, 1, None if which == 0 else 1):
@@ -322,7 +322,7 @@ def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [None, *kf.ACTIVATIONS])
 def test_a_result_may_be_changed_where_pytorch_lets_it(name: str | None, dtype: torch.dtype, target: Target) -> None:
-    """What PyTorch's backward does not read may be changed in place before it, after our verb too."""
+    """A tensor that PyTorch's backward does not read may be changed in place before our backward too."""
     function = formula(name or "identity")
     a, b = (torch.randn(3, 8, device=target.device, dtype=dtype, requires_grad=True) for _ in range(2))
 
@@ -402,8 +402,8 @@ def test_training_saves_inputs_and_statistics_alone(verb: str, dtype: torch.dtyp
     assert sum(t.numel() for t in others) == 7 * (1 if verb == "rms_norm" else 2)
 
 
-# What backward needs beside the arguments, in elements, for 7 rows of 17: the norms' statistics and h; the softmax's y
-# (6 columns in the attention weights).
+# Elements that backward keeps beside the arguments, for 7 rows of 17: the norms' statistics and h; the softmax's y (6
+# columns in the attention weights).
 _KEPT = {
     "layer_norm-staged": 14,
     "rms_norm-staged": 7,
@@ -436,7 +436,7 @@ def test_training_keeps_no_more_than_it_needs(operation: Verb, target: Target) -
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 def test_inference_saves_nothing(operation: Verb, mode: Callable[[], Any], target: Target) -> None:
-    """Where no gradient can be asked for, nothing is kept, and the bits are those of training."""
+    """If no gradient can be asked for, nothing is kept, and the bits are those of training."""
     tensors = operation.leaves(target)
     packed: list[Tensor] = []
     with operation.ran(target, 2, 0):
@@ -457,7 +457,7 @@ def test_statistics_are_mean_and_rstd(verb: str, target: Target) -> None:
         _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, 1, None, None, 1e-5, 0.0, None, verb == "rms_norm")
 
     def pytorch(x: Tensor) -> Tensor:
-        # Of float32 input, since the statistics are those of the widened rows.
+        # In float32, because the statistics are those of the widened rows.
         mean = x.mean(-1) if verb == "layer_norm" else torch.zeros_like(x[..., 0])
         rstd = torch.rsqrt((x - mean[..., None]).square().mean(-1) + 1e-5)
         return torch.stack([mean, rstd]) if verb == "layer_norm" else rstd[None]

@@ -23,7 +23,7 @@ from kernel_fusion.cli import app
 from kernel_fusion.cli.common import parse_dtypes
 from kernel_fusion.operators import loader
 
-# What a result file promises for every contender that was checked and timed; `compare` relies on these names.
+# The keys of a result file for every checked and timed contender; `compare` relies on these names.
 KEYS = {
     *("configuration", "verb", "rows", "cols", "dtype", "weight_dtype", "bias_dtype", "layout", "direction"),
     *("device", "threads", "page_faults"),
@@ -112,7 +112,7 @@ def test_devices_and_threads_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_the_cpu_suite_has_one_thread_and_all(tmp_path: Path) -> None:
-    """By default, and as often as they differ."""
+    """The suite runs with one thread and with all, unless these are the same."""
     arguments = ["--quick", "--shape", "8x16", "--directions", "forward", "--peers", "none"]
     result = CliRunner().invoke(app, ["bench", "cpu", "--device", "cpu", *arguments, "--output-dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -139,9 +139,10 @@ def test_sweep_draws_bandwidth_beside_what_is_absent(tmp_path: Path, monkeypatch
 
 
 def test_a_suite_is_run_from_python(tmp_path: Path) -> None:
-    """What the command line calls: the results, the paths of all files, and reports from the first to the last.
+    """The function of the command line returns results and the paths of all files, and reports from the first to the
+    last.
 
-    The file that is there before the run is complete says so.
+    The file that exists before the run is complete says so.
     """
     suite = replace(SUITES["models"], plots=()).with_shapes([(8, 16), (4, 32)])
     setup = Setup([providers.pytorch(), providers.ours("eager")], torch.device("cpu"), ("forward",), QUICK)

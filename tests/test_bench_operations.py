@@ -45,7 +45,7 @@ def operation(name: str, dtype: torch.dtype = FP32) -> Workload:
 
 
 def verdict(workload: Workload, provider: Provider, max_checked: int = MAX_CHECKED) -> Any:
-    """What the check says about a provider."""
+    """The check's verdict on a provider."""
     (inputs,) = workload.input_sets(CPU, 1)
     return check.check(workload, [provider], inputs, max_checked)[provider]
 
@@ -188,7 +188,7 @@ N = 4 * ROWS * COLS  # bytes of a tensor
     ],
 )
 def test_bytes_moved(name: str, forward: int, backward: int) -> None:
-    """By anybody, except where the passes of a contender are known."""
+    """All contenders move these bytes, unless the passes of one are known."""
     workload = operation(name)
     assert workload.bytes_moved("forward", "pytorch") == workload.bytes_moved("forward", "kf-cuda") == forward
     assert workload.bytes_moved("backward", "kf-cuda") == backward

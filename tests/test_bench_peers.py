@@ -1,6 +1,6 @@
-"""What the harness asks of other libraries, of stand-ins that have their functions' names, arguments and habits.
+"""The adapters of other libraries, tested on stand-ins with their functions' names, arguments and habits.
 
-Nothing is learned here about the libraries themselves: only that the adapters, which need a GPU to run for real, call
+These tests say nothing about the libraries themselves: only that the adapters, which need a GPU to run for real, call
 such functions so that they compute what PyTorch does.
 """
 

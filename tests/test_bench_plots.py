@@ -96,7 +96,7 @@ def test_noisy_times_are_left_out_and_marked() -> None:
 
 
 def test_titles_say_machine_versions_date_and_interruption() -> None:
-    """Of every picture."""
+    """Every picture's title has them."""
     results = swept()
     results.interrupted = True
     for _, drawn in plot.pictures(results):
@@ -150,7 +150,7 @@ def test_bandwidth_is_over_bytes_where_a_length_comes_twice() -> None:
 
 
 def test_memory_has_bars_of_peaks_and_what_was_saved() -> None:
-    """Of PyTorch and ours, in a unit that fits."""
+    """PyTorch and ours each have both, in a fitting unit."""
 
     def trained(provider: str, rows: int, peak: int, saved: int | None) -> Measurement:
         saved_bytes = None if saved is None else saved * MB
@@ -184,7 +184,7 @@ def test_plot_shows_every_contender(tmp_path: Path) -> None:
 
     names = ("floor", "pytorch", "kf-cuda", "apex")
     cells = [measured(name, 0.01 * at, rows) for rows in (32, 64) for at, name in enumerate(names[:3], 1)]
-    # Of another place, and so in another panel.
+    # Another place, and so another panel.
     elsewhere = [replace(measured(name, 0.01 * at), device="cuda:1") for at, name in enumerate(names, 1)]
     (path,) = plot.plot(run(*cells, *elsewhere, measured("gone", None)), tmp_path, ["time"])
     assert path.name == "large-layer_norm-bf16-time.png"

@@ -123,7 +123,7 @@ def test_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_that_a_patch_changes_hold_only_while_it_runs() -> None:
-    """What a patch does to a module's names is undone, and is there within."""
+    """A patch's changes to a module's names exist within the context only."""
     import math as module
 
     sqrt = module.sqrt

@@ -116,7 +116,7 @@ def test_untrusted_entries_are_replaced(store: Cache, damage: str) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_entries_of_another_user_are_misses(store: Cache, which: str) -> None:
-    """What another user owns is not returned."""
+    """An entry of another user is not returned."""
     path = store.path(KEY)
     os.chown(path if which == "file" else path.parent, 65534, 65534)
     assert store.read(KEY) is None
@@ -157,7 +157,7 @@ def test_ancestors_that_others_can_change(store: Cache, folder: Path, ancestor: 
 
 
 def test_a_group_of_ones_own(store: Cache, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every user has a group and umask lets it write, the cache works."""
+    """If every user has a group and umask lets it write, the cache works."""
     folder.chmod(0o770)
     monkeypatch.setattr(cache, "_is_own_group", lambda group: group == folder.stat().st_gid)
     assert store.read(KEY) == PAYLOAD

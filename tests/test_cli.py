@@ -72,7 +72,7 @@ def test_module_and_console_script_are_the_same() -> None:
 
 
 def test_version_and_short_help() -> None:
-    """Of the program and of each command."""
+    """The program and each command have them."""
     assert run("--version").stdout == f"kernel-fusion {kf.__version__}\n"
     for command in ([], ["bench"], ["verify"]):
         assert "Usage: " in run(*command, "-h").stdout
@@ -305,7 +305,7 @@ def test_warmup_says_which_package_is_missing(empty_cache: Path, monkeypatch: py
 
 
 def test_hints_name_packages_that_can_be_installed() -> None:
-    """What errors and pages tell to install is among the dependencies, by the name that an index knows."""
+    """Packages that errors and pages tell to install are among the dependencies, by the name that an index knows."""
     known = set(re.findall(r'"([\w-]+)[\w.<>=,\[\]-]*"', (ROOT / "pyproject.toml").read_text())) - {"kernel-fusion"}
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     sources = [path for folder in ("kernel_fusion", "examples") for path in (ROOT / folder).rglob("*.py")]
@@ -382,7 +382,7 @@ def test_an_interrupt_is_a_word_and_an_exit_code(monkeypatch: pytest.MonkeyPatch
 
 
 def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is neither the machine's nor the user's doing is not made a sentence."""
+    """An error that is neither the machine's nor the user's fault is not made a sentence."""
 
     def wrong() -> None:
         raise IndexError("ours")

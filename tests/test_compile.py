@@ -149,7 +149,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Target], tuple[Any, ...]]]] = {
 }
 
 
-# Of PyTorch itself, which looks for the .grad of saved tensors.
+# PyTorch's own warning: it looks for the .grad of saved tensors.
 @pytest.mark.parametrize("sample", _FAMILIES)
 def test_opcheck_of_the_families(sample: str, target: Target) -> None:
     """PyTorch's own check passes for the operators of every family."""
@@ -277,7 +277,7 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
     torch.testing.assert_close(y, call(verb, x, backend="eager"))
 
 
-# Of PyTorch itself, which looks for the .grad of saved tensors when it traces.
+# PyTorch's own warning: it looks for the .grad of saved tensors when it traces.
 def test_compiled_autograd(operation: Verb, target: Target) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
     if operation.reshapes:

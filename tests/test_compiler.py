@@ -154,7 +154,7 @@ def test_two_norms_of_one_sum() -> None:
 
 
 def test_gradients_of_all_users_of_the_sum() -> None:
-    """What arrives at the sum by other ways is added to the gradient of the norm."""
+    """Gradients that reach the sum by other ways are added to the norm's."""
     norm = Gemma(64, torch.float32)
 
     def block(x: Tensor, residual: Tensor) -> Tensor:

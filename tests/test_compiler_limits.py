@@ -20,7 +20,7 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-# What must not fuse.
+# These must not fuse.
 
 
 def test_sums_of_different_shapes_stay() -> None:
@@ -29,7 +29,7 @@ def test_sums_of_different_shapes_stay() -> None:
 
 
 def test_sum_in_place_stays() -> None:
-    """What is written to its operand stays where it is."""
+    """A sum written to its operand stays."""
     norm = nn.LayerNorm(8)
 
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ _CASES = [factors({"case": case}) for case in cases.cases(quick=True)]
 @pytest.mark.parametrize(("rows", "most"), [(_PRODUCT, 24), (_CASES, 200)], ids=["product", "cases"])
 @pytest.mark.parametrize("strength", [1, 2])
 def test_every_combination_is_there(rows: list[dict[str, str]], most: int, strength: int) -> None:
-    """Of any one or two factors, few rows have the values that all rows have, and the same rows each time."""
+    """For any one or two factors, few rows have all values that occur together, and the same rows each time."""
     chosen = covering(rows, strength)
 
     def found(indices: list[int]) -> set[object]:

@@ -69,7 +69,7 @@ def test_what_is_built_is_what_runs(variant: str) -> None:
 
 @pytest.mark.slow
 def test_a_library_of_our_own(tmp_path: Path) -> None:
-    """Of eight processes that find none at once one builds, with its best kernels alone, and all work with it."""
+    """If eight processes start without a library, one builds it, with its best kernels alone, and all use it."""
     code = """
     import kernel_fusion as kf, torch
     from kernel_fusion.operators import loader

@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs, streams, threads, devices, sizes beyond 32 bits, and what a call costs in launches.
+"""Properties that only a GPU can show: graphs, streams, threads, devices, sizes beyond 32 bits, and launches per call.
 
 Results against the oracle are in the files shared with the CPU, which run here with `-m cuda` too.
 """
@@ -83,7 +83,7 @@ def test_another_batch_size_compiles_nothing(verb: str, cols: int) -> None:
 
 
 def test_second_process_compiles_nothing(verb: str, tmp_path: Any) -> None:
-    """What one process compiled, the next finds on disk."""
+    """The next process finds on disk what one process compiled."""
     code = """
         import sys, torch, kernel_fusion as kf
         from kernel_fusion.backends.cuda.compile import counters

@@ -70,7 +70,7 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
 
 
 def _ptx(source: str) -> str:
-    """What NVRTC makes of a source before machine code."""
+    """NVRTC's PTX of a source."""
     from cuda.bindings import nvrtc
 
     def call(function: Any, *args: Any) -> Any:
@@ -89,7 +89,7 @@ def _ptx(source: str) -> str:
 
 @pytest.mark.parametrize("name", _KERNELS)
 def test_no_access_before_the_wait(name: str) -> None:
-    """What comes before `griddepcontrol.wait` reads arguments and shared memory alone."""
+    """Code before `griddepcontrol.wait` reads only arguments and shared memory."""
     spec, access = _KERNELS[name]
     source = planner.source_of(spec, access, planner.plan_for(spec, access, _SM90))
     assert source.header == name.partition(",")[0]

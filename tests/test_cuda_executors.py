@@ -151,8 +151,8 @@ def test_a_gate_that_is_not_finite_stays_in_its_columns(cols: int, groups: int) 
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-# Grid rationale. Rows of few warps, of a block and of clusters, with even and odd numbers of chunks to a warp. Of odd
-# lengths, so that rows begin everywhere within a sector.
+# Grid rationale. Rows of few warps, of a block and of clusters, with even and odd numbers of chunks per warp. Odd
+# lengths make rows begin everywhere within a sector.
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("cols", [1025, 2049, 4099, 16383, 20001, 32769, 50257, 131071])
 def test_stores_by_whole_sectors_give_the_same_bits(verb: str, cols: int, dtype: torch.dtype) -> None:

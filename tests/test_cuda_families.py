@@ -262,7 +262,7 @@ _REDUCTIONS: dict[str, tuple[tuple[int, ...], list[int]]] = {
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("case", _REDUCTIONS)
 def test_reductions(case: str, dtype: torch.dtype, kind: str) -> None:
-    """Sums over any dimensions, in one pass or a few. Where results are few, several draws are judged together."""
+    """Sums over any dimensions, in one pass or a few. Few results are judged over several draws together."""
     shape, dim = _REDUCTIONS[case]
 
     def definition(x: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_reductions(case: str, dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(("share", "launches"), [(0.5, 2), (0.56, 1), (1.0, 1), (1.01, 2)])
 def test_columns_by_blocks_that_take_all_rows(share: float, launches: int, dtype: torch.dtype) -> None:
-    """Where their tiles occupy most multiprocessors, columns are summed in one launch, else in two."""
+    """If their tiles occupy most multiprocessors, columns are summed in one launch, else in two."""
     tiles = math.ceil(share * torch.cuda.get_device_properties(0).multi_processor_count)
     columns = tiles * 16 * (16 // dtype.itemsize)
 

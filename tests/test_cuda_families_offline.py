@@ -129,7 +129,7 @@ def _softmax_kernels() -> Iterator[Kernel]:
 
 @pytest.mark.parametrize("dtypes", [("bf16", "f16"), ("f16", "bf16")])
 def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, str]) -> None:
-    """Of gradients in bf16 and in fp16 both take the formulas of fp16, whose results have more digits."""
+    """A bf16 and an fp16 gradient together take the formulas of fp16, whose results have more digits."""
     da, db = dtypes
     spec = PointwiseSpec("gate", "gelu", False, da, db, dy="f32", da=da, db=db)
     access = PointwiseAccess(1, 4)

@@ -62,12 +62,12 @@ def planned(spec: RowNormSpec, device: Device) -> Plan:
 
 
 def _norms(arch: int) -> Iterator[Kernel]:
-    """Forward and backward, and what finishes the weight gradients.
+    """Forward, backward, and the kernels that finish the weight gradients.
 
-    Of LayerNorm, which takes more registers, also dx alone and rows at any alignment, where loads of fewer bytes and
-    the arithmetic of addresses take registers too; and of RMSNorm that is read twice, as LayerNorm is not. On sm_90,
-    where plans are tightest, also inference, which lacks but one store of forward and still has spilled where that did
-    not, both without a bias, and any alignment beside parameters in fp32.
+    LayerNorm takes more registers, so it also has dx alone, and rows at any alignment, whose shorter loads and
+    addresses take registers too. RMSNorm also has rows that are read twice, which LayerNorm never has. On sm_90, whose
+    plans are tightest, there are also inference (one store less than forward, yet it has spilled alone), both without a
+    bias, and any alignment beside fp32 parameters.
     """
     for rms, cols, (x, weight, y) in product((False, True), _LENGTHS, _MIXES):
         inference, forward, backward = planner.family(cols, x, weight, rms=rms, y=y)
@@ -91,10 +91,10 @@ def _with_helpers(spec: RowNormSpec, access: Access, arch: int) -> Iterator[Kern
         yield each, access
 
 
-# Grid rationale. What stages take registers for: an activation after the norm, cheap or not, whose argument backward
-# computes again; one before it; a residual, in the type of x or wider, with a gradient of its own and one that arrives;
-# dropout's random bits; values that are rounded on the way; a gate, last or first, in the type of x or wider, and
-# groups. The lengths are those where a plan changes.
+# Grid rationale. Everything for which stages take registers: an activation after the norm, cheap or not, whose argument
+# backward recomputes; one before it; a residual, in the type of x or wider, with a gradient of its own and one that
+# arrives; dropout's random bits; intermediate rounding; a gate, last or first, in the type of x or wider, and groups.
+# Plans change at these lengths.
 _STAGED_LENGTHS = (64, 255, 768, 1024, 1280, 4096, 4099, 5120, 10240, 12288, 32768, 131072)
 _STAGES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
@@ -138,7 +138,7 @@ def test_a_spill_is_found() -> None:
     assert "spill" in (local_memory(_CONTROL, "control", 90) or "")
 
 
-# Grid rationale. What decides the code of a load beside dtype and length: alignment of the rows, and strides.
+# Grid rationale. Beside dtype and length, alignment of the rows and strides decide the code of a load.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_finish_of_few_columns_has_more_threads() -> None:
 @pytest.mark.parametrize("wider", [{"weight": "f32"}, {"bias": "f32"}, {"y": "f32"}, {"residual": "f32"}], ids=str)
 @pytest.mark.parametrize("cols", [64, 768, 1604, 4096, 16384, 24576, 65536])
 def test_no_vector_of_forward_has_more_than_16_bytes(wider: dict[str, str], cols: int) -> None:
-    """By the same threads; where rows stream, whose parameters stay in registers, that is asked of y alone."""
+    """By the same threads. Streamed rows, whose parameters stay in registers, require it of y only."""
     spec = RowNormSpec("forward", False, cols, "bf16", "bf16", "bf16", "bf16", residual=wider.get("residual"))
     device = KNOWN_DEVICES[90]
     plan = planned(replace(spec, **wider), device)

@@ -32,7 +32,7 @@ from kernel_fusion.core.spec import (
     SumPartialsSpec,
 )
 
-# Of each kind of kernel one, no two fields with one meaning alike.
+# One key per kind of kernel; no two fields of one meaning are equal.
 KEYS: dict[str, tuple[Any, Any]] = {
     "inference": (
         RowNormSpec("inference", False, 96, "bf16", "f16", "f32", None, True, (False, False, False), rounding="hf"),
@@ -82,14 +82,14 @@ KEYS: dict[str, tuple[Any, Any]] = {
 
 
 def key(name: str) -> list[int]:
-    """What the launcher would ask of device 0."""
+    """The launcher's question for device 0."""
     spec, access = KEYS[name]
     kernel = planner.KERNELS[type(spec)]
     return [0, list(planner.KERNELS).index(type(spec)), *numbers(type(spec), spec), *numbers(kernel.access, access)]
 
 
 def answer(key: list[int]) -> tuple[Any, Any, Any, Launch]:
-    """What the launcher would get: error, machine code up to its first zero, name, and the numbers of the launch."""
+    """The launcher's answer: error, machine code up to its first zero, name, and the numbers of the launch."""
     error, image, name = (ctypes.c_char_p() for _ in range(3))
     launch = (ctypes.c_int * len(kinds(Launch)))()
     planner._callback((ctypes.c_int * len(key))(*key), error, image, name, launch)

@@ -1,8 +1,7 @@
-"""What the CUDA kernels do not leave to CUDA's own elementary functions, measured on the host: over every argument that
-16 bits can hold.
+"""The CUDA kernels' own elementary functions, measured on the host over every argument that 16 bits can hold.
 
-The instructions that they are made of are replaced by ones that err as far as the PTX ISA allows, upwards or downwards,
-so what is measured is a bound for the hardware. g++ compiles the very header that the kernels include.
+Their instructions are replaced by ones as inexact as the PTX ISA allows, upwards or downwards, so the measurement
+bounds the hardware. g++ compiles the very header that the kernels include.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ELEMENTARY = {
     "fp32.normal_cdf": 2**-22,
     "fp32.power": 2**-21,
 }
-# Of half an ulp of the result's type, for values and slopes of activations.
+# The share of half an ulp of the result's type, for values and slopes of activations.
 _SHARE = 0.15
 
 

@@ -149,7 +149,7 @@ def cotangents_like_of(y: Any, dy: Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("rows", [6, 5, 1])
 def test_reductions_give_shares_of_sums(ranks: Ranks, rows: int) -> None:
-    """What is summed over a spread dimension is a partial sum, also a mean of unequal parts or of none."""
+    """A sum over a spread dimension is a partial sum; so is a mean of unequal parts, or of none."""
     ranks(_check_reductions, rows)
 
 
@@ -219,7 +219,7 @@ def _check_sums_to_be_added(device: str) -> None:
 
 
 def test_a_sum_is_scattered_to_where_the_rows_are(ranks: Ranks) -> None:
-    """What a rowwise layer left to be added up costs a reduce-scatter beside spread rows, and else an all-reduce."""
+    """A rowwise layer's partial sums cost a reduce-scatter beside spread rows, and else an all-reduce."""
     ranks(_check_sums_to_be_added)
 
 
@@ -239,7 +239,9 @@ def _check_arriving(device: str) -> None:
 
 
 def test_tensors_on_their_way_are_plain(ranks: Ranks) -> None:
-    """What a collective still writes, as PyTorch's parallel styles return it, is waited for and gets our kernels."""
+    """A tensor that a collective is still writing, as PyTorch's parallel styles return it, is waited for and gets our
+    kernels.
+    """
     ranks(_check_arriving)
 
 

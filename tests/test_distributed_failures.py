@@ -1,4 +1,4 @@
-"""What goes wrong among ranks ends with an error on those that are left, and does not hang."""
+"""A failure among ranks ends with an error on the remaining ones, and does not hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the documents show is true: their Python runs, their links and paths lead somewhere, their commands exist.
+"""The documents tell the truth: their Python runs, their links and paths exist, their commands exist.
 
-`make docs` is what builds the site; here is what Sphinx does not see.
+`make docs` builds the site; these tests check what Sphinx does not see.
 """
 
 from __future__ import annotations

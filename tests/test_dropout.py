@@ -166,7 +166,7 @@ def many_bits() -> Tensor:
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.5, 0.9, 0.9999, 0.99999])
 def test_bits_are_independent_at_any_rate(p: float, many_bits: Tensor) -> None:
-    """Where few elements are dropped or kept, they are as many and as far from each other as they should be."""
+    """If few elements are dropped or kept, their number and distances are as expected."""
     assert suspicions((many_bits < threshold(p)).view(-1, COLS), p) == {}
 
 
@@ -197,7 +197,7 @@ def test_joint_distribution_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("p", [0.1, 1 / 3, 0.5, 0.9, 0.9999, 1e-6, 2.0**-32, 1 - 2.0**-32])
 def test_scale_is_that_of_p(p: float) -> None:
-    """What is kept is scaled by 1 / (1 - p), as exactly as p is a multiple of 2^-32: 0.9 by 10 in fp32."""
+    """Kept elements are scaled by 1 / (1 - p), as exactly as p is a multiple of 2^-32: 0.9 by 10 in fp32."""
     assert scale(p) * (1 - p) == pytest.approx(1, rel=2.0**-32 / (1 - p), abs=0)
     assert torch.tensor(scale(0.9)) == 10
     assert (scale(0.0), scale(1.0)) == (1, 0)
@@ -218,7 +218,7 @@ def test_mask_is_that_of_the_definition(drop: Callable[..., Tensor], p: float, a
 
 
 def test_same_mask_for_every_shape(drop: Callable[..., Tensor], any_target: Target) -> None:
-    """What drops depends on an element's position in memory, not on how the tensor is folded."""
+    """An element's position in memory decides whether it drops, not the tensor's shape."""
     masks = []
     for shape in ((12 * 35 * 11,), (12, 385), (12, 35, 11), (1, 420, 1, 11), (385, 12)):
         torch.manual_seed(3)
@@ -239,7 +239,7 @@ def test_same_mask_in_every_verb(any_target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["act_dropout", "bias_act"])
 def test_position_is_the_place_in_memory(name: str, any_target: Target) -> None:
-    """Where a chain keeps the strides of a permuted input, the mask is permuted with it."""
+    """If a chain keeps the strides of a permuted input, the mask is permuted with it."""
     x = torch.ones(6, 5, 4, device=any_target.device)
     masks = []
     with any_target.ran(forward=2):
@@ -304,7 +304,7 @@ def test_gradcheck(name: str, any_target: Target) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(drop: Callable[..., Tensor], use_reentrant: bool, any_target: Target) -> None:
-    """What is computed again in backward drops what was dropped in forward."""
+    """Recomputation in backward drops what forward dropped."""
     x = torch.ones(33, 65, device=any_target.device, requires_grad=True)
     with any_target.ran(forward=2, backward=1):
         y = checkpoint(lambda t: drop(t, 0.5, backend=any_target.backend), x, use_reentrant=use_reentrant)

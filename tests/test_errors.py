@@ -23,7 +23,7 @@ _ONES = torch.ones
 
 
 def outcome(function: Callable[[], Tensor]) -> tuple[str, str] | Tensor:
-    """What `function` returns, or the type and text of what it raises."""
+    """The result of `function`, or the type and text of its error."""
     try:
         return function()
     except Exception as error:
@@ -220,7 +220,7 @@ def test_a_bad_call_changes_nothing(verb: str, target: Target) -> None:
     assert y.isfinite().all()
 
 
-# What does not fit, and the PyTorch call that says so.
+# Wrong shapes, and the PyTorch call that complains about them.
 _IN_PYTORCH_WORDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "add_act": (lambda x, o: kf.add_act(x, x[:, :3], "relu", **o), lambda x: x + x[:, :3]),
     "mul_act": (lambda x, o: kf.mul_act(x, x[:, :3], "relu", **o), lambda x: x * x[:, :3]),
@@ -245,7 +245,7 @@ _IN_PYTORCH_WORDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-# What comes before those words, where they name no argument that the caller knows.
+# The text before PyTorch's words, if they name no argument that the caller knows.
 _BEFORE = {
     "add_act": "`add_act`: `a` and `b` must have shapes that broadcast, got [4, 8] and [4, 3]: ",
     "mul_act": "`mul_act`: `a` and `b` must have shapes that broadcast, got [4, 8] and [4, 3]: ",
@@ -259,7 +259,7 @@ _BEFORE = {
 
 @pytest.mark.parametrize("name", _IN_PYTORCH_WORDS)
 def test_shapes_and_dimensions_in_pytorch_words(name: str, any_target: Target) -> None:
-    """What does not fit in the other verbs raises PyTorch's error, after the names of verb and arguments."""
+    """Wrong shapes in the other verbs raise PyTorch's error, after the names of verb and arguments."""
     ours, theirs = _IN_PYTORCH_WORDS[name]
     x = _ONES(4, 8, device=any_target.device)
     expected = outcome(lambda: theirs(x))

@@ -76,7 +76,7 @@ def test_transformer_integration(
 ) -> None:
     """Three curves that agree and fall; norms and gates ran our kernels; what is fused keeps less for backward."""
     steps = 30
-    # Of the drop-in two norms per block and the last; of the fused as many, and a gate per block.
+    # The drop-in has two norms per block and the last one; the fused model as many, and a gate per block.
     kernels = (2 * 2 + 1) + (2 * 2 + 1 + 2)
     # Measuring memory takes a forward pass more, on a GPU a whole step.
     measured = 1 if target.device == "cuda" else 0

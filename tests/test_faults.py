@@ -26,7 +26,7 @@ from kernel_fusion.core import cache
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build, jobs
 
-# What each process does: build or load, and compute through the automatic choice of backend.
+# Each process builds or loads, and computes through the automatic choice of backend.
 _USE = """
     import torch, kernel_fusion as kf
     from kernel_fusion.operators import loader
@@ -60,7 +60,7 @@ class StandIn:
         self.set_action(":")
 
     def set_action(self, action: str) -> None:
-        """What the compiler does, in shell, for each unit that it compiles."""
+        """Set what the compiler does, in shell, for each unit."""
         path = self.folder / "next-g++"
         path.write_text(_COMPILER.format(log=self.log, library=self.library, action=action))
         path.chmod(0o755)
@@ -181,7 +181,7 @@ def _for_everybody(folder: Path) -> str:
 
 @pytest.mark.parametrize("obstruct", [_in_the_way, _for_everybody])
 def test_cache_folder_that_cannot_be_used(compiler: StandIn, obstruct: Callable[[Path], str]) -> None:
-    """Where nothing can be kept, the process builds for itself, says so, works, and leaves nothing behind."""
+    """If nothing can be stored, the process builds for itself, says so, works, and leaves nothing behind."""
     reason = obstruct(compiler.cache)
     result = python(_USE, env=compiler.env)
     assert result.stdout.split() == _WORKED
@@ -481,7 +481,7 @@ _OBSTACLES: dict[str, tuple[Callable[[StandIn], Mapping[str, str | None]], str]]
 
 @pytest.mark.parametrize("obstacle", rest_slow(_OBSTACLES))
 def test_everything_works_without_the_extension(compiler: StandIn, obstacle: str) -> None:
-    """Where the extension cannot be built, eager serves every call after exactly one warning that says why."""
+    """If the extension cannot be built, eager serves every call after exactly one warning with the reason."""
     arrange, reason = _OBSTACLES[obstacle]
     warned, refusal, backend = json.loads(python(_FALLBACK, env=arrange(compiler)).stdout)
     assert len(warned) == 1, warned

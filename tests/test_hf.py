@@ -26,7 +26,7 @@ from transformers.utils import import_utils
 import kernel_fusion as kf
 
 kernels = pytest.importorskip("kernels")
-# What `kernels` says of layers that are in no mapping.
+# `kernels` warns about layers that are in no mapping.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*No kernel mapping found for layer:UserWarning")
 
 _CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -37,7 +37,7 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh
 
 @pytest.fixture(autouse=True)
 def own_mapping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """A test's registrations end with it."""
     monkeypatch.setattr(hub_kernels, "_KERNEL_MAPPING_CACHE", None)
     with kernels.use_kernel_mapping({}, inherit_mapping=False):
         yield
@@ -76,7 +76,7 @@ def test_from_pretrained_with_kernels(tmp_path: Path) -> None:
 
 
 def test_the_defaults_of_transformers_do_not_come_back() -> None:
-    """What `use_kernels=True` registers again leaves our layers on every device that they are for."""
+    """The registrations that `use_kernels=True` repeats leave our layers on all their devices."""
     kf.hf.register()
     hub_kernels.register_kernel_mapping_transformers()
     defaults = hub_kernels.get_kernel_mapping_transformers()
@@ -142,7 +142,7 @@ def test_activations(name: str) -> None:
 
 
 def test_a_version_that_would_do_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers does not take the installed `kernels`, and so opens no layer, that is said."""
+    """If transformers does not accept the installed `kernels`, and so opens no layer, an error says so."""
     monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
     for call in (kf.hf.register, lambda: kf.hf.kernelize(llama())):
         with pytest.raises(ImportError, match=r"would leave every layer as it is .* it takes 0\.\d+\.0 <= version < "):

@@ -1,4 +1,4 @@
-"""What importing does, and who may import whom: rules of the architecture that no other test would notice broken."""
+"""Import side effects, and who may import whom: rules of the architecture that no other test would miss."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_no_module_is_imported_by_what_it_imports() -> None:
     modules = {_module(path): path for path in _SOURCES}
     graph = {}
     for module, path in modules.items():
-        # What `from a import b` names is a module or something in one.
+        # `from a import b` names a module or something in one.
         found = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
         graph[module] = found - {module}
     TopologicalSorter(graph).prepare()

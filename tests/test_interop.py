@@ -91,7 +91,7 @@ def test_scores_are_given_back(values: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_shared(kind: str, values: Any) -> None:
-    """What a verb sees of an array is its memory, and what comes back is the memory of the result."""
+    """A verb sees an array's memory, and the array that comes back is the result's memory."""
     seen: list[Tensor] = []
 
     def verb(x: Tensor) -> Tensor:
@@ -186,6 +186,6 @@ def test_what_is_no_array(name: str, bad: Any, values: Any) -> None:
 
 @pytest.mark.parametrize("name", ["add_act", "gated_act", "add_rms_norm", "softmax"])
 def test_an_array_beside_a_tensor(name: str, values: Any) -> None:
-    """Where the first argument is a tensor, others that are arrays are a TypeError, as in PyTorch."""
+    """If the first argument is a tensor, arrays among the others are a TypeError, as in PyTorch."""
     with EAGER.ran(), pytest.raises(TypeError, match=r"^`\w+`: `\w+` must be a tensor, got ndarray$"):
         CALLS[name](torch.from_numpy(values[0]), *values[1:])

@@ -197,7 +197,7 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 
 
 def test_fresh_memory_of_every_verb(operation: Verb, target: Target) -> None:
-    """What lay in the memory of results and of anything in between changes no bit."""
+    """The old contents of the memory of results and intermediate tensors change no bit."""
     with operation.ran(target, 3, 2):
         inputs = _with_cotangents(operation, target, 9, 4097, torch.float32)
         expected = run_operation(operation, *inputs, target)
@@ -209,7 +209,7 @@ def test_fresh_memory_of_every_verb(operation: Verb, target: Target) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [1, 255, 1024, 4097, 32768])
 def test_fresh_memory(verb: str, cols: int, dtype: torch.dtype, target: Target) -> None:
-    """What lay in the memory of results and partial sums before changes no bit."""
+    """The old contents of the memory of results and partial sums change no bit."""
     inputs = tensors(target, 9, cols, dtype)
     with target.ran(forward=2, backward=2):
         expected = run(verb, *inputs, target)
@@ -257,9 +257,9 @@ def test_number_of_threads(verb: str, rows: int, cols: int, dtype: torch.dtype) 
     assert_equal(results[2], results[0])
 
 
-# Grid rationale. What the stretches of few long rows, which two threads share and one does not, may lie in and go with:
-# rows apart from each other, each parameter or none, an offset, mixed dtypes, and results past the caches, the lines of
-# which begin and end in other stretches.
+# Grid rationale. Everything that stretches of few long rows, which two threads share and one does not, can meet: spread
+# rows, each parameter or none, an offset, mixed dtypes, and results past the caches, whose lines begin and end in other
+# stretches.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parameters", ["both", "weight", "bias", "none"])
 def test_stretches_of_few_long_rows(dtype: torch.dtype, parameters: str) -> None:

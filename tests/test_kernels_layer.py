@@ -220,7 +220,7 @@ def test_devices_without_kernels(name: str) -> None:
 
 
 def test_no_fallback_where_kernels_cannot_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device's backend is unavailable the call raises with the reason."""
+    """If the device's backend is unavailable, the call raises with the reason."""
     monkeypatch.setattr(dispatch, "unavailable_reason", lambda backend, device=None: "there is no compiler")
     text = f"`kernels.{name}`: the kernels of cpu are not available, because there is no compiler"
     with EAGER.ran(), pytest.raises(BackendUnavailableError) as error:

@@ -107,7 +107,7 @@ def test_extras_are_no_hooks(name: str) -> None:
 
 @pytest.mark.parametrize("name", _NORMS)
 def test_pickles_name_the_class_alone(name: str) -> None:
-    """Of ours, a pickle holds the name of the module's class and nothing private."""
+    """A pickle holds the name of the module's class and nothing private."""
     module = _NORMS[name](8, weight_offset=1.0)
     strings = [arg for _, arg, _ in pickletools.genops(pickle.dumps(module, protocol=4)) if isinstance(arg, str)]
     modules = {text for text in strings if text.startswith("kernel_fusion")}

@@ -24,7 +24,7 @@ def _results() -> dict[str, str | None]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_fault_can_be_planted(mutant: Mutant) -> None:
-    """What it replaces stands in its file exactly once, and the tests that are to catch it exist."""
+    """The replaced text stands in its file exactly once, and the tests that must catch it exist."""
     text = (ROOT / mutant.file).read_text()
     assert mutant.planted(text) != text
     file, name = re.fullmatch(r"(tests/\w+\.py)::(\w+)(?: -k \w+)?", mutant.tests).groups()

@@ -21,7 +21,7 @@ from kernel_fusion import onnx as kf_onnx
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.operators import decompositions
 
-# What PyTorch's exporter and its tracer warn of in their own code.
+# Warnings of PyTorch's exporter and tracer about their own code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:onnxscript"),
 ]
@@ -41,7 +41,7 @@ def operators(program: Any) -> list[str]:
 
 
 def computed(program: Any, inputs: Any, tmp_path: Path) -> list[Tensor]:
-    """What ONNX Runtime computes."""
+    """ONNX Runtime's results."""
     program.save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     named = {i.name: t.detach().numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
@@ -75,8 +75,8 @@ def test_every_module(name: str, tmp_path: Path) -> None:
         assert_as_accurate(tuple(ours), theirs, *inputs)
 
 
-# Each norm in one dtype and between dtypes; with an offset, without parameters, over two dimensions. What is done to
-# parameters alone, the exporter does itself.
+# Each norm in one dtype and between dtypes; with an offset, without parameters, over two dimensions. The exporter
+# itself computes what depends on parameters only.
 _NORMS: dict[str, tuple[Callable[..., Any], torch.dtype, torch.dtype, list[str]]] = {
     "plain": (lambda x, w, b: kf.layer_norm(x, 8, w, b), torch.float32, torch.float32, ["LayerNormalization"]),
     "half": (lambda x, w, b: kf.layer_norm(x, 8, w, b), torch.float16, torch.float16, ["LayerNormalization"]),

@@ -63,7 +63,7 @@ def _first(result: Any) -> Any:
 
 
 def _launches(x: Tensor, *, backward: bool) -> dict[str, int]:
-    """What a call on `x` runs: nothing where there is no row."""
+    """The kernels that a call on `x` runs: none without a row."""
     return {"forward": int(x.numel() > 0), "backward": int(backward and x.numel() > 0)}
 
 

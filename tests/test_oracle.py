@@ -74,7 +74,7 @@ def test_wrong_dtype_or_shape_is_rejected(wrong: Callable[[Tensor, Tensor], Tens
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_what_is_not_finite_must_be_the_same(value: float) -> None:
-    """Where the reference is NaN or infinite nothing else passes, and the same value does, whatever PyTorch has."""
+    """If the reference is NaN or infinite, only the same value passes, whatever PyTorch has."""
     expected = np.array([1.0, value, 2.0], np.longdouble)
     result = torch.tensor([1.0, value, 2.0])
     assert oracle.judge("y", [(result, expected, result)]).ok
@@ -109,9 +109,9 @@ _FP64 = [case for case in cases.cases(quick=False) if case.dtype == torch.float6
 
 @pytest.mark.parametrize("case", _FP64, ids=str)
 def test_long_double_results_are_those_of_the_definition(case: oracle.Case) -> None:
-    """What is computed by hand, results and gradients, agrees with the definition and autograd in float64.
+    """Hand-written results and gradients agree with the definition and autograd in float64.
 
-    A mistake there would be counted as an error of PyTorch's, and widen every budget of float64.
+    A mistake there would count as PyTorch's error and widen every budget of float64.
     """
     inputs = case.make_inputs("cpu")
     by_hand = case.long_double(inputs)
@@ -174,10 +174,10 @@ def test_wrong_implementations_are_rejected(
 
 
 def test_chance_alone_fails_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where PyTorch's errors all happen to be small in a draw, more draws tell chance from a wrong result.
+    """If PyTorch's errors all happen to be small in a draw, more draws tell chance from a wrong result.
 
-    The weight's gradient here is 255 sums, in which the definition errs by more than twice what PyTorch errs in this
-    draw, and over many draws by as much as PyTorch does.
+    The weight's gradient here is 255 sums. In this draw the definition's error is more than twice PyTorch's; over many
+    draws it is the same.
     """
     clamp = long_double.Activation(lambda x: np.clip(x, -1, 1), lambda x: np.where(np.abs(x) <= 1, np.longdouble(1), 0))
     monkeypatch.setitem(activations.ACTIVATIONS, "clamp", lambda x: x.clamp(-1, 1))
@@ -191,6 +191,6 @@ def test_chance_alone_fails_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, expected, theirs = (result["dweight"] for result in results)
     assert not oracle.judge("dweight", [(ours, expected, theirs)]).ok
     assert all(comparison.ok for comparison in oracle.compare(case, "cpu", "eager"))
-    # What PyTorch's call never does stays over budget.
+    # An error that PyTorch's call never makes stays over budget.
     monkeypatch.setattr(oracle, "run", lambda *args: {name: t * (1 + 2e-14) for name, t in run(*args).items()})
     assert not any(comparison.ok for comparison in oracle.compare(case, "cpu", "eager"))

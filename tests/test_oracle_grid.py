@@ -104,10 +104,9 @@ def test_layouts(verb: str, dtype: torch.dtype, shape: tuple[int, ...], layout: 
     check(RowNormCase(verb, shape, dtype, weight=dtype, bias=dtype, layout=layout), target)
 
 
-# Grid rationale. The values that break a variance computed as E[x^2] - E[x]^2, or in the input's dtype: a mean far
-# from zero, squares that overflow fp16 or lose their cubes in fp32, a variance near eps, no variance at all. Where the
-# mean is far, one rounding of it is most of the error and a matter of luck; 64 rows make PyTorch's largest error a fair
-# measure.
+# Grid rationale. The values that break a variance computed as E[x^2] - E[x]^2, or in the input's dtype: a mean far from
+# zero, squares that overflow fp16 or lose their cubes in fp32, a variance near eps, no variance at all. With a far
+# mean, its one rounding is most of the error and a matter of luck; 64 rows make PyTorch's largest error a fair measure.
 _VALUES = [
     pytest.param(F32, 1e4, 1.0, id="f32-far"),
     pytest.param(F64, 1e8, 1.0, id="f64-far"),
@@ -129,8 +128,8 @@ def test_values(verb: str, dtype: torch.dtype, mean: float, std: float, cols: in
     check(RowNormCase(verb, (64, cols), dtype, weight=dtype, bias=dtype, mean=mean, std=std), target)
 
 
-# Grid rationale. Where statistics are taken in passing, the first columns of a warp's or a chunk's stretch give their
-# center: here they lie a thousand or a hundred thousand deviations off the rest, in every sixteenth of a row. Lengths
+# Grid rationale. If statistics are taken in passing, the first columns of a warp's or a chunk's stretch give their
+# center: here these lie a thousand or a hundred thousand deviations off the rest, in every sixteenth of a row. Lengths
 # that a GPU holds, of vectors (4096) and of single elements (4099, 12289), and reads twice (RMSNorm of 24576).
 @pytest.mark.parametrize("distance", [2e3, 2e5])
 @pytest.mark.parametrize("dtype", [F32, BF16])

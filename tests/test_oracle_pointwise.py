@@ -105,7 +105,7 @@ def test_strides_are_those_of_pytorch(a: str, b: str, target: Target) -> None:
     assert alone.stride() == torch.relu(one).stride()
 
 
-# Grid rationale. Where an activation is curved, and where it is nearly flat or straight.
+# Grid rationale. Values at which an activation is curved, and at which it is nearly flat or straight.
 @pytest.mark.parametrize("std", [0.1, 2.0, 20.0])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -114,8 +114,8 @@ def test_activations(name: str, dtype: torch.dtype, std: float, target: Target) 
     check(PointwiseCase("act_dropout", (33, 255), dtype, activation=name, std=std), target)
 
 
-# Grid rationale. What is no ordinary number, every kink (0, 3, -3), both sides of the threshold of softplus and mish,
-# and where exponentials overflow and vanish in float32 and float64.
+# Grid rationale. Special numbers, every kink (0, 3, -3), both sides of the threshold of softplus and mish, and values
+# whose exponentials overflow and vanish in float32 and float64.
 _SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.0, -3.0, 19.99, 20.0, 20.01, -20.0, 88.0, -88.0)
 _HUGE = (104.0, -104.0, 720.0, -720.0, 1e4, -1e4, 6e4, -6e4, 1e-6, -1e-6)
 
@@ -138,7 +138,7 @@ def test_special_values_as_in_pytorch(name: str, dtype: torch.dtype, target: Tar
         ours = value_and_slope(
             lambda t: kf.act_dropout(t, name, training=False, backend=target.backend), x.to(target.device)
         )
-    # Of 16 bits, PyTorch makes the slope of these of the rounded result, and on the CPU so do we.
+    # In fp16 and bf16, PyTorch takes these slopes from the rounded result, and so do we on the CPU.
     rounds = target.backend == "cpu" and name in ("tanh", "sigmoid") and dtype in (BF16, F16)
     wide = torch.promote_types(dtype, F32) if target.backend == "eager" else F64
     theirs = value_and_slope(ACTIVATIONS[name], x if rounds else x.to(wide))
@@ -159,7 +159,7 @@ def test_relu_of_nan_is_nan(target: Target) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_relu_takes_nan_of_either_sign(dtype: torch.dtype, sign: float, target: Target) -> None:
-    """What x86 makes of inf - inf is negative, and a NaN all the same, at which gradients pass."""
+    """x86 makes a negative NaN of inf - inf; gradients pass at it like at any NaN."""
     x = torch.full((33,), float("nan"), dtype=dtype, device=target.device).copysign(sign).requires_grad_()
     dy = torch.randn(33, dtype=dtype, device=target.device)
     with target.ran(forward=1, backward=1):
@@ -172,7 +172,7 @@ def test_relu_takes_nan_of_either_sign(dtype: torch.dtype, sign: float, target: 
 @pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
 @pytest.mark.parametrize("arriving", ["inf", "nan"])
 def test_no_gradient_where_there_is_no_slope(name: str, arriving: str, target: Target) -> None:
-    """Where the activation is flat the gradient is 0, whatever arrives, as PyTorch's backward has it."""
+    """At a flat point of the activation the gradient is 0, whatever arrives, as in PyTorch's backward."""
     x = torch.full((17,), -4.0, device=target.device, requires_grad=True)
     dy = torch.full_like(x, float(arriving))
     with target.ran(forward=2, backward=2):

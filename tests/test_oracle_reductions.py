@@ -23,8 +23,8 @@ def reduction(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# Grid rationale. Which dimensions are reduced decides how a tensor is cut into (outer, reduced, inner), and how often;
-# the layout, which of them are neighbours in memory.
+# Grid rationale. The reduced dimensions decide how a tensor is cut into (outer, reduced, inner), and how often; the
+# layout decides which are neighbours in memory.
 _SUBSETS = [dims for count in range(1, 5) for dims in combinations(range(4), count)]
 
 

@@ -220,7 +220,7 @@ def test_causal_weights_in_parts(cols: int, dtype: torch.dtype, target: Target) 
     torch.testing.assert_close(weights, whole.detach())
 
 
-# Grid rationale. What broadcasts in front of the matrices, one query as in decoding, and a depth of one.
+# Grid rationale. Broadcasting in front of the matrices, one query as in decoding, and a depth of one.
 _QUERIES = [((9, 16), (9, 16)), ((2, 3, 1, 16), (2, 3, 40, 16)), ((2, 3, 9, 16), (12, 16)), ((9, 1), (5, 9, 1))]
 
 
@@ -235,7 +235,7 @@ def test_scores(
 
 
 def test_scores_of_no_terms_are_zero(target: Target) -> None:
-    """Where D is 0 the product is 0 for any scale, and its softmax uniform."""
+    """If D is 0, the product is 0 for any scale, and its softmax uniform."""
     query, key = (torch.empty(2, n, 0, device=target.device) for n in (3, 4))
     assert torch.equal(kf.attention_scores(query, key).cpu(), torch.zeros(2, 3, 4))
     weights = kf.attention_scores(query, key, normalize=True, backend=target.backend)

@@ -81,15 +81,15 @@ def test_row_lengths(dtype: torch.dtype, cols: int, target: Target) -> None:
     full = {"pre_activation": "gelu", "activation": "silu", "dropout_p": 0.125}
     for verb, options in product(ADDED, ({}, full)):
         check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, residual=dtype, **options), target)
-    # Where relu leaves next to nothing of a short row, dx is a difference times 1 / sqrt(eps), and one row decides.
+    # If relu leaves next to nothing of a short row, dx is a difference times 1 / sqrt(eps), and one row decides.
     mean = 3.0 if cols < 64 else 0.5
     for verb in PLAIN:
         check(StagedNormCase(verb, (rows, cols), dtype, weight=dtype, pre_activation="relu", mean=mean), target)
 
 
-# Grid rationale. Where a norm rounds as Hugging Face's do depends on the dtypes of h and of the weight, and on whether
-# there are a weight and a bias; an activation after the norm sees what is rounded, forward and backward. 255 and 4099
-# end in a part of a vector, 40000 is summed by columns.
+# Grid rationale. The dtypes of h and of the weight, and whether there are a weight and a bias, decide where a norm
+# rounds as Hugging Face's do; an activation after the norm sees rounded values, forward and backward. 255 and 4099 end
+# in a part of a vector, 40000 is summed by columns.
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("weight", [BF16, F16, F32, None])
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])

@@ -1,4 +1,4 @@
-"""What is chosen on other machines than this one: PyTorch and the loader are made to say what they would say there."""
+"""The choices on other machines: PyTorch and the loader are made to say what they would say there."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_the_extension_cuda_has_the_plain_norms(gpu: pytest.MonkeyPatch)
 
 
 def test_the_extension_serves_the_devices_that_can_run_its_kernels(gpu: pytest.MonkeyPatch) -> None:
-    """Of an old GPU and a recent one it gets the recent one."""
+    """If there are an old GPU and a recent one, it gets the recent one."""
     installed: list[Any] = []
     gpu.setattr(torch.cuda, "device_count", lambda: 2)
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (7, 0))
@@ -192,7 +192,7 @@ def _norm(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 @on_cpu
 def test_without_the_extension_triton_serves_other_gpus() -> None:
-    """What its kernels take goes to them, the rest to the definition."""
+    """Triton's kernels serve what they take, the definition the rest."""
     x, weight, bias = _norm()
     with TRITON.ran():
         y = fallback.serve_on_gpu("layer_norm", x, 1, weight, bias, 1e-5, 0.0, None)
@@ -203,7 +203,7 @@ def test_without_the_extension_triton_serves_other_gpus() -> None:
 
 @on_cpu
 def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.MonkeyPatch, verb: str) -> None:
-    """What its kernels take goes to them (here to the CPU's), the rest to the definition, which knows the errors."""
+    """Its kernels serve what they take (here the CPU's do), the definition the rest, because it knows the errors."""
     gpu.setattr(availability, "why_not_cuda", lambda device: None)
     gpu.setattr(python_launch, "register", lambda library: None)
     x, weight, bias = _norm()
@@ -221,7 +221,7 @@ def test_without_the_extension_python_launches_the_plain_norms(gpu: pytest.Monke
 
 
 def test_a_compiler_with_a_static_cxx_library(tmp_path: Path) -> None:
-    """What is linked formats numbers by the C++ library that PyTorch has loaded, and brings no second one along."""
+    """The linked library formats numbers by the C++ library that PyTorch has loaded, and brings no second one."""
     compiler = cxx_compiler()
     assert compiler is not None
     source, library = tmp_path / "format.cpp", tmp_path / "format.so"

@@ -149,7 +149,7 @@ def assert_no_worse(model: nn.Module, patched: nn.Module, *inputs: Tensor) -> No
 
 
 def texts(report: kf.Report) -> dict[str, str]:
-    """What replaced each class."""
+    """The replacement of each class."""
     return {line.kind: line.text for line in report.replaced}
 
 
@@ -297,7 +297,7 @@ def test_another_activation_put_in_later_counts() -> None:
 
 
 def test_activations_of_one_kernel_are_left() -> None:
-    """What PyTorch computes in one kernel stays; a formula is replaced."""
+    """An activation that PyTorch computes in one kernel stays; a formula is replaced."""
     report = kf.patch(nn.Sequential(nn.GELU(), FormulaGelu(), nn.Softmax(-1), nn.Softmax(1)))
     assert texts(report) == {"FormulaGelu": "bias_act, activation='gelu_tanh'", "Softmax": "softmax"}
     assert {line.text for line in report.left} == {
@@ -430,7 +430,7 @@ def test_hooks_see_what_they_saw() -> None:
 
 
 def test_a_replaced_forward_is_left() -> None:
-    """Where something has put a forward into a module, such as an offloading hook, it stays."""
+    """If something has put a forward into a module, such as an offloading hook, it stays."""
     model = nn.Sequential(HubNorm(8))
     model[0].forward = lambda x: x + 1
     report = kf.patch(model)
@@ -539,7 +539,7 @@ def test_nothing_of_the_user_is_disturbed() -> None:
 
 
 def test_bad_arguments() -> None:
-    """What is no module, and an unknown rounding, are named."""
+    """The error names a model that is no module, and an unknown rounding."""
     with pytest.raises(TypeError, match=r"`patch`: `model` must be a torch.nn.Module, got int"):
         kf.patch(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`unpatch`: `model` must be a torch.nn.Module, got int"):

@@ -117,7 +117,7 @@ def test_operators_have_the_time_that_is_their_own(tmp_path: Path) -> None:
 
 
 def gpu_events(backward: str) -> list[dict[str, Any]]:
-    """What a GPU's trace holds: kernels, the copies of the ranges on the device's own line, calls of the driver."""
+    """The events of a GPU's trace: kernels, the copies of the ranges on the device's own line, calls of the driver."""
     return [
         event("cpu_op", "kernel_fusion::layer_norm", 5, 20),
         event("cuda_driver", "cuLaunchKernelEx", 10, 2),
@@ -129,7 +129,7 @@ def gpu_events(backward: str) -> list[dict[str, Any]]:
 
 
 def test_on_a_gpu_kernels_are_read_and_ours_must_be_among_them(tmp_path: Path) -> None:
-    """By the names that our kernels have, in both directions; the summary has their bandwidth, `ncu` their names."""
+    """Our kernels are known by their names, in both directions; the summary has their bandwidth, `ncu` their names."""
     path = written(tmp_path / "t.json", gpu_events("kf_layer_norm_backward_96_f32"))
     launches = trace.read(path, "cuda")
     names = ["kf_layer_norm_forward_96_f32", "kf_layer_norm_backward_96_f32", "sum_partials"]
@@ -152,7 +152,7 @@ def test_on_a_gpu_kernels_are_read_and_ours_must_be_among_them(tmp_path: Path) -
 
 
 def test_triton_kernels_are_known_by_the_names_launched(tmp_path: Path) -> None:
-    """Those of this process: what was never launched is nobody's."""
+    """Only names launched by this process count."""
     trace.make_calls(providers.ours("triton"), NORM, torch.device(TRITON.device))
     launches = [Launch("forward", "row_norm_fwd", 1.0), Launch("backward", "row_norm_bwd", 1.0)]
     assert trace._ours(launches, "triton", "cuda", tmp_path) == ["row_norm_fwd", "row_norm_bwd"]
@@ -161,7 +161,7 @@ def test_triton_kernels_are_known_by_the_names_launched(tmp_path: Path) -> None:
 
 
 def test_small_operators_are_summed_up() -> None:
-    """Those below one per cent, in one row."""
+    """Operators below one per cent share one row."""
     launches = [Launch("forward", "large", 1000.0), *(Launch("forward", f"small {i}", 1.0) for i in range(3))]
     rows = trace.summary(Trace(providers.pytorch(), Path("t"), 1, launches, []), NORM).rows
     assert [(row[1], row[4]) for row in rows[:3]] == [("large", "1000"), ("3 others", "3.00"), ("all of it", "1003")]

@@ -1,6 +1,6 @@
-"""What of the launches from Python needs no GPU: its autograd, over the CPU's operators, and the shapes it announces.
+"""The part of launches from Python that needs no GPU: autograd, over the CPU's operators, and the announced shapes.
 
-Its launches are tested on one, in test_cuda.py.
+test_cuda.py tests the launches on a GPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from support import ROOT
 
 @pytest.mark.slow
 def test_other_examples_hold_too() -> None:
-    """What this finds is printed, and stays as an `@example` of its test."""
+    """A new failing example is printed, and stays as an `@example` of its test."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", "--hypothesis-profile=random"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -20,7 +20,7 @@ MB = 10**6
 
 
 class Page(HTMLParser):
-    """What a page is made of: its elements, what they refer to, and the texts of its table cells."""
+    """The parts of a page: its elements, what they refer to, and the texts of its table cells."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_report_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 
 def test_report_command_takes_several_files(tmp_path: Path) -> None:
-    """Of whatever suites; an interrupted run says so."""
+    """A report may mix suites; an interrupted run says so."""
     whole, part = results(), results()
     part.suite, part.title, part.interrupted = "odd", "Odd lengths", True
     files = [str(each.write_json(tmp_path)) for each in (whole, part)]

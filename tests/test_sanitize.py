@@ -1,4 +1,4 @@
-"""What runs under compute-sanitizer on a GPU (tests/sanitize.py), here on the CPU backend: its cases and its logic."""
+"""The cases and the logic of the compute-sanitizer runs on a GPU (tests/sanitize.py), here on the CPU backend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_run_without_kernels_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a message that names those there are."""
+    """The message names the known ones."""
     with pytest.raises(SystemExit):
         sanitize.main(["softmaxes", "norms"])
     assert "unknown families: norms; there are row_norms, staged_norms, gated_norms" in capsys.readouterr().err

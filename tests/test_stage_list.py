@@ -34,7 +34,7 @@ def test_places_are_those_of_the_operator() -> None:
 
 
 def test_kernels_are_compiled_for_every_field() -> None:
-    """Of arguments each field of the list is known; without any it is that of the bare norm."""
+    """Arguments determine each field of the list; without any, it is the bare norm's."""
     assert compiled_in({}) == {field.name: field.default for field in fields(Stages)}
     given = Given(activation="silu", dropout_p=0.5, seed=torch.zeros(1, dtype=torch.int64), gate=_X.bfloat16())
     stages = Stages(**compiled_in(given._asdict()))
@@ -59,7 +59,7 @@ def test_a_row_says_what_it_goes_with() -> None:
 
 
 def test_a_verb_draws_a_seed_while_training() -> None:
-    """What explanations know of dropout, whose seed no verb is given."""
+    """Explanations know whether dropout runs, although a verb is given no seed."""
     assert of_verb({"dropout_p": 0.5, "training": True})["seed"]
     assert of_verb({"dropout_p": 0.5, "training": False})["seed"] is None
 

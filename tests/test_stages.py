@@ -164,7 +164,7 @@ _PLACES = {
 @pytest.mark.parametrize("cols", [17, 1024])
 @each_add_verb
 def test_layouts(verb: str, cols: int, place: str) -> None:
-    """Where x, the residual and the cotangents lie changes no bit."""
+    """The layout of x, the residual and the cotangents changes no bit."""
     tensors = make(verb, (4, 3, cols), BF16, F32)
     grads = cotangents(call(verb, *tensors, backend="eager"))
     place_of = _PLACES[place]

@@ -104,7 +104,7 @@ def test_gradients_only_where_needed(verb: str, stages: str, needs: tuple[bool, 
 @pytest.mark.parametrize("used", [0, 1], ids=["output", "residual"])
 @each_add_case
 def test_one_result_used(verb: str, stages: str, used: int) -> None:
-    """Where only y or only h is used, the other's gradient counts as zero."""
+    """If only y or only h is used, the other's gradient counts as zero."""
     tensors = make(verb, (7, 255), BF16, F32)
     function = function_of(verb, CPU, **STAGES[stages])
     with CPU.ran(forward=1, backward=2):
@@ -118,7 +118,7 @@ def test_one_result_used(verb: str, stages: str, used: int) -> None:
 
 @each_add_verb
 def test_same_gradient_for_input_and_residual(verb: str) -> None:
-    """Where both have one gradient, accumulating into one leaf leaves the other alone."""
+    """If both have one gradient, accumulating into one leaf leaves the other alone."""
     tensors = make(verb, (7, 17))
     with CPU.ran(forward=2, backward=2):
         for _ in range(2):
@@ -155,7 +155,7 @@ def test_what_is_saved(verb: str, stages: str) -> None:
 
 @each_add_verb
 def test_saved_tensor_hooks_reach_backward(verb: str) -> None:
-    """What hooks unpack is what backward uses, h included."""
+    """Backward uses what hooks unpack, h included."""
     tensors = make(verb, (7, 17))
     grads = cotangents(call(verb, *tensors, backend="eager"))
     with CPU.ran(forward=2, backward=2):

@@ -1,7 +1,7 @@
 """torch.func and forward-mode AD through the verbs: everything that must see through the operator.
 
-Where a transform differentiates, the composite of PyTorch operations serves the call, so no kernel need run; the
-results are judged against PyTorch's own call under the same transform. vmap alone batches rows and does run the kernel.
+If a transform differentiates, the composite of PyTorch operations serves the call, so no kernel need run; the results
+are judged against PyTorch's own call under the same transform. vmap alone batches rows and does run the kernel.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_forward_mode_gradcheck(operation: Verb, target: Target) -> None:
     assert torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True)
 
 
-# Grid rationale. Which arguments carry the batch dimension, and which of their dimensions it is.
+# Grid rationale. The arguments that carry the batch dimension, and its position in each.
 _BATCHED = [
     pytest.param(operation, dims, id=f"{operation}-{dims}")
     for operation in VERBS.values()

@@ -158,7 +158,7 @@ def test_activations_take_nan_and_infinities_as_the_definition(name: str, value:
 
 @pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
 def test_no_gradient_where_there_is_no_slope(name: str) -> None:
-    """Where the activation is flat the gradient is 0, whatever arrives."""
+    """At a flat point of the activation the gradient is 0, whatever arrives."""
     x = torch.full((4,), -4.0, device=DEVICE, requires_grad=True)
     y = kf.act_dropout(x, name, 0.0, backend="triton")
     assert torch.autograd.grad(y, x, torch.full_like(x, math.inf))[0].eq(0).all()
@@ -262,7 +262,7 @@ def test_errors_are_those_of_every_backend() -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {"mask": torch.tensor([True, True, False] * 3)}], ids=str)
 @pytest.mark.parametrize("repeats", [1, 1000])
 def test_nan_does_not_reach_what_is_left_out(options: dict[str, Any], repeats: int) -> None:
-    """What is left out of a row with NaN is zero, and so is its gradient: as in the definition, of several blocks."""
+    """A left out element of a row with NaN is zero, and so is its gradient: as in the definition, of several blocks."""
     x = torch.randn(3, 9 * repeats, device=DEVICE)
     x[1, 0] = x[2, 1] = float("nan")
     options = {name: value.to(DEVICE).repeat(repeats) if name == "mask" else value for name, value in options.items()}
@@ -379,7 +379,7 @@ def test_how_many_programs_walk_through_the_rows(rows: int, wanted: int, of_four
     [(512, 4, False), (768, 4, False), (1024, 2, False), (1024, 4, True), (2048, 2, True), (65536, 2, True)],
 )
 def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, wanted: bool) -> None:
-    """Those of several warps that have a row to themselves."""
+    """Programs of several warps with a row to themselves do."""
     assert plan.norm_forward(cols, itemsize, 32, False).releases is wanted
 
 
@@ -388,7 +388,7 @@ def test_which_programs_let_the_next_kernel_start(cols: int, itemsize: int, want
     [(256, 2, True), (512, 2, True), (8192, 2, True), (16384, 2, False), (16384, 4, True), (65536, 4, False)],
 )
 def test_which_persistent_programs_are_chained(cols: int, itemsize: int, wanted: bool) -> None:
-    """Those that keep their rows."""
+    """Programs that keep their rows are."""
     assert plan.norm_backward(cols, itemsize, 32, False, False, 3 * itemsize, 232448).chained is wanted
 
 
@@ -496,7 +496,7 @@ _TAKE_OVER = """
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU without kernels of the extension")
 def test_a_device_without_other_kernels_takes_these_by_itself() -> None:
-    """Where the kernels take over a device type, every verb runs them without being asked to."""
+    """If the kernels take over a device type, every verb runs them without being asked to."""
     names = python(_TAKE_OVER).stdout
     for kernel in ("row_norm_fwd", "row_norm_bwd", "sum_partials", "pointwise_fwd", "softmax_bwd", "reduce_rows"):
         assert kernel in names

@@ -36,8 +36,8 @@ _KERNELS = {
 }
 
 
-# Grid rationale. Three generations of NVIDIA's, one of AMD's: every kernel in bf16, fp16 and fp64, every activation. Of
-# the plans that depend on the length sm_90 compiles most.
+# Grid rationale. Three NVIDIA generations and one AMD: every kernel in bf16, fp16 and fp64, every activation. sm_90
+# compiles most of the plans that depend on the length.
 @pytest.mark.parametrize(
     ("backend", "arch", "which"),
     rest_slow(
@@ -53,7 +53,7 @@ _KERNELS = {
 def test_every_kernel_compiles(backend: str, arch: str, which: str, tmp_path: Path) -> None:
     """Every kernel compiles to machine code, with the constants and types with which the operators launch it.
 
-    Where kernels are launched before their predecessor has ended, none touches memory before it has waited for that.
+    If kernels are launched before their predecessor has ended, none touches memory before it has waited for that.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -96,7 +96,7 @@ _CONSTANTS = """
 
 @pytest.mark.slow
 def test_no_constant_depends_on_the_number_of_rows() -> None:
-    """What is compiled is the same for any number of rows; of N it knows the block and what divides it."""
+    """The compiled kernel is the same for any number of rows; of N it knows the block and what divides it."""
     python(_CONSTANTS, _TESTS, env={"TRITON_INTERPRET": None, "PYTHONPATH": str(_TESTS.parent)})
 
 

@@ -124,7 +124,7 @@ class Clock:
         return [self.times(choice, effort) for choice in choices]
 
     def times(self, choice: Choice, effort: Effort) -> Times:
-        """Those of one choice; None of a value: it does not fit."""
+        """The times of one choice; for the value None it does not fit."""
         few = many = 0.1
         for each in choice.items():
             worth = self.worth.get(each, 1.0)
@@ -194,7 +194,7 @@ class FakeGPU:
         monkeypatch.setattr(tuning.timing, "time_cuda", self.time)
 
     def planned(self) -> Plan:
-        """What the launcher gets at a first use."""
+        """The launcher's plan at a first use."""
         plan: Plan = planner.plan_for(*self.kernel)
         return plan
 
@@ -244,7 +244,7 @@ def test_a_cell_from_end_to_end(direction: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is a trial; the present one has to run."""
+    """A failing trial is left out; the present plan must run."""
     asked = kernels(12288, "backward")
     present, refused = trials.plans(asked, {})[0], trials.plans(asked, next(trials.neighbours(asked, {})))[0]
     gpu = FakeGPU(monkeypatch, asked[0], {refused: 0.5})
@@ -274,7 +274,7 @@ def test_cells() -> None:
 
 
 def test_tuning_again_replaces_the_rows_of_a_kernel() -> None:
-    """Those of other kernels stay."""
+    """Rows of other kernels stay."""
     one, two = (kernels(cols, "backward")[0] for cols in (4096, 8192))
     table = trials.with_rows({}, one, {"slots": 2, "keeps_pace": False}, "a")
     table = trials.with_rows(table, two, {"slots": 3}, "b")

@@ -87,7 +87,7 @@ def test_a_table_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By KERNEL_FUSION_TUNED=0, and then no file is opened."""
+    """With KERNEL_FUSION_TUNED=0 no file is opened."""
     kernel = kernels(4096, "forward")[0]
     shipped = plan_row_norm(*kernel[:2], KNOWN_DEVICES[90])
     written(kernel, {"parameters": 4})
@@ -98,7 +98,7 @@ def test_tables_can_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken(kernel: Kernel) -> Iterator[tuple[str, Callable[[Path], object], str]]:
-    """What can be wrong with a table: a name, what makes it so, and a part of the warning."""
+    """Broken tables: a name, how to break one, and a part of the warning."""
     table = trials.with_rows({}, kernel, {"parameters": 4}, "")
     good = json.loads(json.dumps({"device": NAME, **table, "backward": {}}))
     conditions = good["forward"]["parameters"][0][1]

@@ -47,7 +47,7 @@ _AMD_SHARED_BYTES = 65536
 
 
 class Launch(NamedTuple):
-    """What `launch` is called with."""
+    """The arguments of `launch`."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -106,7 +106,7 @@ def verbs(rows: int, cols: int, dtype: torch.dtype) -> None:
 
 
 def signature(launch: Launch) -> dict[str, tuple[str, Any]]:
-    """Of each parameter its type, and its value where that is compiled in."""
+    """The type of each parameter, and its value if it is compiled in."""
     found: dict[str, tuple[str, Any]] = {}
     for parameter, value in zip(launch.kernel.params, launch.args, strict=False):
         if isinstance(value, Tensor):

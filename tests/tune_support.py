@@ -1,4 +1,4 @@
-"""What the tests of tuning share: a device that is an H200 as far as plans go, its kernels, and a table."""
+"""Shared by the tests of tuning: a device that plans take for an H200, its kernels, and a table."""
 
 from __future__ import annotations
 

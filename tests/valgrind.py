@@ -60,7 +60,7 @@ def make_an_error() -> None:
 
 
 def run_everything() -> None:
-    """What valgrind watches."""
+    """Make every call that valgrind watches."""
     assert loader.cpu_variant() == "AVX2", loader.cpu_variant()
     for verb, (rows, cols), dtype in product(VERBS.values(), SHAPES, DTYPES):
         torch.set_num_threads(2 if cols > 8192 else 1)  # valgrind runs one at a time

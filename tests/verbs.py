@@ -87,7 +87,7 @@ class Verb:
 
 
 def results(outputs: Any) -> list[Tensor]:
-    """What a verb returns, as a list."""
+    """A verb's results as a list."""
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
