@@ -36,10 +36,10 @@ struct Passes {
   bool alone;
   bool next_row;  // fetch the next row, x in the first pass, dy in the second: processors stop seeing ahead at the end of a
                   // page page
-  bool blocks;   // both passes fetch the next block of columns: processors hardly see ahead in several rows' streams
-  bool far;      // fetch to the L2 cache: two blocks ahead in the first pass, the rows after these in the second
-  bool rows;     // the second pass fetches both next rows, if blocks did not fit
-  int together;  // rows taken together
+  bool blocks;    // both passes fetch the next block of columns: processors hardly see ahead in several rows' streams
+  bool far;       // fetch to the L2 cache: two blocks ahead in the first pass, the rows after these in the second
+  bool rows;      // the second pass fetches both next rows, if blocks did not fit
+  int together;   // rows taken together
 
   Passes(const Backward& c, int64_t cols, int64_t element_size) {
     const int64_t bytes = cols * element_size;
