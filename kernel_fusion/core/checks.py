@@ -90,10 +90,15 @@ def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | N
     return all(list(p.shape) == list(shape) for p in (weight, bias) if p is not None)
 
 
-def parameter_shape(input: Tensor, num_dims: int, row: Tensor | None, *parameters: Tensor | None) -> list[int]:
-    """The shape of weight and bias: the normalised one; beside a stage's row they may also have one of groups."""
-    grouped = row is not None and any(p is not None and p.dim() > num_dims for p in parameters)
-    return list(input.shape[max(0, input.dim() - num_dims - grouped) :])
+def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
+    """The shape of weight and bias: the normalised one, or that of groups of rows, which broadcasts to the input's."""
+    shape = list(input.shape[max(0, input.dim() - num_dims) :])
+    given = next((p for p in parameters if p is not None), None)
+    if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
+        return shape
+    leading = zip(given.shape, input.shape[input.dim() - given.dim() : input.dim() - num_dims], strict=False)
+    broadcasts = all(size in (1, rows) for size, rows in leading)
+    return list(given.shape) if broadcasts and list(given.shape[given.dim() - num_dims :]) == shape else shape
 
 
 def row_norm(
@@ -106,14 +111,8 @@ def row_norm(
 ) -> None:
     """Raise unless devices and dtypes go together and `weight_offset` has a weight to go with."""
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.device != input.device:
-            raise RuntimeError(
-                f"`{verb}`: expected all tensors to be on the same device, but `{name}` is on {parameter.device} and "
-                f"`input` is on {input.device}"
-            )
-        _check_mix(verb, name, parameter.dtype, input.dtype)
+        if parameter is not None:
+            _check_companion(verb, name, parameter, input)
     _check_mix(verb, "out_dtype", out_dtype, input.dtype)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
@@ -146,12 +145,23 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
         raise RuntimeError(
             f"`{verb}`: `{argument}` must have the shape of `input`, {list(input.shape)}, got {list(other.shape)}"
         )
-    if other.device != input.device:
+    _check_companion(verb, argument, other, input)
+
+
+def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, num_dims: int) -> None:
+    """Raise unless a tensor ends with the normalised dimensions, broadcasts over the others, and goes with the input."""
+    if value is None:
+        return
+    tensor(verb, argument, value)
+    shape, leading = list(input.shape[input.dim() - num_dims :]), value.dim() - num_dims
+    own = zip(reversed(value.shape[: max(0, leading)]), reversed(input.shape[: input.dim() - num_dims]), strict=False)
+    fits = 0 <= leading <= input.dim() - num_dims and list(value.shape[leading:]) == shape
+    if not fits or not all(size in (1, rows) for size, rows in own):
         raise RuntimeError(
-            f"`{verb}`: expected all tensors to be on the same device, but `{argument}` is on {other.device} and "
-            f"`input` is on {input.device}"
+            f"`{verb}`: `{argument}` must end with `normalized_shape`, {shape}, and broadcast to the shape of `input`, "
+            f"{list(input.shape)}, got {list(value.shape)}"
         )
-    _check_mix(verb, argument, other.dtype, input.dtype)
+    _check_companion(verb, argument, value, input)
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
@@ -286,6 +296,16 @@ def _broadcast(*shapes: Sequence[int]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None:
+    """Raise unless another tensor is on the input's device, in a dtype that goes with its."""
+    if other.device != input.device:
+        raise RuntimeError(
+            f"`{verb}`: expected all tensors to be on the same device, but `{name}` is on {other.device} and "
+            f"`input` is on {input.device}"
+        )
+    _check_mix(verb, name, other.dtype, input.dtype)
 
 
 def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: torch.dtype) -> None:

@@ -84,6 +84,7 @@ class Stages:
         gate: what multiplies; backward computes its gradient as that of the other row.
         gate_activation: what is applied to the gate before it multiplies.
         gate_first: whether it multiplies x, and not what comes of the norm.
+        grouped: whether weight and bias are those of groups of rows, and no stage either (core/groups.py).
     """
 
     pre_activation: Activation = IDENTITY
@@ -93,11 +94,12 @@ class Stages:
     gate: Row | None = None
     gate_activation: Activation = IDENTITY
     gate_first: bool = False
+    grouped: bool = False
 
     @property
     def any(self) -> bool:
-        """Whether something stands around the norm; another rounding does not."""
-        return any(getattr(self, f.name) != f.default for f in fields(Stages) if f.name != "rounding")
+        """Whether something stands around the norm; another rounding does not, nor do groups."""
+        return any(getattr(self, f.name) != f.default for f in fields(Stages) if f.name not in ("rounding", "grouped"))
 
     @property
     def beside(self) -> str | None:
@@ -121,7 +123,7 @@ ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
 # Stages that follow norm(x) * weight + bias, and the option that moves one to x.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
 # A row that goes with no residual and no stage but its own options and these.
-ALONE = {"gate": ("rounding",)}
+ALONE = {"gate": ("rounding", "grouped")}
 # The prefix of a verb's name, by the row that it takes.
 VERBS = {"residual": "add_", "gate": "gated_"}
 
@@ -142,7 +144,6 @@ class RowNormSpec(Stages):
         residual: dtype of the residual and of h, their sum, or None.
         dh: whether backward is given a gradient of h beside that of y.
         dresidual: whether backward computes the gradient of the residual, or of the gate.
-        grouped: whether a row is a group of columns, whose weight and bias are others than those of its neighbours.
     """
 
     direction: Direction
@@ -157,7 +158,6 @@ class RowNormSpec(Stages):
     residual: Dtype | None = None
     dh: bool = False
     dresidual: bool = False
-    grouped: bool = False
 
     @property
     def acc(self) -> str:
@@ -188,7 +188,7 @@ class RowNormSpec(Stages):
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
-        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "grouped"):
+        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"
@@ -222,7 +222,10 @@ class Access:
 
 @dataclass(frozen=True)
 class SumPartialsSpec:
-    """The finish of the column sums: `cols` columns of `acc`, written as types `first` and `second`, or absent."""
+    """The finish of the column sums: `cols` columns of `acc`, written as types `first` and `second`, or absent.
+
+    With 0 the kernel is told how many: those of all groups of rows, whose number is none of a kernel's.
+    """
 
     cols: int
     acc: Dtype
@@ -230,7 +233,7 @@ class SumPartialsSpec:
     second: Dtype | None
 
     def __str__(self) -> str:
-        return f"sum_partials[N={self.cols}, {self.acc} -> {self.first or '-'},{self.second or '-'}]"
+        return f"sum_partials[N={self.cols or 'any'}, {self.acc} -> {self.first or '-'},{self.second or '-'}]"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.spec import ROWS, VERBS
-from kernel_fusion.core.stages import PLACES
+from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
 
+_GROUPED = FIRST + [each.name for each in ARGUMENTS].index("grouped")
 # The axis of each dimension of a tensor; None is a dimension of size 1 that belongs to none.
 Axes = tuple[int | None, ...]
 
@@ -56,29 +57,45 @@ def rms_norm(*args: Any) -> Call:
 
 
 def staged_row_norm(*args: Any) -> Call:
-    """As for layer_norm; residual and gate are rows as well, and h is one where there is a residual."""
+    """As for layer_norm; residual and gate are rows as well, and h is one where there is a residual.
+
+    Weight and bias of groups of rows lie along the leading dimensions that they have.
+    """
     positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4} | {name: PLACES[name] for name in ROWS}
-    return _norm(args, positions, num_dims=args[2], rms=args[8], seed=PLACES["seed"])
+    grouped = _GROUPED < len(args) and args[_GROUPED]
+    return _norm(args, positions, num_dims=args[2], rms=args[8], grouped=grouped, seed=PLACES["seed"])
 
 
-def _norm(args: Sequence[Any], positions: dict[str, int], num_dims: int, rms: bool, seed: int | None = None) -> Call:
+def _norm(
+    args: Sequence[Any],
+    positions: dict[str, int],
+    num_dims: int,
+    rms: bool,
+    grouped: bool = False,
+    seed: int | None = None,
+) -> Call:
     given = {name: args[i] for name, i in positions.items() if i < len(args) and args[i] is not None}
     input, residual = given["input"], given.get("residual")
-    _check_norm(given, num_dims, rms)
+    _check_norm(given, num_dims, rms, grouped)
     axes = tuple(range(input.dim()))
-    operands = {positions[name]: axes[input.dim() - t.dim() :] for name, t in given.items()}
+    operands = {positions[name]: _broadcast_axes(t, input.shape) for name, t in given.items()}
     results = (axes, axes if residual is not None else None)
     rows = frozenset(axes[: input.dim() - num_dims])
     return Call(tuple(input.shape), operands, results, rows, frozenset(axes) - rows, seed)
 
 
-def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool) -> None:
+def _broadcast_axes(t: Tensor, sizes: Sequence[int]) -> Axes:
+    """The axes of the dimensions of a tensor that broadcasts to these sizes, each an axis."""
+    first = len(sizes) - t.dim()
+    return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
+
+
+def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: bool) -> None:
     """Raise of shapes that don't fit: ranks whose parts fit by chance would go on, and wait for the others."""
     input, weight, bias = given["input"], given.get("weight"), given.get("bias")
     for name, prefix in VERBS.items():
         checks.other_row(prefix + ("rms_norm" if rms else "layer_norm"), name, input, given.get(name))
-    row = next((given[name] for name in ROWS if name in given), None)
-    shape = checks.parameter_shape(input, num_dims, row, weight, bias)
+    shape = checks.parameter_shape(input, num_dims, grouped, weight, bias)
     if not checks.parameters_fit(shape, weight, bias):
         w, b = (None if t is None else torch.empty(t.shape, device="meta") for t in (weight, bias))
         x = torch.empty(input.shape, device="meta")
@@ -88,12 +105,7 @@ def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool) -> None:
 def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
     """Every axis is free; an operand lacks those along which it is broadcast."""
     sizes = tuple(a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape))
-
-    def axes(t: Tensor) -> Axes:
-        first = len(sizes) - t.dim()
-        return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
-
-    operands = {i: axes(t) for i, t in enumerate((a, b)) if t is not None}
+    operands = {i: _broadcast_axes(t, sizes) for i, t in enumerate((a, b)) if t is not None}
     everything = tuple(range(len(sizes)))
     return Call(sizes, operands, (everything,), frozenset(everything), seed=6)
 

@@ -144,12 +144,11 @@ class _JoinedNorm(torch.autograd.Function):
             along_n, *level = (s / count for s in _all_reduced(sums, ctx.groups))
             g = g - n * along_n.to(dy.dtype)
             dh = (rstd * (g if norm.rms else g - level[0].to(dy.dtype))).to(h.dtype)
-        rows = tuple(range(h.dim() - norm.num_dims))
         if wants_dweight:
             factor = n if norm.rounds_to is None else n.to(norm.rounds_to).to(n.dtype)
-            dweight = _sum_over(dy * factor, rows).to(weight.dtype)
+            dweight = (dy * factor).sum_to_size(weight.shape).to(weight.dtype)
         if wants_dbias:
-            dbias = _sum_over(dy, rows).to(bias.dtype)
+            dbias = dy.sum_to_size(bias.shape).to(bias.dtype)
         return dh, dweight, dbias, None, None
 
 
@@ -197,7 +196,3 @@ def _affine(n: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Norm) 
     if norm.rounds_to is not None and weight is not None:
         y = y.to(torch.promote_types(norm.rounds_to, weight.dtype)).to(n.dtype)
     return y
-
-
-def _sum_over(t: Tensor, rows: tuple[int, ...]) -> Tensor:
-    return t.sum(rows) if rows else t  # no dimension would mean all

@@ -14,6 +14,12 @@ from torch.utils import _pytree as pytree
 
 from kernel_fusion.functional.attention import attention_scores, softmax
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
+from kernel_fusion.functional.modulated_norm import (
+    add_modulated_layer_norm,
+    add_modulated_rms_norm,
+    modulated_layer_norm,
+    modulated_rms_norm,
+)
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
 from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -23,6 +29,8 @@ __all__ = [
     "act_dropout",
     "add_act",
     "add_layer_norm",
+    "add_modulated_layer_norm",
+    "add_modulated_rms_norm",
     "add_rms_norm",
     "attention_scores",
     "bias_act",
@@ -31,6 +39,8 @@ __all__ = [
     "gated_rms_norm",
     "layer_norm",
     "mean_abs",
+    "modulated_layer_norm",
+    "modulated_rms_norm",
     "mul_act",
     "rms_norm",
     "softmax",

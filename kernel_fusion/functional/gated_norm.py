@@ -147,16 +147,17 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
         shape, eps = resolved(verb, input, norm)
         serve = operator(verb, "staged_row_norm", backend, input, gate)
         x, g, w, b = input, gate, weight, bias
-        if not checks.parameters_fit(shape, weight, bias):  # the operator takes those of groups, too
-            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
+        grouped = group_size is not None and not (weight is None and bias is None)
         if group_size is not None:
+            if not checks.parameters_fit(shape, weight, bias):  # of which those of groups would be made
+                eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
             checks.group_size(verb, shape, group_size)
             checks.other_row(verb, "gate", input, gate)
             x, g = (t.unflatten(-1, (-1, group_size)) for t in (x, g))
             w, b = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (w, b))
         affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
-        stages = Given(rounding=rounding_for(rounding, input.dtype), gate=g, gate_activation=name, gate_first=first)
-        y: Tensor = serve(x, None, *affine, *stages)[0]
+        options = {"rounding": rounding_for(rounding, input.dtype), "gate_activation": name, "gate_first": first}
+        y: Tensor = serve(x, None, *affine, *Given(gate=g, grouped=grouped, **options))[0]
         # Nobody else has y, so its other shape need not be a view.
         return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
     except checks.REFUSALS as error:

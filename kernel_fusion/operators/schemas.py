@@ -22,8 +22,8 @@ _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, 
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
-    # Both norms with stages. The result `residual` is h, empty without a residual. Beside a gate, weight and bias may
-    # have one more dimension than is normalised: groups with parameters of their own.
+    # Both norms with stages. The result `residual` is h, empty without a residual. With `grouped`, weight and bias, of
+    # one shape, have leading dimensions that broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.

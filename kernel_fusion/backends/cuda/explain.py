@@ -45,9 +45,8 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         rms=verb.endswith("rms_norm"),
         y=dtype_name(out_dtype or input.dtype),
         residual=names["residual"],
-        **compiled_in(given),
+        **compiled_in(given | {"grouped": group_size is not None and bool(names["weight"] or names["bias"])}),
         offset=arguments["weight_offset"] != 0,
-        grouped=group_size is not None and bool(names["weight"] or names["bias"]),
     )
     device, lines = Device.of(input.device.index), []
     for spec in specs[1:]:

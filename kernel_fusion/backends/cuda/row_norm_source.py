@@ -17,7 +17,7 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
     """What the kernel of a row norm is compiled from."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
-        **constants(spec, "rms", "cols", "offset", "grouped", *_OPTIONS),
+        **constants(spec, "rms", "cols", "offset", *_OPTIONS),
         **constants(plan, "vec", "lanes", "warps", "cluster", "slots"),
         "kRows": plan.per_block,
         "kThreads": plan.threads,

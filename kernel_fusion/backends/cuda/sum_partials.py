@@ -20,9 +20,9 @@ _MANY_COLS = 8192
 
 def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
     """32 columns per block, the partial rows spread over its threads."""
-    if spec.cols <= _FEW_COLS:
+    if 0 < spec.cols <= _FEW_COLS:
         return Launch(threads=_THREADS_OF_FEW, per_block=COLS, min_blocks=1)
-    return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if spec.cols <= _MANY_COLS else 6)
+    return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if 0 < spec.cols <= _MANY_COLS else 6)
 
 
 def source(spec: SumPartialsSpec, access: Access, plan: Launch) -> Source:

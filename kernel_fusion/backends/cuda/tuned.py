@@ -23,7 +23,7 @@ from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES
 
 TABLES = Path(__file__).parent / "tuned"
 _TENSORS = ("x", "y", "weight", "bias", "residual")
-_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "grouped")
+_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual")
 
 
 class Facts:

@@ -50,7 +50,7 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 # A row's conditions are all of these facts, so it holds for one kernel with tensors as measured.
-_STAGES = ("residual", *(field.name for field in fields(Stages)), "grouped")
+_STAGES = ("residual", *(field.name for field in fields(Stages)))
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),

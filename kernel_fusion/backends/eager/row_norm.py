@@ -12,7 +12,7 @@ from kernel_fusion.backends.eager.dropout import dropout
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import formula
 from kernel_fusion.core.spec import compute_dtype
-from kernel_fusion.core.stages import Given, other_row, rows_in
+from kernel_fusion.core.stages import Given, rows_in
 
 
 def row_norm(
@@ -104,10 +104,10 @@ def staged_row_norm(
     With rounding "hf" norm(h) is rounded to the dtype of h, or without a residual of the input; and where there is a
     weight, the argument of the activation to the promoted dtype of that and the weight's.
     A gate, beside which there are no other stages, multiplies after its activation: the input if `gate_first`, else the
-    result. Beside it weight and bias may have a dimension more than is normalised, for groups of columns.
+    result. If `grouped`, weight and bias may have leading dimensions that broadcast to the input's (core/groups.py).
     """
     s = Given(*stages)
-    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
+    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
     affine = weight, bias, eps, weight_offset
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
     if foreign or not checks.parameters_fit(shape, weight, bias):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,10 @@ from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as f
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
+from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
 from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
 from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, compiled_in, conflict, other_row
-
-
-def _flat(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
 
 
 def _constants(
@@ -43,18 +40,48 @@ def _constants(
     }
 
 
-def _in_units(rows: Rows, cols: int, groups: int) -> tuple[int, list[int], list[int]]:
+class _Grouped(NamedTuple):
+    """Weight and bias, and which rows they are those of.
+
+    Attributes:
+        parameters: flat, or those of groups where they lie.
+        pitches: of these, in elements; 0 without groups.
+    """
+
+    groups: Groups
+    parameters: list[Tensor | None]
+    pitches: list[int]
+
+    def numbers(self, per_group: int, unit: int) -> list[int]:
+        """What the kernels take, for so many programs to a group."""
+        return [per_group, self.groups.step, self.groups.inner, *(pitch // unit for pitch in self.pitches)]
+
+
+def _grouped(input: Tensor, num_dims: int, parameters: Sequence[Tensor | None], grouped: bool) -> _Grouped:
+    shape = next((p.shape for p in parameters if p is not None), None)
+    if not grouped or shape is None:
+        return _Grouped(Groups(), [None if p is None else p.contiguous() for p in parameters], [0, 0])
+    groups = groups_of(input.shape, shape, num_dims)
+    assert groups is not None
+    found, pitches = [], []
+    for parameter in parameters:
+        pitch, of = 0, parameter
+        if of is not None:
+            (of,), rows = rows_of([of], num_dims)
+            if not rows.simple:
+                (of,), rows = rows_of([of.contiguous()], num_dims)
+            pitch = rows.strides[0][0]
+        found.append(of)
+        pitches.append(pitch)
+    return _Grouped(groups, found, pitches)
+
+
+def _in_units(rows: Rows, cols: int, of: _Grouped) -> tuple[int, list[int], list[int]]:
     """The unit, the lengths (samples, columns, middle, inner) and all strides in it, of two tensors or more."""
     strides = [stride for of in (rows.strides * 2)[: max(2, len(rows.strides))] for stride in of]
-    size = unit(cols, *strides)
-    lengths = [rows.count // groups, cols // size, rows.middle, rows.inner]
+    size = unit(cols, *strides, *of.pitches)
+    lengths = [rows.count // of.groups.count, cols // size, rows.middle, rows.inner]
     return size, lengths, [stride // size for stride in strides]
-
-
-def _grouped(shape: Sequence[int], num_dims: int) -> tuple[bool, int]:
-    """Whether weight and bias, which have this shape, are those of groups; and how many there are."""
-    grouped = len(shape) > num_dims
-    return grouped, shape[0] if grouped else 1
 
 
 def _takes(
@@ -71,7 +98,9 @@ def _takes(
         return False
     if conflict(given, residual):
         return False
-    shape = checks.parameter_shape(input, num_dims, other_row(stages, None), *parameters)
+    shape = checks.parameter_shape(input, num_dims, stages.grouped, *parameters)
+    if groups_of(input.shape, shape, num_dims) is None:
+        return False
     rows = *others, *(given[name] for name in ROWS)
     shapes = shaped(shape, *parameters) and shaped(input.shape, *rows)
     types = floating(input, *parameters, *rows) and is_seed(stages.seed)
@@ -120,8 +149,7 @@ def forward(
     takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
     tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
     require("triton_row_norm_fwd", tensors, takes and out_dtype in checks.FLOATING)
-    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
-    grouped, groups = _grouped(shape, num_dims)
+    of = _grouped(input, num_dims, [weight, bias], s.grouped)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
@@ -129,17 +157,18 @@ def forward(
     stats = input.new_empty(((1 if rms else 2) * wants_stats, rows.count), dtype=compute_dtype(input.dtype))
     device = plan.device_of(input.device)
     layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
-    size, lengths, strides = _in_units(rows, cols, groups)
+    size, lengths, strides = _in_units(rows, cols, of)
     constants = RowNormForward(
         eps=eps, **_constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s),
-        has_residual=residual is not None, stats=wants_stats, grouped=grouped, flat=rows.simple, unit=size,
+        has_residual=residual is not None, stats=wants_stats, flat=rows.simple, unit=size,
         **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
         chained=device.chained, releases=layout.releases,
     )  # fmt: skip
+    per_group = -(-lengths[0] // layout.rows)
     launch(
-        fwd_kernel, (-(-lengths[0] // layout.rows), groups)[: 1 + grouped],
-        tensors[0], tensors[-1], _flat(weight), _flat(bias), s.seed, y, h, stats, *lengths, *strides,
-        constants=constants, warps=layout.warps,
+        fwd_kernel, (per_group * of.groups.count,),
+        tensors[0], tensors[-1], *of.parameters, s.seed, y, h, stats, *lengths, *strides,
+        *of.numbers(per_group, size), constants=constants, warps=layout.warps,
     )  # fmt: skip
     bare = other is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
@@ -181,20 +210,19 @@ def backward(
     takes = takes and _are_statistics(stats, h, num_dims, rms)
     tensors = [dy, dh, h, x, stats, weight, bias, *(getattr(s, name) for name in TENSORS)]
     require("triton_row_norm_bwd", tensors, takes)
-    shape = checks.parameter_shape(h, num_dims, other, weight, bias)
-    grouped, groups = _grouped(shape, num_dims)
+    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
+    of = _grouped(h, num_dims, [weight, bias], s.grouped)
     weight_dtype = input_dtype if weight is None else weight.dtype
     dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype
     results = _memory(h, shape, dtypes, wants)
     read, rows = rows_of([dy, h, other if other is not None else h if x is None else x], num_dims)
-    size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), groups)
+    size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), of)
     constants = _constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s)
-    constants |= {"stored": stored, "grouped": grouped, "flat": rows.simple, "unit": size}
+    constants |= {"stored": stored, "flat": rows.simple, "unit": size}
     again = (h, other) if other is not None and not Stages(**compiled_in(s._asdict())).follows else ()
     fetched = _bytes(dy, dh, h, x, weight, bias, other) + _bytes(*again)
-    _launch_backward(
-        [*read, *map(_flat, (dh, weight, bias)), s.seed, stats], results, numbers, groups, fetched, wants, constants
-    )
+    dh = None if dh is None else dh.contiguous()
+    _launch_backward([*read, dh, *of.parameters, s.seed, stats], results, numbers, of, fetched, wants, constants)
     return results
 
 
@@ -218,7 +246,7 @@ def _launch_backward(
     given: Sequence[Tensor | None],
     results: Sequence[Tensor],
     numbers: Sequence[list[int]],
-    groups: int,
+    of: _Grouped,
     fetched: int,
     wants: Sequence[bool],
     constants: dict[str, Any],
@@ -230,7 +258,7 @@ def _launch_backward(
     device = plan.device_of(h.device)
     dx, dother, dweight, dbias = results
     lengths, strides = numbers
-    count, cols = lengths[0], lengths[1] * constants["unit"]
+    count, cols, groups = lengths[0], lengths[1] * constants["unit"], of.groups.count
     staged = around(constants)
     sizes = fetched, device.shared_bytes
     layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
@@ -248,22 +276,24 @@ def _launch_backward(
             looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
             **constants,
         )  # fmt: skip
+        per_group = programs if whole else -(-count // layout.rows)
         launch(
-            bwd.row_norm_bwd, (programs if whole else -(-count // layout.rows), groups)[: 1 + constants["grouped"]],
-            *given, dx, dother, partials, *lengths, *strides, constants=of_rows, warps=layout.warps,
+            bwd.row_norm_bwd, (per_group * groups,), *given, dx, dother, partials, *lengths, *strides,
+            *of.numbers(per_group, constants["unit"]), constants=of_rows, warps=layout.warps,
             registers=None if staged else device.registers_of(layout),
         )  # fmt: skip
     if sums and not whole:
         launch(
-            bwd.row_norm_bwd_columns, (beside, programs, groups)[: 2 + constants["grouped"]],
-            dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:], warps=columns.warps,
+            bwd.row_norm_bwd_columns, (beside * groups, programs),
+            dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
+            *of.numbers(beside, constants["unit"]), warps=columns.warps,
             constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
         )  # fmt: skip
     if sums:
-        sum_partials(partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted])
+        sum_partials(partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1)
 
 
-def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> None:
+def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
     """Add partial rows, those of the first sum before those of the second, into one or two outputs of a row each.
 
     They lie in a flat tensor: of one with a dimension of programs, whose number depends on that of the rows, Inductor
@@ -272,7 +302,9 @@ def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor]) -> 
     cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)
     layout = plan.partial_sums(device.warp_size)
-    constants = SumPartials(**tile(layout), pair=pair, wide=partials.dtype == torch.float64, chained=device.chained)
+    constants = SumPartials(
+        **tile(layout), pair=pair, many=many, wide=partials.dtype == torch.float64, chained=device.chained
+    )
     launch(
         bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
         partials, outputs[0], outputs[1] if pair else None, programs, cols, constants=constants, warps=layout.warps,

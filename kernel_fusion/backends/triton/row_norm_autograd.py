@@ -10,11 +10,8 @@ from torch import Tensor
 from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.groups import groups_of
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, TENSORS, Given, other_row, row_at
-
-# The most programs along an axis of the grid but the first.
-_MOST_GROUPS = 65535
-
 
 class StagedRowNorm(torch.autograd.Function):
     """Autograd of the operator; arguments as for `kernel_fusion::staged_row_norm`."""
@@ -80,7 +77,7 @@ def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list
     same = ctx.stored and plain and h.dtype == ctx.input_dtype and wants[0]
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
-    reads_bias = s.activation != IDENTITY or other_row(s, None) is not None
+    reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
     results = torch.ops.kernel_fusion.triton_row_norm_bwd(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
         ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
@@ -138,10 +135,10 @@ def staged_row_norm(
     s = Given(*stages)
     args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *s)
     other = other_row(s, residual)
-    shape = checks.parameter_shape(input, num_dims, other_row(s, None), weight, bias)
+    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
     foreign = autograd.needs_definition([input, other, weight, bias], [s.seed])
-    groups = shape[0] if len(shape) > num_dims else 1
-    if foreign or groups > _MOST_GROUPS or not checks.parameters_fit(shape, weight, bias):
+    apart = s.grouped and groups_of(input.shape, shape, num_dims) is None
+    if foreign or apart or not checks.parameters_fit(shape, weight, bias):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
     checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
     if autograd.requires_grad(input, other, weight, bias):

@@ -12,9 +12,22 @@ namespace {
 // fp64 goes with fp64, the three others with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-// Weight and bias have the normalised dimensions, and that of the groups where there are any.
+// Weight and bias have the normalised dimensions, and those of groups where there are any.
 template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
-  return c.input.sym_sizes().slice(c.input.dim() - c.num_dims - (is_grouped(c) ? 1 : 0));
+  const OptionalTensor& parameter = of_groups(c);
+  return present(parameter) ? parameter->sym_sizes() : c.input.sym_sizes().slice(c.input.dim() - c.num_dims);
+}
+
+// Whether that shape broadcasts to the input's, in groups that kernels know.
+template <class Call> bool has_groups(const Call& c) {
+  const auto shape = parameter_shape(c), sizes = c.input.sym_sizes();
+  if (!c.grouped) return true;
+  const auto normalised = static_cast<size_t>(c.num_dims);
+  if (shape.size() < normalised || shape.size() > sizes.size()) return false;
+  const auto own = shape.size() - normalised, missing = sizes.size() - shape.size();
+  for (size_t d = 0; d < shape.size(); ++d)
+    if (shape[d] != sizes[missing + d] && (d >= own || shape[d] != 1)) return false;
+  return find_groups<c10::SymInt>(sizes, shape, c.num_dims).has_value();
 }
 
 // As integers where there are no symbols, which is several times faster.
@@ -37,13 +50,28 @@ double resolve_eps(const Tensor& input, std::optional<double> eps) {
   return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
 }
 
+GroupRows::GroupRows(const OptionalTensor& t, int64_t num_dims, bool grouped) {
+  if (!present(t)) return;
+  if (!grouped) {
+    tensor = t->contiguous();
+    alignment = alignment_of(tensor.const_data_ptr());
+    return;
+  }
+  Rows rows(*t, num_dims);
+  if (rows.strided) rows = Rows(rows.tensor.contiguous(), num_dims);
+  tensor = rows.tensor;
+  pitch = rows.layout.stride[2];
+  alignment = rows.alignment;
+}
+
 bool accepts(const ForwardCall& c) {
   const Tensor& input = c.input;
   return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
-         (!input.is_cuda() || cuda_enabled(input.device().index())) && fits(c.weight, input, parameter_shape(c)) &&
-         fits(c.bias, input, parameter_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
-         (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.other(), input, input.sym_sizes()) &&
-         (!c.dropout || is_seed(c.seed(), input)) && go_together(c, c, present(c.residual));
+         (!input.is_cuda() || cuda_enabled(input.device().index())) && has_groups(c) &&
+         fits(c.weight, input, parameter_shape(c)) && fits(c.bias, input, parameter_shape(c)) &&
+         (c.weight_offset == 0.0 || present(c.weight)) && (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) &&
+         fits(c.other(), input, input.sym_sizes()) && (!c.dropout || is_seed(c.seed(), input)) &&
+         go_together(c, c, present(c.residual));
 }
 
 StagedResult reference(const ForwardCall& call) {

@@ -40,10 +40,11 @@ struct ForwardCall : Norm, StageTensors {
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
   // The row beside the input: that of a stage or the residual, at most one of the two.
   const OptionalTensor& other() const { return present(row()) ? row() : residual; }
-  // Another rounding is none.
+  // Another rounding is none, and groups are none.
   bool has_stages() const {
     StageOptions none;
     none.rounding = rounding;
+    none.grouped = grouped;
     return present(other()) || none != *this;
   }
 };
@@ -59,7 +60,7 @@ struct BackwardCall : Norm, StageTensors {
   at::ScalarType x_dtype;      // of dx
   const OptionalTensor& dh;    // the gradient that arrives at h, or none
   const OptionalTensor& x;     // where there are both a residual and a pre-activation: x itself
-  const OptionalTensor& bias;  // where there is an activation, whose argument is computed again, or a gate
+  const OptionalTensor& bias;  // where there is an activation, whose argument is computed again, a gate, or groups
   bool has_residual;
 
   // The row beside the input: that of a stage or x.
@@ -67,15 +68,51 @@ struct BackwardCall : Norm, StageTensors {
   bool has_other() const { return has_residual || present(row()); }  // whose gradient may be wanted
 };
 
-// Whether each group of columns, along the dimension before the normalised ones, has parameters of its own: they may have that
-// dimension where a stage has a row.
-template <class Call> bool is_grouped(const Call& c) {
-  const auto has = [&](const OptionalTensor& t) { return present(t) && t->dim() > c.num_dims; };
-  return present(c.row()) && c.input.dim() > c.num_dims && (has(c.weight) || has(c.bias));
+// Groups of rows that share weight and bias (core/groups.py): row r is one of group r / inner % count.
+template <class Int> struct GroupsOf {
+  Int count = 1, inner = 1;
+  Int step() const { return inner == 1 ? count : Int(1); }  // from a row of a group to its next one
+};
+using Groups = GroupsOf<int64_t>;
+
+// Those of the rows of an input, of parameters of a shape that broadcasts to its; none where dimensions alternate.
+template <class Int>
+std::optional<GroupsOf<Int>> find_groups(c10::ArrayRef<Int> input, c10::ArrayRef<Int> parameter, int64_t num_dims) {
+  GroupsOf<Int> groups;
+  const auto leading = input.size() - num_dims, own = parameter.size() - num_dims;
+  int changes = 0;
+  bool begins = false, before = false, any = false;  // whether the parameters have the first, and the last, of the dimensions
+  for (size_t d = 0; d < leading; ++d) {
+    if (input[d] == 1) continue;
+    const bool has = d + own >= leading && parameter[d + own - leading] != 1;
+    if (!any) begins = has;
+    else changes += has != before;
+    any = true;
+    before = has;
+    if (has) groups.count *= input[d];
+    else if (begins) groups.inner *= input[d];
+  }
+  return changes > 1 ? std::nullopt : std::optional(groups);
 }
-template <class Call> int64_t groups_of(const Call& c) {
-  return is_grouped(c) ? c.input.size(c.input.dim() - c.num_dims - 1) : 1;
+
+// The parameter whose shape says which groups there are; absent without any.
+template <class Call> const OptionalTensor& of_groups(const Call& c) {
+  return !c.grouped ? kAbsent : present(c.weight) ? c.weight : c.bias;
 }
+template <class Call> Groups groups_of(const Call& c) {
+  const OptionalTensor& parameter = of_groups(c);
+  return present(parameter) ? find_groups(c.input.sizes(), parameter->sizes(), c.num_dims).value() : Groups();
+}
+
+// weight or bias as its columns lie: those of each group begin a pitch apart.
+struct GroupRows {
+  Tensor tensor;       // undefined where there is no parameter
+  int64_t pitch = 0;   // in elements
+  int alignment = 16;  // of the columns of every group, in bytes
+
+  GroupRows() = default;
+  GroupRows(const OptionalTensor& t, int64_t num_dims, bool grouped);
+};
 
 // f(every tensor of the call).
 template <class F> auto with_tensors(const ForwardCall& c, F&& f) {

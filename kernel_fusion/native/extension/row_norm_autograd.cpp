@@ -47,8 +47,8 @@ struct UnpackedStages : StageTensors {
 // Backward of y, and of h where it is a result that depends on what requires a gradient.
 struct RowNormBackward : SavingNode {
   // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
-  // activation's argument, the gradient of a gate and double backward; it is a parameter, so keeping it costs no memory. x
-  // where there are both a residual and a pre-activation.
+  // activation's argument, the gradient of a gate, groups and double backward; it is a parameter, so keeping it costs no
+  // memory. x where there are both a residual and a pre-activation.
   SavedVariable input, weight, bias, stats, x;
   std::array<SavedVariable, StageTensors::kCount> of_stages;
   const Norm norm;
@@ -103,7 +103,7 @@ struct RowNormBackward : SavingNode {
     const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false} : wants;
     auto [dx, dweight, dbias, dresidual] =
         call_backward({norm, stages, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
-                       norm.activation || present(stages.row()) ? b : kAbsent, has_residual});
+                       norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent, has_residual});
     if (same) dresidual = dx;
     variable_list list(num_outputs());
     if (wants[0]) list[0] = std::move(dx);

@@ -13,33 +13,67 @@
 namespace kf {
 namespace {
 
-// weight or bias as it is given, side by side.
-struct Given {
-  Given(const OptionalTensor& t, double offset, bool interleaved) {
-    if (!present(t)) return;
-    tensor = t->contiguous();
-    parameter = {tensor.const_data_ptr(), offset, cpu_dtype(tensor.scalar_type()), interleaved};
+// How groups of rows are taken: those of neighbouring rows one after the other, as runs, each by kernels that know one weight;
+// others, rows at equal distances, together, by a kernel that knows them all.
+struct Runs {
+  int64_t count = 1, together = 1;  // runs; groups in each
+
+  template <class Call> Runs(const Call& call, int64_t rows) {
+    const Groups groups = groups_of(call);
+    (groups.inner > 1 || groups.count == rows ? count : together) = groups.count;
   }
-  Tensor tensor;
-  cpu::Parameter parameter{};  // absent
 };
 
-// A parameter as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes its own:
-// made once for all, it had to come from the caches of the core that made it, and 16 threads took 50 us for 64 x 16384 bf16
-// instead of 36 (Xeon). Its memory does not come from PyTorch's allocator of tensors, which anyone may replace by one that has
-// a lock.
+// weight or bias as it is given: of one run side by side.
+struct Given {
+  Given(const OptionalTensor& t, int64_t num_dims, const Runs& runs, double offset, bool interleaved) {
+    if (!present(t)) return;
+    const GroupRows rows(t, num_dims, runs.count > 1);
+    tensor = rows.tensor;
+    size = rows.tensor.numel() / runs.count;
+    pitch = rows.pitch * static_cast<int64_t>(tensor.element_size());
+    first = {tensor.const_data_ptr(), offset, cpu_dtype(tensor.scalar_type()), interleaved};
+  }
+  cpu::Parameter of(int64_t run) const {
+    cpu::Parameter parameter = first;
+    if (parameter.data) parameter.data = static_cast<const char*>(parameter.data) + run * pitch;
+    return parameter;
+  }
+  Tensor tensor;
+  int64_t size = 0, pitch = 0;  // in elements; in bytes
+  cpu::Parameter first{};       // absent
+};
+
+// The parameter of a run as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes
+// its own: made once for all, it had to come from the caches of the core that made it, and 16 threads took 50 us for 64 x 16384
+// bf16 instead of 36 (Xeon). Its memory does not come from PyTorch's allocator of tensors, which anyone may replace by one that
+// has a lock.
 class Prepared {
  public:
-  Prepared(const Given& given, at::ScalarType acc, bool later = false) : parameter(given.parameter) {
-    if (later || !parameter.data || parameter.as_is(cpu_dtype(acc))) return;
-    const int64_t size = given.tensor.numel();
-    made.reset(::operator new(size * c10::elementSize(acc), kLine));
-    cpu::kernels().prepare(given.parameter, size, made.get());
-    parameter = {made.get(), 0.0, cpu_dtype(acc), false};
+  Prepared(const Given& given, at::ScalarType acc, bool later = false)
+      : given(given), acc(cpu_dtype(acc)), makes(!later && given.first.data && !given.first.as_is(this->acc)) {
+    if (makes) made.reset(::operator new(given.size * c10::elementSize(acc), kLine));
+    go_to(0);
   }
-  cpu::Parameter parameter;
+  const cpu::Parameter& of(int64_t wanted) {
+    if (wanted != run) go_to(wanted);
+    return parameter;
+  }
 
  private:
+  const Given& given;
+  Dtype acc;
+  bool makes;
+  int64_t run = 0;
+  cpu::Parameter parameter;
+
+  void go_to(int64_t wanted) {
+    run = wanted;
+    parameter = given.of(run);
+    if (!makes) return;
+    cpu::kernels().prepare(parameter, given.size, made.get());
+    parameter = {made.get(), 0.0, acc, false};
+  }
   static constexpr std::align_val_t kLine{64};
   struct Free {
     void operator()(void* p) const { ::operator delete(p, kLine); }
@@ -117,7 +151,9 @@ struct StagedBackward {
 // Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
 // the kernel of the bare norm takes these as they lie.
 bool is_bare(const BackwardCall& c) {
-  return static_cast<const StageOptions&>(c) == StageOptions{} && !present(c.row()) && !c.wants[3] &&
+  StageOptions none;
+  none.grouped = c.grouped;
+  return static_cast<const StageOptions&>(c) == none && !present(c.row()) && !c.wants[3] &&
          c.input.scalar_type() == c.dy.scalar_type() && c.x_dtype == c.input.scalar_type();
 }
 
@@ -183,39 +219,54 @@ int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const T
 
 // dx, and dweight and dbias from the partial sums of the blocks.
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
-                        const Given& weight, Tensor& dweight, Tensor& dbias) {
+                        const Runs& runs, const Given& weight, Tensor& dweight, Tensor& dbias) {
   const auto acc = acc_dtype(call.input);
-  const Given bias(staged && follows(call, call) ? call.bias : kAbsent, 0.0, false);
-  const int64_t samples = x.rows / args.groups, cols = x.cols * args.groups;
-  const int64_t block_rows = rows_of_block(samples, cols, dweight, dbias);
-  const int64_t blocks = ceil_div(samples, block_rows), block_elements = block_rows * cols;
-  const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc)), gradients = call.wants[1] + call.wants[2];
-  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(gradients * blocks * row_bytes);
+  const Given bias(staged && follows(call, call) ? call.bias : kAbsent, call.num_dims, runs, 0.0, false);
+  const int64_t samples = x.rows / (runs.count * runs.together), cols = x.cols * runs.together;  // of a run
+  const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, dweight, dbias));
+  const int64_t blocks_of_run = ceil_div(samples, block_rows), blocks = runs.count * blocks_of_run;
+  const int64_t block_elements = block_rows * cols, gradients = call.wants[1] + call.wants[2];
+  const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
+  // The sums of one of many runs that is a single block are rounded at once, from memory of the thread's own.
+  const bool at_once = runs.count > 1 && blocks_of_run == 1;
+  const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : gradients * blocks * row_bytes);
   const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
   };
+  const auto sum_of = [&](int64_t gradient, const void* rows, int64_t run) {
+    return RowsToSum{rows, acc, call.wants[1] && gradient == 0 ? dweight : dbias, run * cols};
+  };
   share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > 64 && gradients ? 2 * cols : 0;
-    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc),
-            room = std::unique_ptr<double[]>(new double[totals])](int64_t begin, int64_t end) {
+    const int64_t totals = block_rows > 64 && gradients ? 2 * cols : 0, own = at_once ? gradients * row_bytes : 0;
+    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), room = std::unique_ptr<double[]>(new double[totals]),
+            own_partials = std::unique_ptr<char[]>(new char[own])](int64_t begin, int64_t end) mutable {
       cpu::Backward mine = args;
       mine.totals = totals ? room.get() : nullptr;
-      mine.weight = w.parameter.data;
       cpu::BackwardStages stages{};
       if (staged) stages = *staged;
-      stages.bias = b.parameter.data;
+      const auto sums_at = [&](int64_t gradient, int64_t block) -> void* {
+        return at_once ? own_partials.get() + gradient * row_bytes : partial(gradient, block);
+      };
       for (int64_t block = begin; block < end; ++block) {
-        const int64_t first = block * block_rows, last = std::min(samples, first + block_rows);
-        mine.dweight = call.wants[1] ? partial(0, block) : nullptr;
-        mine.dbias = call.wants[2] ? partial(gradients - 1, block) : nullptr;
+        const int64_t run = block / blocks_of_run, first = run * samples + block % blocks_of_run * block_rows;
+        const int64_t last = std::min((run + 1) * samples, first + block_rows);
+        mine.weight = w.of(run).data;
+        stages.bias = b.of(run).data;
+        mine.dweight = call.wants[1] ? sums_at(0, block) : nullptr;
+        mine.dbias = call.wants[2] ? sums_at(gradients - 1, block) : nullptr;
         if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
         else cpu::kernels().backward(mine, first, last);
+        for (int64_t gradient = 0; at_once && gradient < gradients; ++gradient)
+          for (int64_t start = 0; start < cols; start += cpu::kMaxColumns)
+            sum_columns(sum_of(gradient, sums_at(gradient, block), run), 1, cols, 1.0, start,
+                        std::min(cpu::kMaxColumns, cols - start));
       }
     };
   });
-  if (gradients == 0) return;
-  sum_rows(gradients, blocks, cols, 1.0, [&](int64_t gradient) {
-    return RowsToSum{partial(gradient, 0), acc, call.wants[1] && gradient == 0 ? dweight : dbias};
+  if (gradients == 0 || at_once) return;
+  sum_rows(gradients * runs.count, blocks_of_run, cols, 1.0, [&](int64_t output) {
+    const int64_t gradient = output / runs.count, run = output % runs.count;
+    return sum_of(gradient, partial(gradient, run * blocks_of_run), run);
   });
 }
 
@@ -225,8 +276,11 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x(call.input, call.num_dims);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type, interleaved = bare && x_type == Dtype::kBFloat16;
-  const Given weight(call.weight, call.weight_offset, interleaved), bias(call.bias, 0.0, interleaved);
+  const Runs runs(call, x.rows);
+  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
+  const bool interleaved = bare && x_type == Dtype::kBFloat16;
+  const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
+      bias(call.bias, call.num_dims, runs, 0.0, interleaved);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -235,8 +289,8 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
     if (call.rms) mean = nullptr;
   }
   const cpu::Forward args{x.data(),
-                          weight.parameter,
-                          bias.parameter,
+                          weight.first,
+                          bias.first,
                           y.data_ptr(),
                           mean,
                           rstd,
@@ -247,14 +301,15 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
                           x_type,
                           y_type,
                           past_caches(call.input.nbytes() + y.nbytes(), free_threads()),
-                          groups_of(call)};
+                          runs.together};
   count(Counter::kCpuForward);
   prefer_huge_pages(y);
   prefer_huge_pages(h);
-  if (bare && shares_stretches(x)) return forward_by_stretches(args, x.rows);
+  if (bare && runs.count == 1 && shares_stretches(x)) return forward_by_stretches(args, x.rows);
   const StagedForward staged(call, h);
   const bool by_stretches = bare && cpu::are_long(x.cols);
-  const int64_t rows = ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads());  // of a thread
+  const int64_t of_run = x.rows / runs.count;
+  const int64_t rows = std::min(of_run, ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads()));  // of a thread
   const bool later = bare && rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
   // What is left to the kernel is prepared anew in each part, so a thread has one part then.
   share_by(x.rows, x.cols,
@@ -262,12 +317,16 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
            : by_stretches ? cpu::kLongRowsTogether
                           : step_of(x.cols),
            [&] {
-             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) {
+             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) mutable {
                cpu::Forward mine = args;
-               mine.weight = w.parameter;
-               mine.bias = b.parameter;
-               if (bare) cpu::kernels().forward(mine, begin, end);
-               else cpu::kernels().forward_staged(mine, staged.args, begin, end);
+               for (int64_t last; begin < end; begin = last) {
+                 const int64_t run = begin / of_run;
+                 last = std::min(end, (run + 1) * of_run);
+                 mine.weight = w.of(run);
+                 mine.bias = b.of(run);
+                 if (bare) cpu::kernels().forward(mine, begin, last);
+                 else cpu::kernels().forward_staged(mine, staged.args, begin, last);
+               }
              };
            });
 }
@@ -275,9 +334,11 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
-  const bool bare = is_bare(call), by_columns = bare && goes_by_columns(x, call.input.nbytes());
+  const Runs runs(call, x.rows);
+  const bool bare = is_bare(call) && runs.together == 1;
+  const bool by_columns = bare && runs.count == 1 && goes_by_columns(x, call.input.nbytes());
   const OptionalRows dh(call.dh, call.num_dims);
-  const Given weight(call.weight, call.weight_offset, bare && x_type == Dtype::kBFloat16);
+  const Given weight(call.weight, call.num_dims, runs, call.weight_offset, bare && x_type == Dtype::kBFloat16);
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
@@ -289,7 +350,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
                      dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
-  args.groups = groups_of(call);
+  args.groups = runs.together;
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
   prefer_huge_pages(dx);
@@ -298,9 +359,9 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
     args.dweight = call.wants[1] ? dweight.data_ptr() : nullptr;
     args.dbias = call.wants[2] ? dbias.data_ptr() : nullptr;
     const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kFloat; };
-    return backward_by_columns({args, x.rows, weight.parameter, type(dweight), type(dbias)});
+    return backward_by_columns({args, x.rows, weight.first, type(dweight), type(dbias)});
   }
-  backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, weight, dweight, dbias);
+  backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, runs, weight, dweight, dbias);
 }
 
 }  // namespace kf

@@ -37,24 +37,27 @@ std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
   return present(t) ? std::optional<Rows>(rows_of(*t, num_dims)) : std::nullopt;
 }
 
+RowGroups row_groups(const Groups& groups, const GroupRows& weight, const GroupRows& bias) {
+  return {0, groups.step(), groups.inner, weight.pitch, bias.pitch};
+}
+
 // The alignment of the rows of a contiguous tensor of our own making.
 int own_alignment(int64_t cols, at::ScalarType type) {
   return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
 }
 
-// That of the parameter of every group, of which there are `groups`; 16 where there is no parameter.
-int parameter_alignment(const Tensor& t, int64_t groups) {
-  if (!t.defined()) return 16;
-  const int whole = alignment_of(t.const_data_ptr());
-  return groups > 1 ? std::min(whole, own_alignment(t.numel() / groups, t.scalar_type())) : whole;
+void check_length(int64_t cols) {
+  if (cols > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(cols));
 }
 
-constexpr int64_t kMaxGridY = 65535;
-
-void check_length(int64_t cols, int64_t groups) {
-  const int64_t n = cols * groups;
-  if (n > INT32_MAX) driver::fail("rows of more than 2^31 - 1 elements are not supported, got N = " + std::to_string(n));
-  if (groups > kMaxGridY) driver::fail("more than 65535 groups are not supported, got " + std::to_string(groups));
+// Launches on `grid` blocks for each group, in as many launches as the second coordinate of a grid takes.
+template <class Args>
+void launch_groups(const LoadedKernel& kernel, int64_t grid, int64_t groups, driver::Stream stream, Args& args) {
+  constexpr int64_t kMost = 65535;
+  for (int64_t first = 0; first < groups; first += kMost) {
+    args.groups.first = first;
+    launch(kernel, grid, std::min(kMost, groups - first), stream, &args);
+  }
 }
 
 RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
@@ -67,8 +70,7 @@ RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
                    .bias = dtype_or_absent(dtype_of(call.bias)),
                    .offset = call.weight_offset != 0.0,
                    .grads = {},
-                   .residual = dtype_or_absent(dtype_of(call.residual)),
-                   .grouped = is_grouped(call)};
+                   .residual = dtype_or_absent(dtype_of(call.residual))};
   describe(call, call, spec);
   return spec;
 }
@@ -77,22 +79,30 @@ RowNormSpec forward_spec(const ForwardCall& call, int64_t cols) {
 
 void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const Rows x = rows_of(call.input, call.num_dims);
-  const int64_t groups = groups_of(call);
-  check_length(x.cols, groups);
+  const Groups groups = groups_of(call);
+  check_length(x.cols);
   const auto other = rows_of(call.other(), call.num_dims);
-  const Tensor weight = contiguous(call.weight), bias = contiguous(call.bias);
+  const GroupRows weight(call.weight, call.num_dims, call.grouped), bias(call.bias, call.num_dims, call.grouped);
   const auto row_bytes = (x.cols * y.element_size()) & 15;
   const Access access{.x = x.alignment,
                       .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
-                      .weight = std::min(parameter_alignment(weight, groups), parameter_alignment(bias, groups)),
+                      .weight = std::min(weight.alignment, bias.alignment),
                       .strided_x = x.strided,
                       .residual = other ? other->alignment : 16,
                       .strided_residual = other && other->strided};
   const OnDevice on(call.input.device());
   const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
-  RowNormFwdArgs args{x.data(), data_or_null(weight), data_or_null(bias), y.data_ptr(), nullptr,
-                      nullptr,  x.rows / groups,      x.layout,           call.eps,     call.weight_offset};
-  args.groups = groups;
+  RowNormFwdArgs args{x.data(),
+                      data_or_null(weight.tensor),
+                      data_or_null(bias.tensor),
+                      y.data_ptr(),
+                      nullptr,
+                      nullptr,
+                      x.rows / groups.count,
+                      x.layout,
+                      call.eps,
+                      call.weight_offset};
+  args.groups = row_groups(groups, weight, bias);
   if (call.wants_stats) {
     const Stats s(stats, x.rows, call.rms);
     args.mean = s.mean;
@@ -108,7 +118,7 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
     args.dropout_last = call.dropout.last();
     args.dropout_scale = call.dropout.scale();
   }
-  launch(kernel, kernel.grid(args.rows, groups), groups, on.stream, &args);
+  launch_groups(kernel, kernel.grid(args.rows, groups.count), groups.count, on.stream, args);
 }
 
 namespace {
@@ -117,15 +127,16 @@ namespace {
 struct BackwardInputs {
   Rows x, dy;
   std::optional<Rows> other;
-  Tensor weight, bias, stats, dh;
-  int64_t groups;
+  GroupRows weight, bias;
+  Tensor stats, dh;
+  Groups groups;
 
   explicit BackwardInputs(const BackwardCall& call)
-      : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)), weight(contiguous(call.weight)),
-        stats(call.stats.contiguous()), groups(groups_of(call)) {
+      : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)),
+        weight(call.weight, call.num_dims, call.grouped), stats(call.stats.contiguous()), groups(groups_of(call)) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
     // The row of a stage asks for it only to have its own gradient.
-    if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = contiguous(call.bias);
+    if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = {call.bias, call.num_dims, call.grouped};
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
     if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation))
       other = rows_of(call.other(), call.num_dims);
@@ -139,13 +150,12 @@ struct BackwardInputs {
                      .x = cpu_dtype(call.x_dtype),
                      .y = cpu_dtype(call.dy.scalar_type()),
                      .weight = dtype_or_absent(dtype_of(call.weight)),
-                     .bias = dtype_or_absent(dtype_of(bias)),
+                     .bias = bias.tensor.defined() ? cpu_dtype(bias.tensor.scalar_type()) : Dtype::kAbsent,
                      .offset = call.weight_offset != 0.0,
                      .grads = {wants_dx, wants_dweight, wants_dbias},
                      .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
                      .dh = dh.defined(),
-                     .dresidual = wants_dresidual,
-                     .grouped = is_grouped(call)};
+                     .dresidual = wants_dresidual};
     describe(call, call, spec);
     return spec;
   }
@@ -154,7 +164,7 @@ struct BackwardInputs {
     const void* g = data_or_null(dh);
     return {.x = x.alignment,
             .y = dy.alignment,
-            .weight = std::min(parameter_alignment(weight, groups), parameter_alignment(bias, groups)),
+            .weight = std::min(weight.alignment, bias.alignment),
             .dx = own_alignment(x.cols, call.x_dtype),
             .strided_x = x.strided,
             .strided_y = dy.strided,
@@ -169,18 +179,18 @@ struct BackwardInputs {
                         x.data(),
                         s.mean,
                         s.rstd,
-                        data_or_null(weight),
+                        data_or_null(weight.tensor),
                         nullptr,
                         nullptr,
                         nullptr,
-                        x.rows / groups,
+                        x.rows / groups.count,
                         0,
                         x.layout,
                         dy.layout,
                         call.weight_offset,
-                        data_or_null(bias),
+                        data_or_null(bias.tensor),
                         data_or_null(dh)};
-    args.groups = groups;
+    args.groups = row_groups(groups, weight, bias);
     if (other) {
       args.pre_x = other->data();
       args.pre_x_rows = other->layout;
@@ -199,8 +209,8 @@ struct BackwardInputs {
 void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
   const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
   const BackwardInputs inputs(call);
-  const int64_t cols = inputs.x.cols, groups = inputs.groups, rows = inputs.x.rows / groups;
-  check_length(cols, groups);
+  const int64_t cols = inputs.x.cols, groups = inputs.groups.count, rows = inputs.x.rows / groups;
+  check_length(cols);
   const auto device = call.input.device();
   auto spec = inputs.spec(call);
   const auto access = inputs.access(call);
@@ -211,7 +221,7 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   if (wants_dx) args.dx = dx.data_ptr();
   if (wants_dresidual) args.dresidual = dresidual.data_ptr();
   const int64_t grid = kernel.grid(rows, groups);
-  if (!wants_dweight && !wants_dbias) return launch(kernel, grid, groups, on.stream, &args);
+  if (!wants_dweight && !wants_dbias) return launch_groups(kernel, grid, groups, on.stream, args);
 
   spec.direction = Direction::kBackwardWeight;
   const auto* split = kernel.splits_weight ? &find_kernel({device, spec, access}, on.stream) : nullptr;
@@ -224,11 +234,11 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   args.dweight_partials = partials.data(0);
   args.dbias_partials = partials.data(1);
   args.partial_pitch = partials.pitch;
-  if (wants_dx || wants_dresidual || !split) launch(kernel, grid, groups, on.stream, &args);
+  if (wants_dx || wants_dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
   // The group is the second coordinate of a block, and else it is the slab.
-  if (split && spec.grouped) launch(*split, column_tiles * num_partials, groups, on.stream, &args);
+  if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
-  sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream);
+  sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream, spec.grouped);
 }
 
 }  // namespace kf

@@ -29,16 +29,16 @@ struct StageTensors {
 };
 
 using StageArguments = Types<std::string_view, std::string_view, double, const OptionalTensor&, std::string_view, const OptionalTensor&,
-    std::string_view, bool>;
+    std::string_view, bool, bool>;
 
 struct Stages {
   StageOptions options;
   StageTensors tensors;
 };
 inline Stages stages_of(std::string_view pre_activation, std::string_view activation, double dropout_p, const OptionalTensor& seed,
-    std::string_view rounding, const OptionalTensor& gate, std::string_view gate_activation, bool gate_first) {
+    std::string_view rounding, const OptionalTensor& gate, std::string_view gate_activation, bool gate_first, bool grouped) {
   const StageOptions o{code_of(pre_activation), code_of(activation), dropout_of(dropout_p, seed), named<Rounding>(kRoundingNames, rounding,
-    "rounding"), if_present(gate, code_of(gate_activation)), if_present(gate, gate_first)};
+    "rounding"), if_present(gate, code_of(gate_activation)), if_present(gate, gate_first), grouped};
   return {o, {{o.dropout ? &seed : &kAbsent, &gate}}};
 }
 
@@ -46,12 +46,12 @@ inline Stages stages_of(std::string_view pre_activation, std::string_view activa
 template <class F> auto with_stages(const StageOptions& o, const StageTensors& t, F&& f) {
   return f(kActivationNames[static_cast<int>(o.pre_activation)], kActivationNames[static_cast<int>(o.activation)], o.dropout.p(),
     o.dropout ? t.seed() : kAbsent, kRoundingNames[static_cast<int>(o.rounding)], t.gate(),
-    kActivationNames[static_cast<int>(o.gate_activation)], o.gate_first);
+    kActivationNames[static_cast<int>(o.gate_activation)], o.gate_first, o.grouped);
 }
 
 // f(every option).
 template <class F> auto with_options(const StageOptions& o, F&& f) {
-  return f(o.pre_activation, o.activation, o.dropout, o.rounding, o.gate_activation, o.gate_first);
+  return f(o.pre_activation, o.activation, o.dropout, o.rounding, o.gate_activation, o.gate_first, o.grouped);
 }
 
 // Whether these go with each other, and with a residual if there is one.
@@ -73,6 +73,7 @@ template <class Spec> void describe(const StageOptions& o, const StageTensors& t
   spec.gate = dtype_or_absent(dtype_of(t.gate()));
   spec.gate_activation = o.gate_activation;
   spec.gate_first = o.gate_first;
+  spec.grouped = o.grouped;
 }
 
 // make(each tensor that has the input's shape).

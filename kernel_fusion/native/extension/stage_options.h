@@ -17,6 +17,7 @@ struct StageOptions {
   Rounding rounding{};
   int32_t gate_activation = 0;
   bool gate_first = false;
+  bool grouped = false;
 
   bool operator==(const StageOptions&) const = default;
 };

@@ -70,7 +70,10 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
   }
 
  private:
-  __device__ Pack<T, kVec> load(int i) const { return load_parameter<S, T>(kFactor ? args.weight : args.bias, at.col(i)); }
+  __device__ Pack<T, kVec> load(int i) const {
+    if constexpr (kFactor) return load_weight<S>(args, at.col(i));
+    else return load_bias<S>(args, at.col(i));
+  }
   __device__ void widen(const Pack<T, kVec>& pack, A (&v)[kVec]) const {
     widen_parameter<S, T, kFactor>(pack, args.weight_offset, v);
   }

@@ -126,7 +126,7 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   using A = typename S::Acc;
   constexpr int kCols = S::kCols, kVectors = Place<S>::kVectors, kUnroll = S::kResident ? kVectors : 2;
   constexpr bool kCovers = Place<S>::kCovers;
-  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
+  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + group_offset<S>(args, S::kCols);
   A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
 #pragma unroll
   for (int which = 0; which < 2; ++which) {

@@ -18,7 +18,7 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
   using A = float;
   constexpr int kGroups = S::kRows, kOwn = Stream::kCols;  // of the block
   const int first_col = Stream::first_col(), cols = Stream::cols();
-  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + first_of_group<S>();
+  const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + group_offset<S>(args, S::kCols);
   A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
   auto* table = reinterpret_cast<A*>(shared);  // [2][kGroups][kOwn]
 #pragma unroll

@@ -24,8 +24,8 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   if constexpr (S::kActivation != 0) {
     using Weight = typename S::Weight;
     using Bias = typename S::Bias;
-    widen_parameter<S, Weight, true>(load_parameter<S, Weight>(args.weight, col), args.weight_offset, weight);
-    widen_parameter<S, Bias, false>(load_parameter<S, Bias>(args.bias, col), 0, bias);
+    widen_parameter<S, Weight, true>(load_weight<S>(args, col), args.weight_offset, weight);
+    widen_parameter<S, Bias, false>(load_bias<S>(args, col), 0, bias);
   }
 #pragma unroll 4
   for (i64 sample = slab; sample < args.rows; sample += slabs) {
@@ -48,7 +48,7 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
       dbias[e] += dy[e];
     }
   }
-  const i64 partial = slab * args.partial_pitch + first_of_group<S>() + col;
+  const i64 partial = slab * args.partial_pitch + group_offset<S>(args, S::kCols) + col;
 #pragma unroll
   for (int e = 0; e < kVec; ++e) {
     if constexpr (S::kDWeight) static_cast<A*>(args.dweight_partials)[partial + e] = dweight[e];

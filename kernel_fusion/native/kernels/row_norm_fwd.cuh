@@ -155,8 +155,8 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const auto load_parameters = [&](const P& of, int first) {
 #pragma unroll
     for (int i = 0; i < kTogether && first + i < kVectors; ++i) {
-      weights[i] = load_parameter<S, typename S::Weight>(args.weight, of.col(first + i));
-      biases[i] = load_parameter<S, typename S::Bias>(args.bias, of.col(first + i));
+      weights[i] = load_weight<S>(args, of.col(first + i));
+      biases[i] = load_bias<S>(args, of.col(first + i));
       factors[i] = row.load_last_factor(of.col(first + i));
     }
   };

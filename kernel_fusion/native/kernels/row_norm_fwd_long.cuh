@@ -48,8 +48,8 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
     Again again;
     if constexpr (kAddsResidual<S>) again.x = load_row<S, 16>(h, col);
     else again.x = row.template load_x<true>(col);
-    again.weight = load_parameter<S, typename S::Weight>(args.weight, col);
-    again.bias = load_parameter<S, typename S::Bias>(args.bias, col);
+    again.weight = load_weight<S>(args, col);
+    again.bias = load_bias<S>(args, col);
     if constexpr (kFactorFirst<S>) again.factor = row.load_addend(col);
     else again.factor = row.load_last_factor(col);
     return again;

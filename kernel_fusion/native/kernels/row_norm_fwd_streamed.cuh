@@ -20,8 +20,8 @@ template <class S> struct ColumnParameters {
   __device__ ColumnParameters(const RowNormFwdArgs& args, const Place<S>& at) {
 #pragma unroll
     for (int i = 0; i < Place<S>::kVectors; ++i) {
-      weights[i] = load_parameter<S, typename S::Weight>(args.weight, at.col(i));
-      biases[i] = load_parameter<S, typename S::Bias>(args.bias, at.col(i));
+      weights[i] = load_weight<S>(args, at.col(i));
+      biases[i] = load_bias<S>(args, at.col(i));
     }
   }
 };

@@ -49,8 +49,8 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
   Pack<typename S::Weight, kVec> weights[S::kAhead ? kVectors : 1];
   Pack<typename S::Bias, kVec> biases[S::kAhead ? kVectors : 1];
   const auto load_parameters = [&](int i, int col) {
-    weights[i] = load_parameter<S, typename S::Weight>(args.weight, col);
-    biases[i] = load_parameter<S, typename S::Bias>(args.bias, col);
+    weights[i] = load_weight<S>(args, col);
+    biases[i] = load_bias<S>(args, col);
   };
   if constexpr (S::kAhead)
 #pragma unroll

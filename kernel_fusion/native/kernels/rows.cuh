@@ -1,7 +1,7 @@
 // What the row-norm kernels share: row addressing, in 64 bits, and the factor made of weight and offset.
 //
-// With S::kGrouped a row of the tensors is one of several groups of a sample's columns, and a norm by itself. A kernel then
-// counts samples; blockIdx.y says which of the groups is its own, with parameters of its own.
+// With S::kGrouped rows are in groups, each with a weight and a bias of its own (RowGroups). A kernel then counts the samples
+// of a group; blockIdx.y says which group it has.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -17,16 +17,16 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
          row % layout.inner * layout.stride[2];
 }
 
-// The row of the tensors that is a sample's of this block's group.
-template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i64 sample) {
-  if constexpr (S::kGrouped) return sample * args.groups + blockIdx.y;
-  else return sample;
+// Where this block's group is among things of which each group has so many: 0 without groups.
+template <class S, class Args> __device__ i64 group_offset(const Args& args, i64 each) {
+  if constexpr (S::kGrouped) return (args.groups.first + blockIdx.y) * each;
+  else return 0;
 }
 
-// Where the columns of this block's group begin among those of all groups, in parameters and their gradients.
-template <class S> __device__ i64 first_of_group() {
-  if constexpr (S::kGrouped) return static_cast<i64>(blockIdx.y) * S::kCols;
-  else return 0;
+// The row of the tensors that is a sample of this block's group.
+template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i64 sample) {
+  if constexpr (S::kGrouped) return sample * args.groups.step + group_offset<S>(args, args.groups.inner);
+  else return sample;
 }
 
 // The vector at column `col` of a row of a tensor; of an absent one, nothing.
@@ -35,9 +35,14 @@ template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(con
   else return {};
 }
 
-// Of weight or bias.
-template <class S, class T> __device__ Pack<T, S::kVec> load_parameter(const void* p, int col) {
-  return load_row<S, S::kAlignWeight>(static_cast<const T*>(p) + first_of_group<S>(), col);
+// Of the weight and of the bias of this block's group.
+template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
+  const auto* p = static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
+  return load_row<S, S::kAlignWeight>(p, col);
+}
+template <class S, class Args> __device__ auto load_bias(const Args& args, int col) {
+  const auto* p = static_cast<const typename S::Bias*>(args.bias) + group_offset<S>(args, args.groups.bias_pitch);
+  return load_row<S, S::kAlignWeight>(p, col);
 }
 
 // The factor of n: weight_offset + weight, the addition compiled in only where there is an offset.

@@ -11,11 +11,22 @@
 
 namespace kf {
 
+// What counts the columns. The key has no number of those of groups of rows, of which there may be more than an int counts.
+template <int kCols> struct ColumnIndex {
+  using type = int;
+};
+template <> struct ColumnIndex<0> {
+  using type = i64;
+};
+
 template <class S, class T> __device__ void sum_partials_to(const SumPartialsArgs& args, int which) {
   using A = typename S::Acc;
   constexpr int kWarps = S::kThreads / 32, kDepth = 4 * kWarps, kLoads = 32 / static_cast<int>(sizeof(A));
   __shared__ A table[kWarps][32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * 32 + lane % 8 * 4;
+  using Index = typename ColumnIndex<S::kCols>::type;
+  const Index cols = S::kCols == 0 ? static_cast<Index>(args.cols) : S::kCols;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Index first = static_cast<Index>(blockIdx.x) * 32 + lane % 8 * 4;
   A sums[4] = {};
   // The pitch is a multiple of 32 columns: every vector is there.
   const A* partials = static_cast<const A*>(args.partials[which]) + first;
@@ -34,8 +45,8 @@ template <class S, class T> __device__ void sum_partials_to(const SumPartialsArg
     if (lane < 8) table[warp][lane * 4 + e] = sums[e];
   }
   __syncthreads();
-  const int col = blockIdx.x * 32 + lane;
-  if (warp > 0 || col >= S::kCols) return;
+  const Index col = static_cast<Index>(blockIdx.x) * 32 + lane;
+  if (warp > 0 || col >= cols) return;
   A sum = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) sum += table[w][lane];

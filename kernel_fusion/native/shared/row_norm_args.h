@@ -12,6 +12,16 @@ struct RowLayout {
   long long stride[3];
 };
 
+// Groups of rows that share weight and bias: sample s of group g is row s * step + g * inner, and its parameters begin at
+// g * pitch. Block y of a grid has group first + y.
+struct RowGroups {
+  long long first;
+  long long step;
+  long long inner;
+  long long weight_pitch;
+  long long bias_pitch;
+};
+
 // h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias) for each of
 // `rows` rows. A null pointer: absent. The second group is for stages, which a kernel may lack. A gate takes the residual's
 // place: h = x * act(gate), which is not stored, or y is multiplied by act(gate).
@@ -33,7 +43,7 @@ struct RowNormFwdArgs {
   RowLayout residual_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
-  long long groups;  // of columns, each a norm of its own; 1 without
+  RowGroups groups;  // read where there are some; `rows` is then the number of samples
 };
 
 // dx and dresidual of the above, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
@@ -60,15 +70,16 @@ struct RowNormBwdArgs {
   RowLayout pre_x_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
-  long long groups;  // of columns, each a norm of its own; 1 without
+  RowGroups groups;  // read where there are some; `rows` is then the number of samples
 };
 
-// out[c] = sum of partials[p * pitch + c] over p, for two sums at once.
+// out[c] = sum of partials[p * pitch + c] over p, for two sums at once, of `cols` columns where the kernel knows no number.
 struct SumPartialsArgs {
   const void* partials[2];
   void* out[2];
   long long num_partials;
   long long pitch;
+  long long cols;
 };
 
 }  // namespace kf

@@ -55,7 +55,6 @@ class RowNorm(Constants, Stages):
         offset: what is added to the weight.
         threshold, kept_scale: of dropout; 0 and 1 without.
         has_weight, has_bias, has_residual: whether there is one. Backward reads h where forward had a residual.
-        grouped: whether axis 1 of the grid are groups of columns; of `row_norm_bwd_columns` axis 2.
         flat: whether rows have one stride.
         unit: what lengths and strides count, in elements: so the compiler knows what they are divisible by.
         exact: whether blocks divide rows, so that no column needs a mask.
@@ -71,7 +70,6 @@ class RowNorm(Constants, Stages):
     unit: int
     exact: bool
     has_residual: bool = False
-    grouped: bool = False
 
     @property
     def first_factor(self) -> bool:
@@ -131,9 +129,15 @@ class RowNormBackward(RowNorm):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SumPartials(Constants):
-    """The finish of the column sums; `pair`: of two of them, of which axis 1 of the grid says which."""
+    """The finish of the column sums.
+
+    Attributes:
+        pair: of two of them, of which axis 1 of the grid says which.
+        many: of so many columns, perhaps, that they are counted in 64 bits.
+    """
 
     pair: bool
+    many: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

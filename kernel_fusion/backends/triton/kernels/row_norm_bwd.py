@@ -26,11 +26,12 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, weight_and_bias
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import OF_GROUPS, affine, normalised, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
-    of_all_groups,
-    of_this_group,
+    of_all,
+    of_group,
+    place,
     row_of,
     row_offset,
     scalar,
@@ -217,7 +218,7 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
     return dweight_now, dbias_now
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
 def row_norm_bwd(
     dy_ptr,
     h_ptr,
@@ -243,6 +244,11 @@ def row_norm_bwd(
     o0,
     o1,
     o2,
+    per_group,
+    sample_step,
+    group_step,
+    weight_pitch,
+    bias_pitch,
     C: tl.constexpr,
 ):
     """dx and dother; of rows that are not looped over, partial sums too. Lengths and strides count units.
@@ -256,10 +262,14 @@ def row_norm_bwd(
     # Divided before anything is waited for.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    program = tl.program_id(0).to(tl.int64)
+    number, group, groups = place(per_group, C)
+    program = number.to(tl.int64)
+    programs = tl.num_programs(0)
+    if C.grouped:
+        programs = per_group
     col = tl.arange(0, BLOCK)[None, :]
-    weight_ptr = of_this_group(weight_ptr, num_cols, C)
-    bias_ptr = of_this_group(bias_ptr, num_cols, C)
+    weight_ptr = of_group(weight_ptr, group, weight_pitch * C.unit, C)
+    bias_ptr = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
     targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr)
     dweight = ()
@@ -268,11 +278,11 @@ def row_norm_bwd(
         dweight = dweight + (tl.zeros([BLOCK if C.dweight else 1], C.acc),)
         dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
     wait_for_previous_kernel(C.chained)
-    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=C.stages):
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = sample < num_rows
-        row = row_of(sample, C)
-        statistics = _statistics(stats_ptr, row, of_all_groups(num_rows, C), row_mask, C)
+        row = row_of(sample, group, (sample_step, group_step), C)
+        statistics = _statistics(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
         other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
@@ -284,18 +294,18 @@ def row_norm_bwd(
                 sources, targets, rows, col, statistics, row_mask, (dweight, dbias), num_cols, count, each, C
             )
     # Partial rows, of all groups: those of dweight, one per program, then those of dbias.
-    partials_ptr = of_this_group(partials_ptr, num_cols, C)
-    width = of_all_groups(num_cols, C)
+    partials_ptr = of_group(partials_ptr, group, num_cols, C)
+    width = of_all(num_cols, groups, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
         if C.dweight:
             tl.store(partials_ptr + program * width + at, dweight[i], mask=at < num_cols)
         if C.dbias:
-            first = tl.num_programs(0) if C.dweight else 0
+            first = programs if C.dweight else 0
             tl.store(partials_ptr + (first + program) * width + at, dbias[i], mask=at < num_cols)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
 def row_norm_bwd_columns(
     dy_ptr,
     h_ptr,
@@ -318,27 +328,33 @@ def row_norm_bwd_columns(
     o0,
     o1,
     o2,
+    per_group,
+    sample_step,
+    group_step,
+    weight_pitch,
+    bias_pitch,
     C: tl.constexpr,
 ):
     """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
-    start = tl.program_id(0) * BLOCK
+    number, group, groups = place(per_group, C)
+    start = number * BLOCK
     program = tl.program_id(1).to(tl.int64)
     col = start + tl.arange(0, BLOCK)[None, :]
-    weight_ptr = of_this_group(weight_ptr, num_cols, C, 2)
-    bias_ptr = of_this_group(bias_ptr, num_cols, C, 2)
+    weight_ptr = of_group(weight_ptr, group, weight_pitch * C.unit, C)
+    bias_ptr = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
     dweight = tl.zeros([ROWS, BLOCK], C.acc)
     dbias = tl.zeros([ROWS, BLOCK], C.acc)
     for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = sample < num_rows
-        row = row_of(sample, C, 2)
+        row = row_of(sample, group, (sample_step, group_step), C)
         col_mask = within(col, num_cols, C.exact)
         mask = row_mask & col_mask
-        statistics = _statistics(stats_ptr, row, of_all_groups(num_rows, C, 2), row_mask, C)
+        statistics = _statistics(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
         other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
@@ -348,8 +364,8 @@ def row_norm_bwd_columns(
             dweight += g * rounded
         if C.dbias:
             dbias += g
-    partials_ptr = of_this_group(partials_ptr, num_cols, C, 2)
-    width = of_all_groups(num_cols, C, 2)
+    partials_ptr = of_group(partials_ptr, group, num_cols, C)
+    width = of_all(num_cols, groups, C)
     last = start + tl.arange(0, BLOCK)
     if C.dweight:
         tl.store(partials_ptr + program * width + last, tl.sum(dweight, axis=0), mask=last < num_cols)
@@ -370,10 +386,15 @@ def sum_partials(partials_ptr, first_ptr, second_ptr, num_partials, num_cols, C:
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained)
     which = tl.program_id(1)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(0)
+    if C.many:
+        block = block.to(tl.int64)
+    col = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(0, num_partials, ROWS):
         partial = start + tl.arange(0, ROWS)[:, None]
+        if C.many:
+            partial = partial.to(tl.int64)
         mask = (partial < num_partials) & (col < num_cols)[None, :]
         total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, C.wide)
     sums = tl.sum(total, axis=0)

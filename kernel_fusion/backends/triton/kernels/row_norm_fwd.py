@@ -3,7 +3,7 @@
     u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
 
 or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
-residual or the gate is the other row. Groups of columns are rows of their own, with weight and bias of their own.
+residual or the gate is the other row. Rows may be in groups, each with weight and bias of its own.
 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
 once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
@@ -24,8 +24,9 @@ from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
-    of_all_groups,
-    of_this_group,
+    of_all,
+    of_group,
+    place,
     row_of,
     row_offset,
     scalar,
@@ -37,6 +38,8 @@ from kernel_fusion.backends.triton.kernels.stages import factor
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
+# Those that groups of rows have beside them.
+OF_GROUPS = ["per_group", "sample_step", "group_step", "weight_pitch", "bias_pitch"]
 
 
 @triton.jit
@@ -257,7 +260,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
     return mean, rstd
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
 def row_norm_fwd(
     x_ptr,
     other_ptr,
@@ -277,6 +280,11 @@ def row_norm_fwd(
     o0,
     o1,
     o2,
+    per_group,
+    sample_step,
+    group_step,
+    weight_pitch,
+    bias_pitch,
     C: tl.constexpr,
 ):
     """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
@@ -290,16 +298,19 @@ def row_norm_fwd(
     # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
-    sample = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    number, group, groups = place(per_group, C)
+    sample = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = sample < num_rows
-    row = row_of(sample, C)
+    row = row_of(sample, group, (sample_step, group_step), C)
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
     x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
     other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
     rows = (x_row, other_row, row * num_cols)
     pointers = (x_ptr, other_ptr, seed_ptr)
-    parameters = (of_this_group(weight_ptr, num_cols, C), of_this_group(bias_ptr, num_cols, C))
+    weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
+    bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
+    parameters = (weight, bias)
     results = (y_ptr, h_ptr)
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
@@ -313,4 +324,4 @@ def row_norm_fwd(
             store(stats_ptr, row, rstd, row_mask)
         else:
             store(stats_ptr, row, mean, row_mask)
-            store(stats_ptr, of_all_groups(num_rows, C) + row, rstd, row_mask)
+            store(stats_ptr, of_all(num_rows, groups, C) + row, rstd, row_mask)

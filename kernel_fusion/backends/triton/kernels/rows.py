@@ -28,26 +28,42 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def row_of(sample, C: tl.constexpr, AXIS: tl.constexpr = 1):
-    """The number of the row that this program's group, on axis AXIS of the grid, has of each sample."""
+def place(per_group, C: tl.constexpr):
+    """This program's number on axis 0 of the grid, within its group of rows; its group; and how many groups there are.
+
+    The axis has `per_group` programs for each.
+    """
+    number = tl.program_id(0)
+    group = tl.full([], 0, tl.int64)
+    groups = tl.full([], 1, tl.int64)
     if C.grouped:
-        sample = sample * tl.num_programs(AXIS) + tl.program_id(AXIS)
+        group = (tl.program_id(0) // per_group).to(tl.int64)
+        groups = (tl.num_programs(0) // per_group).to(tl.int64)
+        number = tl.program_id(0) % per_group
+    return number, group, groups
+
+
+@triton.jit
+def row_of(sample, group, steps, C: tl.constexpr):
+    """The row that is a sample of a group; `steps` are those to the next sample and to the next group."""
+    if C.grouped:
+        sample = sample * steps[0] + group * steps[1]
     return sample
 
 
 @triton.jit
-def of_all_groups(count, C: tl.constexpr, AXIS: tl.constexpr = 1):
+def of_all(count, groups, C: tl.constexpr):
     """How many rows or columns all groups have, if one has `count`."""
     if C.grouped:
-        count = count * tl.num_programs(AXIS).to(tl.int64)
+        count = count * groups
     return count
 
 
 @triton.jit
-def of_this_group(ptr, num_cols, C: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Where the columns of this program's group begin."""
+def of_group(ptr, group, pitch, C: tl.constexpr):
+    """Where the columns of a group begin, if those of the next one lie `pitch` elements on."""
     if C.grouped:
-        ptr += tl.program_id(AXIS) * num_cols
+        ptr += group * pitch
     return ptr
 
 

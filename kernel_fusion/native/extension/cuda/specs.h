@@ -11,13 +11,13 @@ struct RowNormSpec {
   int pre_activation = 0, activation = 0, dropout = 0;
   Rounding rounding = Rounding::kOnce;
   Dtype gate = Dtype::kAbsent;
-  int gate_activation = 0, gate_first = 0;
+  int gate_activation = 0, gate_first = 0, grouped = 0;
   Direction direction;
   int rms, cols;
   Dtype x, y, weight = Dtype::kAbsent, bias = Dtype::kAbsent;
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
-  int dh = 0, dresidual = 0, grouped = 0;
+  int dh = 0, dresidual = 0;
 };
 
 struct Access {

@@ -11,15 +11,16 @@ PartialRows::PartialRows(const at::Tensor& like, int64_t count, int64_t cols)
       tensor(at::empty({2, count, pitch}, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat))) {
 }
 
-void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream) {
+void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream, bool any) {
   const auto type = [](const at::Tensor* t) { return t ? cpu_dtype(t->scalar_type()) : Dtype::kAbsent; };
-  const SumPartialsSpec spec{static_cast<int>(partials.cols), cpu_dtype(partials.tensor.scalar_type()), type(first),
+  const SumPartialsSpec spec{any ? 0 : static_cast<int>(partials.cols), cpu_dtype(partials.tensor.scalar_type()), type(first),
                              type(second)};
   const auto& kernel = find_kernel({partials.tensor.device(), spec, Access{}}, stream);
   const SumPartialsArgs args{{partials.data(0), partials.data(1)},
                              {first ? first->data_ptr() : nullptr, second ? second->data_ptr() : nullptr},
                              partials.count,
-                             partials.pitch};
+                             partials.pitch,
+                             partials.cols};
   launch(kernel, kernel.grid(partials.cols), 2, stream, &args);
 }
 

@@ -30,7 +30,8 @@ struct PartialRows {
   }
 };
 
-// Adds the partial rows into each sum that is not null, both at once.
-void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream);
+// Adds the partial rows into each sum that is not null, both at once. `any`: by a kernel for any number of columns, where that
+// depends on the number of rows.
+void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream, bool any = false);
 
 }  // namespace kf

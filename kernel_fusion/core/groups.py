@@ -1,0 +1,57 @@
+"""Groups of rows that share weight and bias: what the leading dimensions of these say.
+
+A kernel knows a group by two numbers, so groups are neighbouring rows, or rows at equal distances: the leading
+dimensions that the parameters have and those along which they broadcast do not alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Row r is one of group r // inner % count."""
+
+    count: int = 1
+    inner: int = 1
+
+    @property
+    def step(self) -> int:
+        """From a row of a group to its next one; with `inner` rows or a single one in each it is the same."""
+        return self.count if self.inner == 1 else 1
+
+
+def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> Groups | None:
+    """The groups of the rows of an input, of parameters whose shape broadcasts to its; None where dimensions alternate.
+
+    Args:
+        input, parameter: the shapes, `num_dims` normalised dimensions included.
+    """
+    leading = list(input[: len(input) - num_dims])
+    own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
+    # Whether the parameters have each dimension, of those with several rows.
+    has = [(size != 1, rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
+    if sum(a != b for (a, _), (b, _) in zip(has, has[1:], strict=False)) > 1:
+        return None
+    count = inner = 1
+    for varies, rows in has:
+        count *= rows if varies else 1
+        inner *= rows if not varies and has[0][0] else 1
+    return Groups(count, inner)
+
+
+def laid_out(input: Sequence[int], parameters: Sequence[Tensor | None], num_dims: int) -> list[Tensor | None]:
+    """The parameters in one shape, whose groups a kernel knows, as views: broadcast to each other, and no further
+    than that takes.
+
+    The parameters have at most the input's dimensions and end with the normalised ones.
+    """
+    shapes = [(1,) * (len(input) - p.dim()) + tuple(p.shape) for p in parameters if p is not None]
+    shape = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
+    while groups_of(input, shape, num_dims) is None:
+        first = next(d for d, size in enumerate(shape) if size != input[d])
+        shape[first] = input[first]
+    return [p if p is None else p.expand(shape) for p in parameters]

@@ -1,0 +1,334 @@
+"""The modulated norms, AdaLN of diffusion transformers: a norm whose weight and bias vary over the rows.
+
+norm(x) * (1 + scale) + shift is a norm with weight `scale`, offset 1 and bias `shift`. What is left to do here is to
+bring both into a shape whose groups of rows the operator knows, and to multiply a weight of the norm's own into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends import eager
+from kernel_fusion.core import checks, groups
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import Given
+from kernel_fusion.functional import interop
+from kernel_fusion.functional.row_norm import Norm, NormOutput, explain_norm, resolved
+from kernel_fusion.operators.dispatch import operator
+
+# scale, shift, gate.
+_Modulation = tuple[Tensor, Tensor | None, Tensor | None]
+_Stages = tuple[str | None, str | None, float]  # pre_activation, activation, dropout_p
+
+
+def modulated_layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Layer normalisation, scaled and shifted by other numbers for every sample or row, in one pass.
+
+    .. math::
+        y = n(x) \cdot (1 + s) + t, \qquad n(x) = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}}
+
+    and with a weight and a bias of the norm, n(x) · (offset + w) + b in place of n(x).
+
+    Args:
+        input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
+        normalized_shape, eps: as for :func:`layer_norm`.
+        scale: s, which ends with `normalized_shape` and broadcasts to the input's leading dimensions: per sample
+            (B, 1, N), per token (B, L, N), or (N,). In a dtype of its own: any of fp16/bf16/fp32 for such inputs
+            (float64 for float64). It is read where it lies, so a chunk of a wider projection needs no copy.
+        shift: t, likewise, or None for 0.
+        weight, bias, weight_offset: as for :func:`layer_norm`. (offset + w)(1 + s) and b(1 + s) + t are computed
+            first, in the compute type: as many numbers as `scale` has, for those of a scale per token a pass more.
+        pre_activation, activation, out_dtype: as for :func:`layer_norm`.
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
+
+    Returns:
+        Tensor of the input's shape, contiguous. Accumulated in float32 (float64 for float64 input), rounded once.
+
+    Raises:
+        TypeError: `scale` is None or no tensor, or another argument has another type than PyTorch's call takes.
+        RuntimeError: shapes, devices or dtypes that don't fit; a nested `input` with a `scale` that varies over rows.
+        ValueError: `weight_offset` without `weight`, an unknown activation or `backend`.
+        BackendUnavailableError: `backend` was given and cannot serve this call.
+
+    Backward is one pass as well; the gradients of `scale` and `shift` are summed over the rows that share them, in a
+    fixed order. Where they vary, are the same, and vary again along the leading dimensions, as (B, 1, H, N) does for an
+    input (B, L, H, N), both are copied once for each index of the outermost dimension that they lack.
+
+    Source: Peebles, Xie: Scalable Diffusion Models with Transformers, arXiv:2212.09748 (adaLN); Perez et al.: FiLM,
+    arXiv:1709.07871.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, (shift, scale) = torch.randn(2, 8, 16), torch.randn(2, 32).chunk(2, -1)
+        >>> y = kf.modulated_layer_norm(x, 16, scale[:, None], shift[:, None])
+        >>> torch.allclose(y, kf.layer_norm(x, 16) * (1 + scale[:, None]) + shift[:, None], atol=1e-5)
+        True
+    """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, 0.0
+    return _modulated("modulated_layer_norm", input, None, norm, (scale, shift, None), stages, backend).output
+
+
+def modulated_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Root-mean-square normalisation, scaled and shifted by other numbers for every sample or row, in one pass.
+
+    .. math:: y = n(x) \cdot (1 + s) + t, \qquad n(x) = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}}
+
+    Args, returns, raises: as for :func:`modulated_layer_norm`, with `eps` as for :func:`rms_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, scale = torch.randn(2, 8, 16), torch.randn(2, 1, 16)
+        >>> y = kf.modulated_rms_norm(x, 16, scale)
+        >>> torch.allclose(y, kf.rms_norm(x, 16) * (1 + scale), atol=1e-5)
+        True
+    """
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, 0.0
+    return _modulated("modulated_rms_norm", input, None, norm, (scale, shift, None), stages, backend).output
+
+
+def add_modulated_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> NormOutput:
+    r"""A gated residual addition, and the modulated layer normalisation of the sum.
+
+    .. math:: h = r + g \cdot x, \qquad y = n(h) \cdot (1 + s) + t
+
+    Args:
+        input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
+        residual, dropout_p, training: as for :func:`add_layer_norm`. h is rounded once, to the residual's dtype.
+        normalized_shape, scale, shift, weight, bias, eps: as for :func:`modulated_layer_norm`.
+        gate: g, which broadcasts to the input as `scale` does, or None for 1. Without one all is one pass; with one, h
+            is a pass of its own, PyTorch's `addcmul`, and goes neither with dropout nor with `pre_activation`.
+        pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`modulated_layer_norm`.
+
+    Returns:
+        :class:`NormOutput`: y, in the input's dtype, and h.
+
+    Raises:
+        TypeError, RuntimeError, ValueError, BackendUnavailableError: as for :func:`modulated_layer_norm`; RuntimeError
+            where `residual` has another shape than `input`; ValueError where `dropout_p` is no probability, or where
+            it or `pre_activation` stands beside a `gate`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, r = torch.randn(2, 2, 8, 16)
+        >>> shift, scale, gate = torch.randn(2, 1, 48).chunk(3, -1)
+        >>> y, h = kf.add_modulated_layer_norm(x, r, 16, scale, shift, gate=gate)
+        >>> torch.allclose(h, r + gate * x, atol=1e-6)
+        True
+    """
+    checks.dropout_p("add_modulated_layer_norm", "dropout_p", dropout_p)
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, dropout_p if training else 0.0
+    return _modulated("add_modulated_layer_norm", input, residual, norm, (scale, shift, gate), stages, backend)
+
+
+def add_modulated_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    gate: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> NormOutput:
+    r"""A gated residual addition, and the modulated root-mean-square normalisation of the sum.
+
+    .. math:: h = r + g \cdot x, \qquad y = n(h) \cdot (1 + s) + t
+
+    Args, returns, raises: as for :func:`add_modulated_layer_norm`, with `eps` as for :func:`rms_norm`.
+
+    Example:
+        >>> import torch, kernel_fusion as kf
+        >>> x, r = torch.randn(2, 2, 8, 16)
+        >>> y, h = kf.add_modulated_rms_norm(x, r, 16, torch.zeros(2, 1, 16))
+        >>> torch.allclose(y, kf.rms_norm(r + x, 16), atol=1e-6)
+        True
+    """
+    checks.dropout_p("add_modulated_rms_norm", "dropout_p", dropout_p)
+    norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
+    stages = pre_activation, activation, dropout_p if training else 0.0
+    return _modulated("add_modulated_rms_norm", input, residual, norm, (scale, shift, gate), stages, backend)
+
+
+def _modulated(
+    verb: str,
+    input: Tensor,
+    residual: Tensor | None,
+    norm: Norm,
+    modulation: _Modulation,
+    stages: _Stages,
+    backend: str | None,
+) -> NormOutput:
+    """A modulated norm with stages around it."""
+    normalized_shape, weight, bias, *rest = norm
+    pre, post = (checks.activation(verb, n, s) for n, s in zip(("pre_activation", "activation"), stages, strict=False))
+    if not interop.is_tensor(input):
+        if interop.records(input):
+            return _recorded(verb, input, residual, norm, modulation, stages, backend)
+
+        def with_tensors(x: Tensor, r: Tensor | None, w: Any, b: Any, s: Any, t: Any, g: Any) -> NormOutput:
+            return _modulated(verb, x, r, (normalized_shape, w, b, *rest), (s, t, g), stages, backend)  # type: ignore[arg-type]
+
+        return interop.with_tensors(verb, with_tensors, input, residual, weight, bias, *modulation)  # type: ignore[no-any-return]
+    scale, shift, gate = modulation
+    for name, tensor in {"scale": scale, "residual": residual}.items():
+        if tensor is None and (name == "scale" or verb.startswith("add_")):
+            other = verb.replace("modulated_", "") if name == "scale" else verb[4:]
+            raise TypeError(f"`{verb}`: `{name}` must be a tensor, got None; without one the verb is `{other}`")
+    rows = {"input": input, "residual": residual, "scale": scale, "shift": shift, "gate": gate}
+    try:
+        shape, eps = resolved(verb, input, norm)
+        if not checks.parameters_fit(shape, weight, bias):
+            eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, verb.endswith("rms_norm"))  # raises
+        for name in ("scale", "shift", "gate"):
+            checks.modulation(verb, name, rows[name], input, len(shape))
+        checks.other_row(verb, "residual", input, residual)
+        w, b, offset = _affine(verb, input, norm, scale, shift)
+        w, b, grouped = _in_groups(verb, input, shape, w, b)
+        out_dtype = norm[5]
+        if gate is not None:
+            assert residual is not None
+            out_dtype = _out_dtype(input, residual, out_dtype)
+            input, residual = _gated_sum(verb, input, residual, gate, pre, stages[2]), None
+        seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
+        given = Given(pre, post, stages[2], seed, grouped=grouped)
+        serve = operator(verb, "staged_row_norm", backend, input, residual, scale)
+        y, h = serve(input, residual, len(shape), w, b, eps, offset, out_dtype, verb.endswith("rms_norm"), *given)
+        return NormOutput(y, h if gate is None else input)
+    except checks.REFUSALS as error:
+        explain_norm(verb, error, rows, norm)
+        raise
+
+
+def _affine(
+    verb: str, input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor | None, float]:
+    """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in."""
+    _, weight, bias, _, weight_offset, out_dtype = norm
+    checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
+    if weight is None and bias is None:
+        return scale, shift, 1.0
+    wide = compute_dtype(input.dtype)
+    factor = 1.0 + scale.to(wide)
+    if bias is not None:
+        bias = bias.to(wide) * factor
+        shift = bias if shift is None else bias + shift.to(wide)
+    if weight is None:
+        return scale, shift, 1.0
+    return factor * (weight.to(wide) + weight_offset), shift, 0.0
+
+
+def _in_groups(
+    verb: str, input: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Both in one shape, and whether they vary over rows."""
+    given = [p for p in (weight, bias) if p is not None]
+    if all(size == 1 for p in given for size in p.shape[: p.dim() - len(shape)]):
+        return weight.reshape(shape), None if bias is None else bias.reshape(shape), False
+    if input.is_nested:
+        raise RuntimeError(
+            f"`{verb}`: `scale` and `shift` must have shape {list(shape)} beside a nested `input`, got "
+            f"{' and '.join(str(list(p.shape)) for p in given)}"
+        )
+    w, b = groups.laid_out(input.shape, [weight, bias], len(shape))
+    assert w is not None
+    return w, b, True
+
+
+def _gated_sum(verb: str, input: Tensor, residual: Tensor, gate: Tensor, pre: str, dropout_p: float) -> Tensor:
+    """residual + gate * input, rounded once, to the residual's dtype."""
+    for name, there in {"pre_activation": pre != IDENTITY, "dropout_p": dropout_p > 0.0}.items():
+        if there:
+            raise ValueError(f"`{verb}`: `{name}` does not go with a `gate`")
+    return torch.addcmul(residual, gate, input).to(residual.dtype)
+
+
+def _out_dtype(input: Tensor, residual: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of y where what is normalised is h and not the input: None where h has the input's."""
+    if out_dtype is not None or input.dtype == residual.dtype:
+        return out_dtype
+    narrow = input.dtype.itemsize == 2 and input.is_cuda
+    return torch.float32 if narrow and torch.is_autocast_enabled("cuda") else input.dtype
+
+
+def _recorded(
+    verb: str,
+    input: Any,
+    residual: Any,
+    norm: Norm,
+    modulation: _Modulation,
+    stages: _Stages,
+    backend: str | None,
+) -> NormOutput:
+    """A call of the verb, recorded by its input."""
+    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    scale, shift, gate = modulation
+    options: dict[str, Any] = {"shift": shift, "weight": weight, "bias": bias, "eps": eps}
+    options |= {"weight_offset": weight_offset, "out_dtype": out_dtype, "backend": backend}
+    options |= {"pre_activation": stages[0], "activation": stages[1]}
+    if verb.startswith("add_"):
+        options |= {"gate": gate, "dropout_p": stages[2]}
+        return interop.recorded(globals()[verb], input, residual, normalized_shape, scale, **options)  # type: ignore[no-any-return]
+    return NormOutput(interop.recorded(globals()[verb], input, normalized_shape, scale, **options), input)
