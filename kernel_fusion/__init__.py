@@ -43,6 +43,7 @@ from kernel_fusion.nn import (
     FusedGatedRMSNorm,
     FusedLayerNorm,
     FusedLinearAct,
+    FusedModulatedLayerNorm,
     FusedRMSNorm,
     FusedSoftmax,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedLinearAct",
+    "FusedModulatedLayerNorm",
     "FusedRMSNorm",
     "FusedSoftmax",
     "NormOutput",

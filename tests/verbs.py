@@ -164,6 +164,25 @@ def _gated_norm(name: str, verb: str, **gating: Any) -> Verb:
     return Verb(name, arguments, ours, pytorch, reshapes="group_size" in gating)
 
 
+def _modulated_norm(name: str, verb: str, varies: Callable[[int, int], tuple[int, ...]], **options: Any) -> Verb:
+    """A modulated norm over the last dimension; scale and shift have the leading dimensions of `varies`."""
+    added = verb.startswith("add_")
+    arguments = {"x": _matrix} | ({"residual": _matrix} if added else {}) | {"scale": varies, "shift": varies}
+
+    def ours(x: Tensor, *rest: Tensor, backend: str | None = None) -> Any:
+        *residual, scale, shift = rest
+        return getattr(kf, verb)(x, *residual, x.shape[-1:], scale, shift, eps=EPS, backend=backend, **options)
+
+    def pytorch(x: Tensor, *rest: Tensor) -> Any:
+        residual, scale, shift = rest if added else (None, *rest)
+        stages = {"pre_activation": options.get("pre_activation"), "rms": verb.endswith("rms_norm")}
+        y, h = unfused.staged_norm(x, residual, x.shape[-1:], None, None, EPS, **stages)
+        y = unfused.modulated(y, scale, shift, options.get("activation"))
+        return (y, h) if added else y
+
+    return Verb(name, arguments, ours, pytorch, row_wise=varies is _row)
+
+
 def _pointwise(verb: str, activation: str, arguments: dict[str, Any], form: str = "", **options: Any) -> Verb:
     def ours(*tensors: Tensor, **backend: Any) -> Tensor:
         return getattr(kf, verb)(*tensors, activation, **backend)
@@ -185,6 +204,10 @@ _VERBS = (
     _gated_norm("gated_layer_norm", "gated_layer_norm"),
     _gated_norm("gated_rms_norm", "gated_rms_norm", gate_activation="gelu", gate_first=True),
     _gated_norm("gated_rms_norm-grouped", "gated_rms_norm", group_size=None),
+    _modulated_norm("modulated_layer_norm", "modulated_layer_norm", _row),
+    _modulated_norm("modulated_rms_norm-rows", "modulated_rms_norm", _matrix, activation="silu"),
+    _modulated_norm("add_modulated_layer_norm-rows", "add_modulated_layer_norm", _matrix),
+    _modulated_norm("add_modulated_rms_norm", "add_modulated_rms_norm", _row, pre_activation="tanh"),
     _pointwise("add_act", "gelu", _PAIR),
     _pointwise("add_act", "silu", {"a": _matrix, "b": _column}, "-column", kernels=None),
     _pointwise("mul_act", "tanh", _PAIR),

@@ -149,7 +149,7 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
 
 
 def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, num_dims: int) -> None:
-    """Raise unless a tensor ends with the normalised dimensions, broadcasts over the others, and goes with the input."""
+    """Raise unless a tensor ends with the normalised dimensions, broadcasts over others, and goes with the input."""
     if value is None:
         return
     tensor(verb, argument, value)

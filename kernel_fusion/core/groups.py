@@ -7,6 +7,7 @@ dimensions that the parameters have and those along which they broadcast do not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,7 +35,7 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
     own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
     # Whether the parameters have each dimension, of those with several rows.
     has = [(size != 1, rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
-    if sum(a != b for (a, _), (b, _) in zip(has, has[1:], strict=False)) > 1:
+    if sum(a != b for (a, _), (b, _) in pairwise(has)) > 1:
         return None
     count = inner = 1
     for varies, rows in has:

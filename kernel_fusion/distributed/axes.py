@@ -62,7 +62,7 @@ def staged_row_norm(*args: Any) -> Call:
     Weight and bias of groups of rows lie along the leading dimensions that they have.
     """
     positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4} | {name: PLACES[name] for name in ROWS}
-    grouped = _GROUPED < len(args) and args[_GROUPED]
+    grouped = len(args) > _GROUPED and args[_GROUPED]
     return _norm(args, positions, num_dims=args[2], rms=args[8], grouped=grouped, seed=PLACES["seed"])
 
 

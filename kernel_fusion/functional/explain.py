@@ -15,6 +15,7 @@ from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
+from kernel_fusion.functional.modulated_norm import as_norm
 from kernel_fusion.operators.dispatch import obstacle
 
 
@@ -149,6 +150,8 @@ def _first_call(
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
+    if chosen in ("cuda", "triton") and "modulated" in verb:
+        arguments = as_norm(verb, arguments)
     if chosen == "cuda":
         from kernel_fusion.backends.cuda import explain as cuda_explain
 

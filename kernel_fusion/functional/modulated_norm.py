@@ -297,6 +297,30 @@ def _in_groups(
     return w, b, True
 
 
+def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the norm that a call of a modulated one makes, for `explain`: nothing is computed."""
+    input, residual, scale, shift = (arguments.get(name) for name in ("input", "residual", "scale", "shift"))
+    assert input is not None
+    assert scale is not None
+    sizes, wide = arguments["normalized_shape"], compute_dtype(input.dtype)
+    shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    made = torch.empty(scale.shape, dtype=wide, device="meta")
+    weight, bias, grouped = _in_groups(
+        verb,
+        input,
+        shape,
+        scale if arguments["weight"] is None else made,
+        shift if arguments["bias"] is None else made,
+    )
+    found = arguments | {"weight": weight, "bias": bias, "rounding": "once", "grouped": grouped}
+    found["weight_offset"] = 1.0 if arguments["weight"] is None else 0.0
+    if grouped and (known := groups.groups_of(input.shape, weight.shape, len(shape))) is not None:
+        found["groups"] = known.count
+    if arguments.get("gate") is not None:  # the sum is made before
+        found |= {"input": residual, "residual": None, "gate": None, "out_dtype": arguments["out_dtype"] or input.dtype}
+    return found
+
+
 def _gated_sum(verb: str, input: Tensor, residual: Tensor, gate: Tensor, pre: str, dropout_p: float) -> Tensor:
     """residual + gate * input, rounded once, to the residual's dtype."""
     for name, there in {"pre_activation": pre != IDENTITY, "dropout_p": dropout_p > 0.0}.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.linear import FusedLinearAct
+from kernel_fusion.nn.modulated_norm import FusedModulatedLayerNorm
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
 from kernel_fusion.nn.softmax import FusedSoftmax
@@ -16,6 +17,7 @@ __all__ = [
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedLinearAct",
+    "FusedModulatedLayerNorm",
     "FusedRMSNorm",
     "FusedSoftmax",
 ]

@@ -13,7 +13,7 @@ from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
 from kernel_fusion.testing.pointwise import PointwiseCase
 from kernel_fusion.testing.reductions import ReduceCase
-from kernel_fusion.testing.row_norms import GatedNormCase, RowNormCase, StagedNormCase
+from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, RowNormCase, StagedNormCase
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (_FP32, _BF16, _HALF, _FP64)
@@ -23,7 +23,7 @@ _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 def cases(quick: bool) -> list[Case]:
     """All cases; `quick` omits shapes, never a verb or a dtype."""
-    families = (row_norms, staged_norms, gated_norms, pointwise, reductions, softmaxes, scores)
+    families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, softmaxes, scores)
     return [case for family in families for case in family(quick)]
 
 
@@ -120,6 +120,29 @@ def gated_norms(quick: bool) -> Iterator[Case]:
         )
         for verb, options in product(("gated_layer_norm", "gated_rms_norm"), gates):
             yield GatedNormCase(verb, dtype=dtype, weight=other, bias=other, gate=other, **place, **options)
+
+
+def modulated_norms(quick: bool) -> Iterator[Case]:
+    """The modulated norms: numbers that vary per sample, per token, by position and where dimensions alternate.
+
+    Samples of one block of rows and of several, and longer rows, in turn; with a weight of the norm's own, a residual,
+    and a gate beside it.
+    """
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (3, 16, 255), "varies": (3, 1)},
+        {"shape": (3, 7, 64), "varies": (3, 7), "shift_varies": (3, 1)},
+        {"shape": (2, 3, 4096), "varies": (3,)},
+        {"shape": (2, 150, 96), "varies": (2, 1), "layout": "padded"},
+        {"shape": (2, 3, 4, 40), "varies": (3, 1), "shift_varies": (2, 1, 1)},
+        {"shape": (2, 2, 12289), "varies": (2, 1), "shift_varies": ()},
+    )
+    for (dtype, other), place in product(_MIXES, places[:3] if quick else places):
+        common: dict[str, Any] = {"dtype": dtype, "scale": other, "shift": other, **place}
+        for verb in ("layer_norm", "rms_norm"):
+            yield ModulatedNormCase(f"modulated_{verb}", **common)
+            yield ModulatedNormCase(f"modulated_{verb}", weight=other, bias=other, activation="silu", **common)
+            yield ModulatedNormCase(f"add_modulated_{verb}", residual=other, **common)
+            yield ModulatedNormCase(f"add_modulated_{verb}", residual=other, gate=other, **common)
 
 
 def pointwise(quick: bool) -> Iterator[Case]:

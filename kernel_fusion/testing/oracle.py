@@ -14,7 +14,14 @@ from kernel_fusion.testing.budget import Array, Comparison, Reference, judge
 from kernel_fusion.testing.case import Case, Results, Tensors, lay_out, with_gradients
 from kernel_fusion.testing.pointwise import PointwiseCase
 from kernel_fusion.testing.reductions import ReduceCase
-from kernel_fusion.testing.row_norms import GatedNormCase, Inputs, RowNormCase, StagedNormCase, default_eps
+from kernel_fusion.testing.row_norms import (
+    GatedNormCase,
+    Inputs,
+    ModulatedNormCase,
+    RowNormCase,
+    StagedNormCase,
+    default_eps,
+)
 
 __all__ = [
     "Array",
@@ -22,6 +29,7 @@ __all__ = [
     "Comparison",
     "GatedNormCase",
     "Inputs",
+    "ModulatedNormCase",
     "PointwiseCase",
     "ReduceCase",
     "Reference",

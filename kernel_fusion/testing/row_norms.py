@@ -1,8 +1,8 @@
-"""Cases of the row norms, plain, with stages, and with a gate."""
+"""Cases of the row norms, plain, with stages, with a gate, and modulated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ class Inputs(Tensors):
     dh: Tensor | None = None
     seed: Tensor | None = None
     gate: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class RowNormCase(Case):
         h = keep * pre.value(x)
         if inputs.residual is not None:
             h = h + wide(inputs.residual)
-        y, dh, dweight, dbias = self._norm_by_hand(h, wide(inputs.dy), inputs, post)
-        results = {"y": y, "dweight": dweight, "dbias": dbias}
+        y, dh, gradients = self._norm_by_hand(h, wide(inputs.dy), inputs, post)
+        results = {"y": y} | gradients
         if inputs.dh is not None:
             dh = dh + wide(inputs.dh)
             results |= {"h": h, "dresidual": dh}
@@ -128,14 +130,22 @@ class RowNormCase(Case):
         """The mean of each normalised group, shaped to broadcast to the values."""
         return np.asarray(values.mean(tuple(range(-self.num_dims, 0)), keepdims=True))
 
-    def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Array, Array]:
-        """activation(norm(h)), and the gradients of h, weight and bias."""
-        rows = tuple(range(len(self.shape) - self.num_dims))
+    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
+        """Weight and bias, offset included."""
         none = np.zeros(self.normalized_shape, np.longdouble)
         weight = none + 1 if inputs.weight is None else wide(inputs.weight) + self.weight_offset
-        bias = none if inputs.bias is None else wide(inputs.bias)
+        return weight, none if inputs.bias is None else wide(inputs.bias)
+
+    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
+        """The gradients of the parameters, from those of weight and bias as if every row had its own."""
+        shape = self.normalized_shape
+        return {"dweight": _summed(dweight, shape), "dbias": _summed(dbias, shape)}
+
+    def _norm_by_hand(self, h: Array, dy: Array, inputs: Inputs, post: Activation) -> tuple[Array, Array, Reference]:
+        """activation(norm(h)), and the gradients of h and of the parameters."""
         if h.size == 0:
-            return h, h, none, none
+            return h, h, self._affine_gradients(inputs, h, h)
+        weight, bias = self._affine(inputs)
         centered = h if self.rms else h - self._mean(h)
         rstd = 1 / np.sqrt(self._mean(centered * centered) + np.longdouble(default_eps(self)))
         xhat = centered * rstd
@@ -145,7 +155,7 @@ class RowNormCase(Case):
         dh = g - xhat * self._mean(g * xhat)
         if not self.rms:
             dh = dh - self._mean(g)
-        return post.value(n), dh * rstd, (dn * xhat).sum(rows), dn.sum(rows)
+        return post.value(n), dh * rstd, self._affine_gradients(inputs, dn * xhat, dn)
 
 
 @dataclass(frozen=True)
@@ -261,18 +271,97 @@ class GatedNormCase(RowNormCase):
         act, none = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.gate_activation, IDENTITY))
         factor = act.value(gate)
         if self.gate_first:
-            y, du, dweight, dbias = self._norm_by_hand(x * factor, dy, inputs, none)
+            y, du, gradients = self._norm_by_hand(x * factor, dy, inputs, none)
             results = {"y": y, "dx": du * factor, "dgate": du * x * act.slope(gate)}
         else:
-            z, dx, dweight, dbias = self._norm_by_hand(x, dy * factor, inputs, none)
+            z, dx, gradients = self._norm_by_hand(x, dy * factor, inputs, none)
             results = {"y": z * factor, "dx": dx, "dgate": dy * z * act.slope(gate)}
-        return _present(results | {"dweight": dweight, "dbias": dbias}, inputs)
+        return _present(results | gradients, inputs)
 
     def _mean(self, values: Array) -> Array:
         if self.group_size is None:
             return super()._mean(values)
         groups = values.reshape(*values.shape[:-1], -1, self.group_size)
         return np.repeat(groups.mean(-1), self.group_size, axis=-1)
+
+
+@dataclass(frozen=True)
+class ModulatedNormCase(StagedNormCase):
+    """One call of "modulated_layer_norm", "modulated_rms_norm", or of "add_modulated_*" with a residual.
+
+    Attributes:
+        scale, shift, gate: their dtypes, or None; each is half of a wider tensor.
+        varies: the leading dimensions of `scale` and `gate`; shift_varies: those of `shift`, or None for the same.
+    """
+
+    scale: torch.dtype = torch.float32
+    shift: torch.dtype | None = None
+    gate: torch.dtype | None = None
+    varies: tuple[int, ...] = ()
+    shift_varies: tuple[int, ...] | None = None
+
+    def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
+        """What a norm with stages has, scale, shift and gate."""
+        inputs, draw = super().make_inputs(device, seed), Draw(device, seed + 2)
+        shift_varies = self.varies if self.shift_varies is None else self.shift_varies
+        leading = {"scale": self.varies, "shift": shift_varies, "gate": self.varies}
+        for name, dims in leading.items():
+            if (dtype := getattr(self, name)) is not None:
+                values = draw.normal((*dims, *self.normalized_shape), dtype, std=0.5, layout="half")
+                setattr(inputs, name, values.requires_grad_())
+        return inputs
+
+    def _verb(self, inputs: Inputs, *residual: Tensor | None, **options: Any) -> Any:
+        options.pop("rounding", None)
+        options |= {"gate": inputs.gate} if inputs.gate is not None else {}
+        modulation = inputs.scale, inputs.shift, inputs.weight, inputs.bias
+        return getattr(kf, self.verb)(inputs.x, *residual, self.normalized_shape, *modulation, **options)
+
+    def definition(self, inputs: Inputs) -> Results:
+        """y and h in float64; nothing on the way is rounded."""
+        return self.ours(replace(inputs), "eager")
+
+    def pytorch(self, inputs: Inputs) -> Results:
+        """The gate's product, the norm with its stages, and the modulation, each by PyTorch."""
+        stages = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset, "rms": self.rms}
+        x = inputs.x if inputs.gate is None else inputs.gate * inputs.x
+        affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
+        y, h = unfused.staged_norm(x, inputs.residual, *affine, **stages)
+        y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
+        return {"y": y} if inputs.residual is None else {"y": y, "h": h}
+
+    def long_double(self, inputs: Inputs) -> Reference:
+        """The formulas of forward and backward; a gate multiplies as what dropout keeps does."""
+        pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
+        if inputs.gate is None:
+            return self._by_hand(inputs, pre, post, np.ones(()))
+        results = self._by_hand(inputs, pre, post, wide(inputs.gate))
+        results["dgate"] = _summed(results["dresidual"] * wide(inputs.x), tuple(inputs.gate.shape))
+        return results
+
+    def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
+        weight, bias = super()._affine(inputs)
+        assert inputs.scale is not None
+        factor = 1 + wide(inputs.scale)
+        return weight * factor, bias * factor + (0 if inputs.shift is None else wide(inputs.shift))
+
+    def _affine_gradients(self, inputs: Inputs, dweight: Array, dbias: Array) -> Reference:
+        assert inputs.scale is not None
+        weight, bias = super()._affine(inputs)
+        factor = 1 + wide(inputs.scale)
+        results = super()._affine_gradients(inputs, dweight * factor, dbias * factor)
+        results["dscale"] = _summed(dweight * weight + dbias * bias, tuple(inputs.scale.shape))
+        if inputs.shift is not None:
+            results["dshift"] = _summed(dbias, tuple(inputs.shift.shape))
+        return results
+
+
+def _summed(values: Array, shape: tuple[int, ...]) -> Array:
+    """The gradient of what was broadcast from this shape."""
+    missing = values.ndim - len(shape)
+    values = values.sum(tuple(range(missing)))
+    once = tuple(d for d, size in enumerate(shape) if size == 1)
+    return np.asarray(values.sum(once, keepdims=True))
 
 
 def _present(results: Reference, inputs: Inputs) -> Reference:

@@ -105,6 +105,12 @@ def gated_norm(
     return y.to(out_dtype or x.dtype)
 
 
+def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, activation: str | None = None) -> Tensor:
+    """What diffusion transformers do to a norm's result, and an activation."""
+    y = y * (1 + scale)
+    return formula(activation or IDENTITY)(y if shift is None else y + shift)
+
+
 def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
     """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout`, one by one."""
     act = formula(activation or IDENTITY)

@@ -38,6 +38,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     normalised = torch_dtype(names["residual"] or dtype_name(input.dtype))
     given = of_verb(arguments) | {"rounding": rounding_for(arguments["rounding"], normalised)}
     group_size = arguments.get("group_size")
+    of_columns = group_size is not None and bool(names["weight"] or names["bias"])
     specs = planner.family(
         group_size or int(torch.Size((shape,) if isinstance(shape, int) else tuple(shape)).numel()),
         dtype_name(input.dtype),
@@ -45,7 +46,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         rms=verb.endswith("rms_norm"),
         y=dtype_name(out_dtype or input.dtype),
         residual=names["residual"],
-        **compiled_in(given | {"grouped": group_size is not None and bool(names["weight"] or names["bias"])}),
+        **compiled_in(given | {"grouped": given["grouped"] or of_columns}),
         offset=arguments["weight_offset"] != 0,
     )
     device, lines = Device.of(input.device.index), []
@@ -72,6 +73,5 @@ def _dtype(tensor: Tensor | None) -> str | None:
     return None if tensor is None else dtype_name(tensor.dtype)
 
 
-_EXPLAINERS: dict[str, _Explainer] = dict.fromkeys(
-    ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "gated_layer_norm", "gated_rms_norm"), _row_norm
-)
+_PREFIXES = ("", "add_", "gated_", "modulated_", "add_modulated_")
+_EXPLAINERS: dict[str, _Explainer] = {p + norm: _row_norm for p in _PREFIXES for norm in ("layer_norm", "rms_norm")}

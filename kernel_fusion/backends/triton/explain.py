@@ -37,7 +37,7 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     stages = Stages(**compiled_in(of_verb(arguments)))
     h = x if residual is None else residual
     group = arguments.get("group_size")
-    cols, groups = (cols, 1) if group is None else (group, cols // group)
+    cols, groups = (cols, arguments.get("groups", 1)) if group is None else (group, cols // group)
     # Backward reads dy and h, with a residual dh, and what stages need; with a stage before the norm both rows twice.
     dtypes = [arguments.get("out_dtype") or x.dtype, h.dtype]
     dtypes += [] if residual is None else [h.dtype, x.dtype] if stages.pre_activation != IDENTITY else [h.dtype]
@@ -52,7 +52,7 @@ def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.De
     forward = plan.norm_forward(cols, x.dtype.itemsize, device.warp_size, "rms" in verb)
     lines = f"forward: {forward}", f"backward: {backward}"
     samples = x.numel() // max(1, cols * groups)
-    of_groups = "" if group is None else f" for each of {groups} groups"
+    of_groups = "" if groups == 1 else f" for each of {groups} groups"
     if backward.resident > 0:
         return *lines[:1], f"{lines[1]}, {device.programs(backward, samples, groups)} programs{of_groups}"
     columns = plan.norm_columns(itemsize, device.warp_size)

@@ -17,8 +17,8 @@ from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as f
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
 from kernel_fusion.core import checks, dropout
-from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
+from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
 from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, compiled_in, conflict, other_row
 
@@ -290,7 +290,9 @@ def _launch_backward(
             constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
         )  # fmt: skip
     if sums:
-        sum_partials(partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1)
+        sum_partials(
+            partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1
+        )
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:

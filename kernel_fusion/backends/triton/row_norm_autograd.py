@@ -13,6 +13,7 @@ from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, TENSORS, Given, other_row, row_at
 
+
 class StagedRowNorm(torch.autograd.Function):
     """Autograd of the operator; arguments as for `kernel_fusion::staged_row_norm`."""
 
