@@ -127,14 +127,16 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     seed = torch.tensor([7], device=device)
     affine = {"num_dims": 1, "weight": w, "bias": b, "eps": 1e-5, "weight_offset": 0.5, "out_dtype": None}
     none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None, "rounding": "once",
-            "gate": None, "gate_activation": "identity", "gate_first": False}  # fmt: skip
+            "gate": None, "gate_activation": "identity", "gate_first": False, "grouped": False}  # fmt: skip
     some = none | {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf"}
     gated = none | {"gate": _randn(device, 3, 5, 6), "gate_activation": "silu", "weight": _randn(device, 5, 6),
-                    "bias": _randn(device, 5, 6)}  # fmt: skip
+                    "bias": _randn(device, 5, 6), "grouped": True}  # fmt: skip
+    of_samples = none | {"weight": _randn(device, 3, 1, 6), "bias": _randn(device, 3, 1, 6), "grouped": True}
     staged = [
         {"input": x, "residual": r, "rms": False, **affine, **some},
         {"input": x, "residual": None, "rms": True, **affine, **none},
         {"input": x, "residual": None, "rms": False, **affine, **gated},
+        {"input": x, "residual": None, "rms": False, **affine, **of_samples},
     ]
     stats = torch.stack([x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()])
     bwd = {"dy": dy, "input": x, "stats": stats, "num_dims": 1, "weight": w, "bias_dtype": torch.float32,
@@ -158,7 +160,7 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
         **dict.fromkeys(("staged_row_norm", "staged_row_norm_reference", "row_norm_fwd"), staged),
-        "row_norm_bwd": [bwd, bwd | bwd_staged, bwd | bwd_gated],
+        "row_norm_bwd": [bwd, bwd | bwd_staged, bwd | bwd_gated, bwd | of_samples],
         **dict.fromkeys(("pointwise", "pointwise_reference", "pointwise_fwd"), pointwise),
         "pointwise_bwd": [
             {"dy": dy, **arguments, "output_mask": [True, arguments["b"] is not None]}

@@ -32,6 +32,7 @@ from kernel_fusion.testing import oracle
 from kernel_fusion.testing.oracle import (
     Case,
     GatedNormCase,
+    ModulatedNormCase,
     PointwiseCase,
     ReduceCase,
     RowNormCase,
@@ -105,6 +106,14 @@ def staged_norms() -> Iterator[StagedNormCase]:
             yield case(verb, cols, dtype, **options)
     for layout in ("padded", "unaligned"):
         yield case("add_rms_norm", 1000, BF16, dropout_p=0.1, layout=layout, **_BOTH)
+
+
+def modulated_norms() -> Iterator[Case]:
+    """Numbers per sample, per token and by position, of rows that are whole vectors and of others."""
+    for cols, varies in product((64, 255, 4099), ((3, 1), (3, 7), (7,))):
+        options: dict[str, Any] = {"scale": BF16, "shift": BF16, "varies": varies}
+        yield ModulatedNormCase("modulated_layer_norm", (3, 7, cols), BF16, **options)
+        yield ModulatedNormCase("add_modulated_rms_norm", (3, 7, cols), BF16, residual=BF16, **options)
 
 
 def gated_norms() -> Iterator[Case]:
@@ -210,6 +219,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "row_norms": row_norms,
     "staged_norms": staged_norms,
     "gated_norms": gated_norms,
+    "modulated_norms": modulated_norms,
     "pointwise": pointwise,
     "reductions": reductions,
     "softmaxes": softmaxes,

@@ -235,6 +235,11 @@ _OF_DTYPE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         lambda x: kf.gated_rms_norm(x, x, 8, gate_activation="tanh", gate_first=True),
         lambda x: F.rms_norm(x * torch.tanh(x), (8,)),
     ),
+    "modulated_layer_norm": (
+        "input",
+        lambda x: kf.modulated_layer_norm(x, 8, x),
+        lambda x: F.layer_norm(x, (8,)) * (1 + x),
+    ),
     "add_act": ("a", lambda x: kf.add_act(x, x, "relu"), lambda x: F.relu(x + x)),
     "mul_act": ("a", lambda x: kf.mul_act(x, x, "tanh"), lambda x: torch.tanh(x * x)),
     "gated_act": ("gate", lambda x: kf.gated_act(x, x, "silu"), lambda x: F.silu(x) * x),

@@ -412,6 +412,10 @@ _KEPT = {
     "gated_layer_norm": 14,
     "gated_rms_norm": 7,
     "gated_rms_norm-grouped": 14,
+    "modulated_layer_norm": 14,
+    "modulated_rms_norm-rows": 7,
+    "add_modulated_layer_norm-rows": 14 + 119,
+    "add_modulated_rms_norm": 7 + 119,
     "softmax": 119,
     "softmax-masked": 119,
     "bias_act-tanh": 119,  # the result

@@ -108,6 +108,8 @@ _STAGES: dict[str, dict[str, Any]] = {
     "gate-f32": {"gate": "f32", "gate_activation": "silu", "grouped": True},
     "gate-first": {"gate": "bf16", "gate_activation": "silu", "gate_first": True, "grouped": True, "rms": True},
     "gate-first-f32": {"gate": "f32", "gate_activation": "mish", "gate_first": True},
+    "modulated": {"grouped": True, "offset": True},
+    "add-modulated": {"grouped": True, "offset": True, "residual": "bf16", "rms": True},
     "hf-gate": {"rounding": "hf", "gate": "bf16", "gate_activation": "sigmoid"},
     "hf-add-silu": {"rounding": "hf", "residual": "bf16", "activation": "silu"},
     "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},

@@ -28,6 +28,10 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, 8), {"weight": torch.ones(8, device=device)}
     if verb.startswith("gated_") and verb.endswith("norm"):
         return (x, y, (8,)), {"group_size": 4}
+    if verb.startswith("add_modulated_"):
+        return (x, y, (8,), y[:, :1]), {"gate": y}
+    if verb.startswith("modulated_"):
+        return (x, (8,), y[:, :1]), {"weight": y[0, 0]}
     if verb.endswith("norm"):
         return (x, y, (8,)), {"dropout_p": 0.1}
     if verb in ("add_act", "mul_act", "bias_act", "gated_act"):
@@ -154,6 +158,18 @@ def test_plans_of_gated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [cuda_explain.plan_lines("gated_rms_norm", call) for call in (whole, grouped)]
     assert [line.partition(":")[0] for line in lines[0]] == ["forward", "backward"]
     assert lines[0] != lines[1]
+
+
+def test_plans_of_modulated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A modulated norm is planned as the norm that it is: of h, where there is a gate, and with groups of rows."""
+    monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
+    x = torch.ones(2, 4, 1024, dtype=torch.bfloat16)
+    _, call = explain._bound(kf.add_modulated_rms_norm, (x, x.float(), 1024, x[:, :1]), {"gate": x})
+    of_sum = explain._plan_lines("cuda", "add_modulated_rms_norm", call)
+    _, norm = explain._bound(kf.modulated_rms_norm, (x.float(), 1024, x[:, :1]), {"out_dtype": torch.bfloat16})
+    assert of_sum == explain._plan_lines("cuda", "modulated_rms_norm", norm)
+    assert [line.partition(":")[0] for line in of_sum] == ["forward", "backward"]
+    assert "of 2 groups" in " ".join(explain._plan_lines("triton", "modulated_rms_norm", norm))
 
 
 def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:

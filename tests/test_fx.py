@@ -64,6 +64,8 @@ def test_every_option_is_recorded() -> None:
             kf.layer_norm(x, 8, w, **norms),
             kf.add_rms_norm(x, y, 8, w, dropout_p=1.0, **norms),
             kf.gated_layer_norm(x, y, 8, w, bias=w, **gating, **options),
+            kf.modulated_layer_norm(x, 8, y, x, w, w, activation="relu", weight_offset=1.0, backend="eager"),
+            kf.add_modulated_rms_norm(x, y, 8, w, y, gate=y, eps=0.5, backend="eager"),
             kf.bias_act(x, w, "gelu", dropout_p=1.0, backend="eager"),
             kf.act_dropout(x, "relu", 1.0, backend="eager"),
             kf.sum_squared(x, -1, keepdim=True, dtype=torch.float64, backend="eager"),

@@ -27,6 +27,7 @@ _CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "add_rms_norm": lambda x, r, w: kf.add_rms_norm(x, r, 8, w, dropout_p=0.5),
     "gated_rms_norm": lambda x, r, w: kf.gated_rms_norm(x, r, 8, w),
     "gated_in_groups": lambda x, r, w: kf.gated_layer_norm(x, r, 8, w, group_size=4),
+    "modulated_rms_norm": lambda x, r, w: kf.modulated_rms_norm(x, 8, w),
     "add_act": lambda x, r, w: kf.add_act(x, r, "relu"),
     "mul_act": lambda x, r, w: kf.mul_act(w, x, "tanh"),
     "bias_act": lambda x, r, w: kf.bias_act(x, w, "gelu", dropout_p=0.25),

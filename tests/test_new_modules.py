@@ -107,6 +107,18 @@ MODULES = {
         "(8,), eps=1e-05, elementwise_affine=True, gate_activation='silu', gate_first=True, group_size=4",
         lambda m, x: _grouped(x, m.eps) * m.weight,
     ),
+    "modulated_layer_norm": Module(
+        lambda device: kf.FusedModulatedLayerNorm(8, 1e-6, activation="silu", device=device),
+        "(8,), eps=1e-06, elementwise_affine=False, activation='silu'",
+        lambda m, x, scale: F.silu(F.layer_norm(x, (8,), eps=m.eps) * (1 + scale)),
+        ((3, 8), (3, 8)),
+    ),
+    "modulated_affine": Module(
+        lambda device: kf.FusedModulatedLayerNorm(8, elementwise_affine=True, device=device),
+        "(8,), eps=1e-05, elementwise_affine=True",
+        lambda m, x, scale: _layer_norm(m, x) * (1 + scale),
+        ((2, 3, 8), (2, 1, 8)),
+    ),
     "bias_act": Module(
         lambda device: kf.FusedBiasAct(8, "gelu", 0.1, device=device).eval(),
         "8, activation='gelu', dropout=0.1",

@@ -57,7 +57,10 @@ def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     """The message names the known ones."""
     with pytest.raises(SystemExit):
         sanitize.main(["softmaxes", "norms"])
-    assert "unknown families: norms; there are row_norms, staged_norms, gated_norms" in capsys.readouterr().err
+    assert (
+        "unknown families: norms; there are row_norms, staged_norms, gated_norms, modulated_norms"
+        in capsys.readouterr().err
+    )
 
 
 def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

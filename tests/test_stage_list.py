@@ -21,6 +21,7 @@ def test_stages_are_the_last_arguments(name: str) -> None:
     """In the order of the list, where graphs that were compiled before a stage was added do not yet have it."""
     arguments = [argument.name for argument in schemas.overload(name)._schema.arguments]
     known = ["pre_activation", "activation", "dropout_p", "seed", "rounding", "gate", "gate_activation", "gate_first"]
+    known += ["grouped"]
     assert arguments[-len(ARGUMENTS) :] == [each.name for each in ARGUMENTS]
     assert [each.name for each in ARGUMENTS][: len(known)] == known
 
@@ -40,7 +41,7 @@ def test_kernels_are_compiled_for_every_field() -> None:
     stages = Stages(**compiled_in(given._asdict()))
     assert stages == Stages(activation="silu", dropout=True, gate="bf16")
     assert stages.any
-    assert not Stages(rounding="hf").any
+    assert not Stages(rounding="hf", grouped=True).any
 
 
 def test_options_do_not_count_without_their_tensor() -> None:
@@ -50,8 +51,8 @@ def test_options_do_not_count_without_their_tensor() -> None:
 
 
 def test_a_row_says_what_it_goes_with() -> None:
-    """A gate goes with its options and a rounding, and with nothing else."""
-    fits = Given(gate=_X, gate_activation="silu", gate_first=True, rounding="hf")._asdict()
+    """A gate goes with its options, a rounding and groups, and with nothing else."""
+    fits = Given(gate=_X, gate_activation="silu", gate_first=True, rounding="hf", grouped=True)._asdict()
     assert conflict(fits, residual=None) is None
     assert conflict(fits, residual=_X) == ("residual", "gate")
     assert conflict(fits | {"activation": "relu"}, residual=False) == ("activation", "gate")

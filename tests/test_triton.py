@@ -25,7 +25,7 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
-from kernel_fusion.testing.row_norms import GatedNormCase, Inputs
+from kernel_fusion.testing.row_norms import GatedNormCase, Inputs, ModulatedNormCase
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICE = TRITON.device
@@ -68,6 +68,10 @@ def _own_cases() -> Iterator[Case]:
     yield GatedNormCase("gated_layer_norm", (3, 2500), BF16, weight=BF16, bias=F32, gate=F32, gate_first=True)
     yield GatedNormCase("gated_rms_norm", (3, 2500), BF16, weight=BF16, gate=BF16, rounding="hf")
     yield GatedNormCase("gated_rms_norm", (2, 33000), F32, weight=F32, gate=F32, group_size=16500)
+    for varies in ((2, 1), (2, 3), (3,)):
+        yield ModulatedNormCase("modulated_layer_norm", (2, 3, 2500), BF16, shift=BF16, varies=varies)
+        yield ModulatedNormCase("add_modulated_rms_norm", (2, 3, 24), F32, shift=F32, varies=varies, residual=F32)
+    yield ModulatedNormCase("modulated_rms_norm", (2, 2, 33000), F32, shift=F32, varies=(2, 1))
     yield GatedNormCase("gated_layer_norm", (1, 33000), BF16, weight=F32, bias=F32, gate=F32)
     yield GatedNormCase("gated_layer_norm", (1, 33000), F32, weight=F32, gate=F32, gate_first=True)
     gated = {"layout": "transposed", "gate_layout": "transposed", "group_size": 24}
