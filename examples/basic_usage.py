@@ -132,7 +132,36 @@ def norms(device: torch.device) -> int:
         lambda: kf.gated_layer_norm(x, residual, N, weight, bias, gate_first=True),
         lambda: F.layer_norm(x * F.silu(residual), (N,), weight, bias),
     )
-    return compare.num_wrong + compare_narrow.num_wrong
+    return compare.num_wrong + compare_narrow.num_wrong + modulated(device)
+
+
+def modulated(device: torch.device) -> int:
+    """Scale and shift for each sample, parts of one projection, as in diffusion transformers."""
+    x, residual = torch.randn(2, 2, ROWS, N, device=device)
+    scale, shift, gate = (0.1 * torch.randn(2, 1, 3 * N, device=device)).chunk(3, -1)
+    compare, norm = Comparison(x, residual, scale, shift, gate), kf.FusedModulatedLayerNorm(N)
+
+    def pytorch() -> Tensor:
+        return F.layer_norm(x, (N,)) * (1 + scale) + shift
+
+    compare("modulated_layer_norm", lambda: kf.modulated_layer_norm(x, N, scale, shift), pytorch)
+    compare("FusedModulatedLayerNorm", lambda: norm(x, scale, shift), pytorch)
+    compare(
+        "modulated_rms_norm",
+        lambda: kf.modulated_rms_norm(x, N, scale),
+        lambda: F.rms_norm(x, (N,)) * (1 + scale),
+    )
+    compare(
+        "add_modulated_layer_norm, gate",
+        lambda: kf.add_modulated_layer_norm(x, residual, N, scale, gate=gate),
+        lambda: (F.layer_norm(residual + gate * x, (N,)) * (1 + scale), residual + gate * x),
+    )
+    compare(
+        "add_modulated_rms_norm",
+        lambda: kf.add_modulated_rms_norm(x, residual, N, scale),
+        lambda: (F.rms_norm(residual + x, (N,)) * (1 + scale), residual + x),
+    )
+    return compare.num_wrong
 
 
 def chains(device: torch.device) -> int:

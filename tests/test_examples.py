@@ -30,6 +30,17 @@ def test_basic_usage(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "none on this machine" not in output
 
 
+def test_dit_block(target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The block with modulated norms agrees with that of diffusers, and keeps less for backward."""
+    sizes = ("--tokens", "24", "--heads", "2", "--head-size", "32")
+    with pytest.raises(SystemExit) as stopped, target.ran(forward=None, backward=None):
+        run_example(monkeypatch, "dit_block", "--device", target.device, *sizes)
+    output = capsys.readouterr().out
+    assert stopped.value.code == 0, output
+    theirs, ours = (float(kept) for kept in re.findall(r"([\d.]+) MiB kept", output))
+    assert ours < theirs
+
+
 def test_basic_usage_shows_every_name() -> None:
     """Every verb, module and activation, and every name of `kf.ops` and `kf.kernels`, is called."""
     source = (EXAMPLES / "basic_usage.py").read_text()

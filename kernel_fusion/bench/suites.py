@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernel_fusion.bench import operations
+from kernel_fusion.bench import operations, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
@@ -340,6 +340,14 @@ def _memory() -> Suite:
     )
 
 
+_STAGES = Suite(
+    "stages", "Norms with a gate, and modulated", "kernels",
+    (Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.SIZES)), batch=(stages.BATCH,)),),
+    _DTYPES, _QUICK_DTYPES, directions=("forward", "backward"), peers=("torch.compile",),
+    quick_parts=(Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))),),
+    about="norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
+)  # fmt: skip
+
 _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
     "ReLU and LayerNorm",
@@ -383,6 +391,7 @@ SUITES = {
         _norms("host", "Host time per call", "what a call costs before the device has done anything", _host, "host"),
         _cpu(),
         _fused_ops(),
+        _STAGES,
         _RELU_LAYER_NORM,
         _memory(),
         _STEPS,

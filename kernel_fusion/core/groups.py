@@ -7,13 +7,14 @@ dimensions that the parameters have and those along which they broadcast do not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)
+class Groups:
     """Row r is one of group r // inner % count."""
 
     count: int = 1

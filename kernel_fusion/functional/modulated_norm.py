@@ -223,13 +223,13 @@ def _modulated(
 ) -> NormOutput:
     """A modulated norm with stages around it."""
     normalized_shape, weight, bias, *rest = norm
-    pre, post = (checks.activation(verb, n, s) for n, s in zip(("pre_activation", "activation"), stages, strict=False))
+    pre, post = checks.activation(verb, "pre_activation", stages[0]), checks.activation(verb, "activation", stages[1])
     if not interop.is_tensor(input):
         if interop.records(input):
             return _recorded(verb, input, residual, norm, modulation, stages, backend)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Any, b: Any, s: Any, t: Any, g: Any) -> NormOutput:
-            return _modulated(verb, x, r, (normalized_shape, w, b, *rest), (s, t, g), stages, backend)  # type: ignore[arg-type]
+            return _modulated(verb, x, r, (normalized_shape, w, b, *rest), (s, t, g), stages, backend)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias, *modulation)  # type: ignore[no-any-return]
     scale, shift, gate = modulation

@@ -57,7 +57,7 @@ class FusedModulatedLayerNorm(Stages, nn.LayerNorm):
     ) -> None:
         shape = shape_of("FusedModulatedLayerNorm", normalized_shape, hidden_size)
         self._set_stages(elementwise_affine, weight_offset, pre_activation, activation, out_dtype, "once")
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
         self._keep_out_of_fast_paths()
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]

@@ -323,10 +323,11 @@ class ModulatedNormCase(StagedNormCase):
 
     def pytorch(self, inputs: Inputs) -> Results:
         """The gate's product, the norm with its stages, and the modulation, each by PyTorch."""
-        stages = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset, "rms": self.rms}
+        assert inputs.scale is not None
+        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset}
         x = inputs.x if inputs.gate is None else inputs.gate * inputs.x
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
-        y, h = unfused.staged_norm(x, inputs.residual, *affine, **stages)
+        y, h = unfused.staged_norm(x, inputs.residual, *affine, rms=self.rms, **stages)
         y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 

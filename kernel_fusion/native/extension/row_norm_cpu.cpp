@@ -227,14 +227,16 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
   const int64_t blocks_of_run = ceil_div(samples, block_rows), blocks = runs.count * blocks_of_run;
   const int64_t block_elements = block_rows * cols, gradients = call.wants[1] + call.wants[2];
   const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
-  // The sums of one of many runs that is a single block are rounded at once, from memory of the thread's own.
+  // The sums of one of many runs that is a single block are results at once, or rounded to them from memory of the thread.
   const bool at_once = runs.count > 1 && blocks_of_run == 1;
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : gradients * blocks * row_bytes);
   const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
   };
-  const auto sum_of = [&](int64_t gradient, const void* rows, int64_t run) {
-    return RowsToSum{rows, acc, call.wants[1] && gradient == 0 ? dweight : dbias, run * cols};
+  const auto result = [&](int64_t gradient) -> Tensor& { return call.wants[1] && gradient == 0 ? dweight : dbias; };
+  const auto result_of = [&](int64_t gradient, int64_t run) -> void* {
+    Tensor& t = result(gradient);
+    return static_cast<char*>(t.data_ptr()) + run * cols * static_cast<int64_t>(t.element_size());
   };
   share_by(blocks, block_elements, step_of(block_elements), [&] {
     const int64_t totals = block_rows > 64 && gradients ? 2 * cols : 0, own = at_once ? gradients * row_bytes : 0;
@@ -244,29 +246,30 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
       mine.totals = totals ? room.get() : nullptr;
       cpu::BackwardStages stages{};
       if (staged) stages = *staged;
-      const auto sums_at = [&](int64_t gradient, int64_t block) -> void* {
-        return at_once ? own_partials.get() + gradient * row_bytes : partial(gradient, block);
+      const auto sums_at = [&](int64_t gradient, int64_t block, int64_t run) {
+        if (!at_once) return partial(gradient, block);
+        return result(gradient).scalar_type() == acc ? result_of(gradient, run) : own_partials.get() + gradient * row_bytes;
       };
       for (int64_t block = begin; block < end; ++block) {
         const int64_t run = block / blocks_of_run, first = run * samples + block % blocks_of_run * block_rows;
         const int64_t last = std::min((run + 1) * samples, first + block_rows);
         mine.weight = w.of(run).data;
         stages.bias = b.of(run).data;
-        mine.dweight = call.wants[1] ? sums_at(0, block) : nullptr;
-        mine.dbias = call.wants[2] ? sums_at(gradients - 1, block) : nullptr;
+        mine.dweight = call.wants[1] ? sums_at(0, block, run) : nullptr;
+        mine.dbias = call.wants[2] ? sums_at(gradients - 1, block, run) : nullptr;
         if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
         else cpu::kernels().backward(mine, first, last);
         for (int64_t gradient = 0; at_once && gradient < gradients; ++gradient)
-          for (int64_t start = 0; start < cols; start += cpu::kMaxColumns)
-            sum_columns(sum_of(gradient, sums_at(gradient, block), run), 1, cols, 1.0, start,
-                        std::min(cpu::kMaxColumns, cols - start));
+          if (const auto type = result(gradient).scalar_type(); type != acc)
+            cpu::kernels().round_row(cpu_dtype(acc), sums_at(gradient, block, run), cols, cpu_dtype(type),
+                                     result_of(gradient, run));
       }
     };
   });
   if (gradients == 0 || at_once) return;
   sum_rows(gradients * runs.count, blocks_of_run, cols, 1.0, [&](int64_t output) {
     const int64_t gradient = output / runs.count, run = output % runs.count;
-    return sum_of(gradient, partial(gradient, run * blocks_of_run), run);
+    return RowsToSum{partial(gradient, run * blocks_of_run), acc, result(gradient), run * cols};
   });
 }
 

@@ -135,6 +135,8 @@ struct BackwardStages : Stages {
 
 // Prepares n elements of a parameter.
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
+// n elements of the accumulator type `acc`, rounded to `type`.
+using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 // Long rows by pieces [begin, end), where piece row * stretches + s is stretch s of a row: the moments of each piece; the
@@ -268,6 +270,7 @@ using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t 
 
 struct Kernels {
   PrepareParameter* prepare;
+  RoundRow* round_row;
   RowNormForward* forward;
   RowNormForwardMoments* forward_moments;
   RowNormForwardStatistics* forward_statistics;

@@ -95,16 +95,7 @@ struct RowsToSum {
   int64_t first = 0;
 };
 
-// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for n columns from `start` on,
-// at most kMaxColumns of them.
-inline void sum_columns(const RowsToSum& of, int64_t count, int64_t cols, double divisor, int64_t start, int64_t n) {
-  const auto* rows = static_cast<const char*>(of.rows) + start * static_cast<int64_t>(c10::elementSize(of.type));
-  double sums[cpu::kMaxColumns];
-  cpu::kernels().add_rows(cpu_dtype(of.type), rows, count, cols, n, sums);
-  store_sums(sums, n, divisor, of.out, of.first + start);
-}
-
-// The same of all columns, for each of so many outputs:
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for each of so many outputs:
 // those of rows_to_sum(0), rows_to_sum(1), ... One region of threads adds them all up: with two, backward of 1000 x 1024 fp16
 // took 16 threads 132 us instead of 118 (Xeon).
 template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
@@ -113,8 +104,12 @@ template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, d
                 tiles = (cols + width - 1) / width;
   share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t start = tile % tiles * width;
-      sum_columns(rows_to_sum(tile / tiles), count, cols, divisor, start, std::min(width, cols - start));
+      const int64_t start = tile % tiles * width, n = std::min(width, cols - start);
+      const RowsToSum of = rows_to_sum(tile / tiles);
+      const auto* rows = static_cast<const char*>(of.rows) + start * static_cast<int64_t>(c10::elementSize(of.type));
+      double sums[cpu::kMaxColumns];
+      cpu::kernels().add_rows(cpu_dtype(of.type), rows, count, cols, n, sums);
+      store_sums(sums, n, divisor, of.out, of.first + start);
     }
   });
 }

@@ -5,6 +5,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
 PrepareParameter prepare;
+RoundRow round_row;
 RowNormForward forward;
 RowNormForwardMoments forward_moments;
 RowNormForwardStatistics forward_statistics;
@@ -25,7 +26,7 @@ SoftmaxBackwardRows softmax_bwd;
 
 extern const Kernels kernels;
 // clang-format off
-const Kernels kernels{prepare, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
+const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
                       forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};

@@ -1,4 +1,4 @@
-// Weight and bias prepared as a whole. Compiled once per instruction set.
+// Weight and bias prepared as a whole, and their gradients rounded. Compiled once per instruction set.
 #include "cpu/parameters.h"
 
 namespace kf::cpu {
@@ -9,6 +9,14 @@ void prepare(const Parameter& p, int64_t n, void* out) {
     using T = std::remove_pointer_t<decltype(type)>;
     prepare_as<T>(p, 0, n, static_cast<AccOf<T>*>(out));
   });
+}
+
+void round_row(Dtype acc, const void* row, int64_t n, Dtype type, void* out) {
+  const auto round = [&]<class A>(const A* from) {
+    with_type_of<A>(type, [&](auto* to) { narrow(from, n, static_cast<decltype(to)>(out)); });
+  };
+  if (acc == Dtype::kDouble) round(static_cast<const double*>(row));
+  else round(static_cast<const float*>(row));
 }
 
 }  // namespace CPU_CAPABILITY
