@@ -12,8 +12,8 @@ struct RowLayout {
   long long stride[3];
 };
 
-// Groups of rows that share weight and bias: sample s of group g is row s * step + g * inner, and its parameters begin at
-// g * pitch. Block y of a grid has group first + y.
+// Groups of rows that share weight and bias: sample s of group g, which is first + blockIdx.y, is row s * step + g * inner; the
+// parameters begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
@@ -43,7 +43,7 @@ struct RowNormFwdArgs {
   RowLayout residual_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
-  RowGroups groups;  // read where there are some; `rows` is then the number of samples
+  RowGroups groups;  // `rows` is the number of samples
 };
 
 // dx and dresidual of the above, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
@@ -70,10 +70,10 @@ struct RowNormBwdArgs {
   RowLayout pre_x_rows;
   unsigned dropout_last;  // elements whose random bits are at most this are dropped
   double dropout_scale;
-  RowGroups groups;  // read where there are some; `rows` is then the number of samples
+  RowGroups groups;  // `rows` is the number of samples
 };
 
-// out[c] = sum of partials[p * pitch + c] over p, for two sums at once, of `cols` columns where the kernel knows no number.
+// out[c] = sum of partials[p * pitch + c] over p, for two sums at once; `cols` where the kernel knows no number.
 struct SumPartialsArgs {
   const void* partials[2];
   void* out[2];
