@@ -69,6 +69,26 @@ def test_rows_stay_where_they_are(ranks: Ranks, name: str) -> None:
     ranks(_check_rows, name)
 
 
+def _check_samples(device: str) -> None:
+    x, dy = torch.randn(2, 4, 6, _COLS, device=device).unbind()
+    leaves = [x.requires_grad_(), *(torch.randn(4, 1, _COLS, device=device, requires_grad=True) for _ in range(2))]
+    for placements in ((Shard(0), Shard(0), Shard(0)), (Shard(1), Replicate(), Replicate())):
+        spreads = [spread(t, placement) for t, placement in zip(leaves, placements, strict=True)]
+        with target(device).ran(2, 2):
+            y = kf.modulated_layer_norm(spreads[0], _COLS, *spreads[1:])
+            grads = torch.autograd.grad(y, spreads, spread(dy, placements[0]))
+            plain = kf.modulated_layer_norm(leaves[0], _COLS, *leaves[1:])
+            expected = torch.autograd.grad(plain, leaves, dy)
+        assert torch.equal(whole(y), plain)
+        for ours, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(whole(ours), theirs)
+
+
+def test_samples_and_their_rows_stay(ranks: Ranks) -> None:
+    """A scale per sample goes with its samples; where the rows of a sample are spread, its gradient is a sum."""
+    ranks(_check_samples)
+
+
 def _check_columns(device: str) -> None:
     x, bias, gate = torch.randn(4, _COLS), torch.randn(_COLS), torch.randn(4, _COLS)
     x, bias, gate = (t.to(device).requires_grad_() for t in (x, bias, gate))

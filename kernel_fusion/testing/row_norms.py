@@ -319,7 +319,7 @@ class ModulatedNormCase(StagedNormCase):
 
     def definition(self, inputs: Inputs) -> Results:
         """y and h in float64; nothing on the way is rounded."""
-        return self.ours(replace(inputs), "eager")
+        return replace(self, out_dtype=None).ours(inputs, "eager")
 
     def pytorch(self, inputs: Inputs) -> Results:
         """The gate's product, the norm with its stages, and the modulation, each by PyTorch."""

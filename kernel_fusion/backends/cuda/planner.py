@@ -172,7 +172,7 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartial
         if plan.splits_weight:
             specs.append(weight_pass(spec))
         first, second = (spec.weight if spec.grads[1] else None), (spec.bias if spec.grads[2] else None)
-        specs.append(SumPartialsSpec(spec.cols, spec.acc, first, second))
+        specs.append(SumPartialsSpec(0 if spec.grouped else spec.cols, spec.acc, first, second))
     return specs
 
 

@@ -20,8 +20,8 @@ template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
 
 // Whether that shape broadcasts to the input's, in groups that kernels know.
 template <class Call> bool has_groups(const Call& c) {
-  const auto shape = parameter_shape(c), sizes = c.input.sym_sizes();
   if (!c.grouped) return true;
+  const auto shape = parameter_shape(c), sizes = c.input.sym_sizes();
   const auto normalised = static_cast<size_t>(c.num_dims);
   if (shape.size() < normalised || shape.size() > sizes.size()) return false;
   const auto own = shape.size() - normalised, missing = sizes.size() - shape.size();

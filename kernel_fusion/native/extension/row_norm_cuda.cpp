@@ -230,15 +230,24 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const int64_t num_partials =
       split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles * groups)))
             : grid / kernel.cluster;
-  const PartialRows partials(call.input, num_partials, cols * groups);
-  args.dweight_partials = partials.data(0);
-  args.dbias_partials = partials.data(1);
-  args.partial_pitch = partials.pitch;
+  // Where a group has a single partial row, in the dtype of the gradient, that is the gradient.
+  const auto is_sum = [&](const Tensor& t) { return !t.defined() || t.scalar_type() == acc_dtype(call.input); };
+  std::optional<PartialRows> partials;
+  if (spec.grouped && num_partials == 1 && is_sum(dweight) && is_sum(dbias)) {
+    if (wants_dweight) args.dweight_partials = dweight.data_ptr();
+    if (wants_dbias) args.dbias_partials = dbias.data_ptr();
+  } else {
+    partials.emplace(call.input, num_partials, cols * groups);
+    args.dweight_partials = partials->data(0);
+    args.dbias_partials = partials->data(1);
+    args.partial_pitch = partials->pitch;
+  }
   if (wants_dx || wants_dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
   // The group is the second coordinate of a block, and else it is the slab.
   if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
-  sum_partials(partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream, spec.grouped);
+  if (!partials) return;
+  sum_partials(*partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream, spec.grouped);
 }
 
 }  // namespace kf
