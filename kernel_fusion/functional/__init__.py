@@ -16,6 +16,7 @@ from kernel_fusion.functional.attention import attention_scores, softmax
 from kernel_fusion.functional.gated_norm import gated_layer_norm, gated_rms_norm
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
+from kernel_fusion.functional.rotary import qk_norm_rope, rope
 from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "layer_norm",
     "mean_abs",
     "mul_act",
+    "qk_norm_rope",
     "rms_norm",
+    "rope",
     "softmax",
     "sum_squared",
 ]

@@ -6,6 +6,7 @@ from kernel_fusion.nn.gated_norm import FusedGatedRMSNorm
 from kernel_fusion.nn.linear import FusedLinearAct
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
+from kernel_fusion.nn.rotary import FusedQKNormRope
 from kernel_fusion.nn.softmax import FusedSoftmax
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedLinearAct",
+    "FusedQKNormRope",
     "FusedRMSNorm",
     "FusedSoftmax",
 ]
