@@ -160,6 +160,7 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     options = {"weight_offset": 0.5, "interleaved": True, "rounding": "hf"}
     bare = {"query_weight": None, "key_weight": None, "eps": None, "weight_offset": 0.0, "rounding": "once"}
     rotary = {"query": heads, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
+    rotary_calls = [rotary, rotary | bare | {"key": None}]
     given = {"dy": _randn(device, 2, 4, 3, 6), "dy_key": _randn(device, 2, 4, 1, 6)}
     return {
         "layer_norm": [{"input": x, **affine}],
@@ -173,7 +174,7 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
         ],
         **dict.fromkeys(("reduce", "reduce_reference"), reduce),
         **dict.fromkeys(("softmax", "softmax_reference"), soft),
-        **dict.fromkeys(("qk_norm_rope", "qk_norm_rope_reference"), [rotary, rotary | bare | {"key": None}]),
+        **dict.fromkeys(("qk_norm_rope", "qk_norm_rope_reference"), rotary_calls),
         "qk_norm_rope_bwd": [
             given | rotary | {"output_mask": [True] * 4},
             given | rotary | bare | {"query": None, "key": None, "output_mask": [True, True, False, False]},

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernel_fusion.bench import operations
+from kernel_fusion.bench import operations, rotary
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
@@ -340,6 +340,15 @@ def _memory() -> Suite:
     )
 
 
+def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
+    return lambda device, dtype: [_plain(tokens if device == "cuda" else tokens // 32, columns)]
+
+
+_ROPE = Suite(
+    "rope", "Rotary embedding", "kernels", tuple(Operations(of, _tokens(*s)) for s, of in rotary.OPERATIONS.items()),
+    _DTYPES, _QUICK_DTYPES, directions=("forward", "backward"), peers=("torch.compile",), about="heads, rotated",
+)  # fmt: skip
+
 _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
     "ReLU and LayerNorm",
@@ -383,6 +392,7 @@ SUITES = {
         _norms("host", "Host time per call", "what a call costs before the device has done anything", _host, "host"),
         _cpu(),
         _fused_ops(),
+        _ROPE,
         _RELU_LAYER_NORM,
         _memory(),
         _STEPS,

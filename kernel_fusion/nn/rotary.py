@@ -25,8 +25,8 @@ class FusedQKNormRope(nn.Module):
     The state dict has `query_weight` and `key_weight`, of shape (D,), which Transformers calls `q_norm.weight` and
     `k_norm.weight`. They begin as 1 - weight_offset.
 
-    Shape: query, key and the two results (B, H, L, D) or (B, L, H, D). See :func:`kernel_fusion.qk_norm_rope` for dtypes
-    and accumulation.
+    Shape: query, key and the two results (B, H, L, D) or (B, L, H, D). See :func:`kernel_fusion.qk_norm_rope` for
+    dtypes and accumulation.
 
     Raises:
         ValueError: an unknown `rounding`.

@@ -57,8 +57,13 @@ def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, ke
     """The gradients that the mask, the last argument, asks for; those of the weights are rows of one head."""
     wants, weights = rest[-1], rest[:2]
     dx = [t if x is None else x for t, x in ((dy, query), (dy_key, key))]
-    heads = [result_like(t) if wanted and t is not None else dy.new_empty(0) for t, wanted in zip(dx, wants[:2], strict=True)]
-    rows = [torch.empty_like(w) if wanted and w is not None else dy.new_empty(0) for w, wanted in zip(weights, wants[2:], strict=True)]
+    heads = [
+        result_like(t) if wanted and t is not None else dy.new_empty(0) for t, wanted in zip(dx, wants[:2], strict=True)
+    ]
+    rows = [
+        torch.empty_like(w) if wanted and w is not None else dy.new_empty(0)
+        for w, wanted in zip(weights, wants[2:], strict=True)
+    ]
     return *heads, *rows
 
 
@@ -70,5 +75,14 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-for _function in (pointwise, pointwise_fwd, pointwise_bwd, reduce, softmax, softmax_bwd, qk_norm_rope, qk_norm_rope_bwd):
+for _function in (
+    pointwise,
+    pointwise_fwd,
+    pointwise_bwd,
+    reduce,
+    softmax,
+    softmax_bwd,
+    qk_norm_rope,
+    qk_norm_rope_bwd,
+):
     library.impl(_function.__name__, _on_one_device(_function), "Meta")

@@ -33,8 +33,8 @@ VERBS = {
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
-    # The rotary embedding of query and key, of the RMSNorm of each head where there is an `eps`. A result is laid out in
-    # the order of the strides of its argument; that of an absent key has no elements.
+    # The rotary embedding of query and key, of the RMSNorm of each head where there is an `eps`. A result is laid out
+    # in the order of the strides of its argument; that of an absent key has no elements.
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts of verbs below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd; for RMSNorm (1,

@@ -203,10 +203,10 @@ def scores(quick: bool) -> Iterator[Case]:
 
 
 def rotary(quick: bool) -> Iterator[Case]:
-    """The rotary embedding: heads before and after tokens, pairs of either kind, columns that are not turned, positions.
+    """The rotary embedding: heads before and after tokens, pairs of either kind, columns that stay, positions.
 
-    Heads lie in a wider projection; keys have fewer heads; an odd number of pairs leaves no whole vectors; and there are
-    more heads than a tile has.
+    Heads lie in a wider projection; keys have fewer heads; an odd number of pairs leaves no whole vectors; and there
+    are more heads than a tile has.
     """
     places: tuple[dict[str, Any], ...] = (
         {"shape": (2, 3, 9, 32), "pairs": 16, "fused": True},

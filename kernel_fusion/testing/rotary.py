@@ -167,7 +167,9 @@ class RotaryCase(Case):
                 gradients[f"d{name}_weight"] = dweight
         return self._results(values) | gradients
 
-    def _by_hand(self, x: Array, weight: Tensor | None, dy: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+    def _by_hand(
+        self, x: Array, weight: Tensor | None, dy: Array, cos: Array, sin: Array
+    ) -> tuple[Array, Array, Array]:
         """y of heads, and the gradients of them and of their weight."""
         g = self._turned(dy, cos, -sin)
         if not self._normed:

@@ -33,13 +33,11 @@ def qk_norm_rope(
 
         y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i]
 
-    The other columns of y are those of n. y is rounded once, or with rounding "hf" where Hugging Face's code rounds: the
-    normalised value to the dtype of x; its product with the weight to the promoted dtype of these two; and products,
-    sum and difference of the rotation to the promoted dtype of that product and cos.
+    The other columns of y are those of n. y is rounded once, or with rounding "hf" where Hugging Face's code rounds:
+    the normalised value to the dtype of x; its product with the weight to the promoted dtype of these two; and
+    products, sum and difference of the rotation to the promoted dtype of that product and cos.
     """
-    c = Rotary(
-        query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding
-    )
+    c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     if text := problem(c):
         raise RuntimeError(f"`{'rope' if eps is None else 'qk_norm_rope'}`: {text}")
     wide = compute_dtype(query.dtype)

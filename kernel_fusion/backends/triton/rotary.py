@@ -95,9 +95,7 @@ def forward(
     rounding: str,
 ) -> tuple[Tensor, Tensor]:
     """Query and key turned; without a key the second has no elements."""
-    c = Rotary(
-        query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding
-    )
+    c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     require("triton_qk_norm_rope_fwd", c[:7], _takes(c))
     q, k = _readable(query), _readable(key)
     assert q is not None
@@ -138,9 +136,7 @@ def backward(
     Query and key themselves are there if there is a norm.
     """
     x, x_key = (dy, dy_key) if eps is None or query is None else (query, key)
-    c = Rotary(
-        x, x_key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding
-    )
+    c = Rotary(x, x_key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     takes = _takes(c) and shaped(x.shape, dy) and floating(dy, dy_key) and len(wants) == 4
     takes = takes and (eps is None or query is not None) and (x_key is None) == (dy_key is None)
     takes = takes and (x_key is None or shaped(x_key.shape, dy_key))

@@ -88,9 +88,7 @@ RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
                   (!present(key) || (goes_with(*c.dy_key, *query) && c.dy_key->sizes().equals(key->sizes()))),
               "kernel_fusion::qk_norm_rope_bwd: arguments that its kernels do not take");
   check_all_memory(c.dy, c.dy_key, query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions);
-  const auto wanted = [&](int i, const OptionalTensor& t, auto like) {
-    return c.wants[i] && present(t) ? like(*t) : Tensor();
-  };
+  const auto wanted = [&](int i, const OptionalTensor& t, auto like) { return c.wants[i] && present(t) ? like(*t) : Tensor(); };
   const auto row_like = [](const Tensor& weight) { return at::empty_like(weight, at::MemoryFormat::Contiguous); };
   RotaryGradients gradients{wanted(0, query, result_like), wanted(1, key, result_like), wanted(2, c.query_weight, row_like),
                             wanted(3, c.key_weight, row_like)};

@@ -22,8 +22,8 @@ struct RotaryCall {
 };
 inline RotaryCall rotary_call(const Tensor& query, const OptionalTensor& key, const OptionalTensor& query_weight,
                               const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
-                              const OptionalTensor& positions, std::optional<double> eps, double weight_offset, bool interleaved,
-                              std::string_view rounding) {
+                              const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
+                              bool interleaved, std::string_view rounding) {
   return {query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
 }
 template <class F> auto with_arguments(const RotaryCall& c, F&& f) {

@@ -20,7 +20,8 @@ RotaryResult below_autograd(c10::DispatchKeySet keys, const RotaryCall& c) {
 }
 
 RotaryGradients call_backward(const RotaryBwdCall& c) {
-  const auto* backend = direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
+  const auto* backend =
+      direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
   if (backend && backend->rotary_bwd) return rotary_bwd(*backend, c);
   static const auto op = find_op<RotaryGradients>("kernel_fusion::qk_norm_rope_bwd", rotary_bwd_call);
   return call_operator(op, c);
@@ -66,9 +67,8 @@ struct RotaryBackward : SavingNode {
     const auto second = [&](const OptionalTensor& t) -> const OptionalTensor& { return both ? t : kAbsent; };
     const std::array<bool, 4> wants{task_should_compute_output(first), both && task_should_compute_output(1),
                                     task_should_compute_output(2 + first), both && task_should_compute_output(3)};
-    const RotaryBwdCall call{*dy[first],    second(dy[1]), x[first], second(x[1]), x[2 + first], second(x[3]), cos,
-                             sin,           positions,     eps,      weight_offset, interleaved, is_hf ? "hf" : "once",
-                             wants};
+    const RotaryBwdCall call{*dy[first], second(dy[1]), x[first], second(x[1]),  x[2 + first], second(x[3]),          cos,
+                             sin,        positions,     eps,      weight_offset, interleaved,  is_hf ? "hf" : "once", wants};
     const auto found = at::GradMode::is_enabled() ? differentiable(call) : call_backward(call);
     const auto& [dx, dx_key, dweight, dweight_key] = found;
     if (wants[0]) list[first] = dx;
@@ -82,16 +82,16 @@ struct RotaryBackward : SavingNode {
   // eager definition, which is run again.
   static RotaryGradients differentiable(const RotaryBwdCall& c) {
     if (!c.eps) {
-      const auto [query, key] =
-          call_verb({c.dy, c.dy_key, kAbsent, kAbsent, c.cos, c.sin.neg(), c.positions, std::nullopt, 0.0, c.interleaved, "once"});
+      const auto [query, key] = call_verb(
+          {c.dy, c.dy_key, kAbsent, kAbsent, c.cos, c.sin.neg(), c.positions, std::nullopt, 0.0, c.interleaved, "once"});
       return {query, key, {}, {}};
     }
     // Aliases, so that no gradient is also looked for behind them: the weights may depend on the query.
     std::array<OptionalTensor, 4> x{c.query, c.key, c.query_weight, c.key_weight};
     for (auto& t : x)
       if (t) t = at::alias(*t);
-    const auto [query, key] = reference(
-        {*x[0], x[1], x[2], x[3], c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved, c.rounding});
+    const auto [query, key] =
+        reference({*x[0], x[1], x[2], x[3], c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved, c.rounding});
     variable_list outputs{query}, dys{c.dy}, inputs;
     if (present(c.dy_key)) {
       outputs.push_back(key);
@@ -109,8 +109,8 @@ struct RotaryBackward : SavingNode {
 
 RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, const OptionalTensor& key,
                              const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
-                             const Tensor& sin, const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
-                             bool interleaved, std::string_view rounding) {
+                             const Tensor& sin, const OptionalTensor& positions, std::optional<double> eps,
+                             double weight_offset, bool interleaved, std::string_view rounding) {
   const RotaryCall call{query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
   // The kernels have no gradients of cos and sin.
   if (needs_definition(query, key, query_weight, key_weight, cos, sin) || torch::autograd::compute_requires_grad(cos, sin) ||
@@ -125,7 +125,13 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, cons
                            of_query && of_key ? key : kAbsent,
                            of_query ? query_weight : key_weight,
                            of_query && of_key ? key_weight : kAbsent,
-                           cos, sin, positions, eps, weight_offset, interleaved, rounding};
+                           cos,
+                           sin,
+                           positions,
+                           eps,
+                           weight_offset,
+                           interleaved,
+                           rounding};
   const auto node = new_node<RotaryBackward>(of_node);
   if (of_query) torch::autograd::set_history(std::get<0>(result), node);
   if (of_key) torch::autograd::set_history(std::get<1>(result), node);

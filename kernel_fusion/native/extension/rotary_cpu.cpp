@@ -53,7 +53,8 @@ struct PreparedRotary {
     for (int i = 0; i < 2; ++i) {
       auto& of = args.of[i];
       // As `rounds_to` in core/rotary.py.
-      of.rounds_product = args.rounds_normalized && (!present(*weights[i]) || (*weights[i])->scalar_type() == query.scalar_type());
+      of.rounds_product =
+          args.rounds_normalized && (!present(*weights[i]) || (*weights[i])->scalar_type() == query.scalar_type());
       of.rounds_rotation = of.rounds_product && cos.scalar_type() == query.scalar_type();
       if (!present(*weights[i])) continue;
       weight[i] = (*weights[i])->to(acc_dtype(query)).contiguous();
@@ -103,7 +104,7 @@ void rotary_cpu(const RotaryCall& c, Tensor& query, Tensor& key) {
 
 void rotary_bwd_cpu(const RotaryBwdCall& c, RotaryGradients& gradients) {
   auto& [dquery, dkey, dquery_weight, dkey_weight] = gradients;
-  const Tensor &query = c.eps ? *c.query : c.dy;
+  const Tensor& query = c.eps ? *c.query : c.dy;
   PreparedRotary p(c, query);
   const OptionalTensor dy[] = {c.dy, c.dy_key}, *x[] = {&c.query, &c.key};
   const Tensor* dx[] = {&dquery, &dkey};
@@ -117,15 +118,16 @@ void rotary_bwd_cpu(const RotaryBwdCall& c, RotaryGradients& gradients) {
   const int64_t tokens = query.size(0) * query.size(1), cols = p.args.cols;
   Tensor* dweights[] = {&dquery_weight, &dkey_weight};
   if (!dquery_weight.defined() && !dkey_weight.defined())
-    return share(tokens, p.elements_of_token(), [&](int64_t begin, int64_t end) {
-      cpu::kernels().rotary_bwd(p.args, begin, end, {nullptr, nullptr});
-    });
+    return share(tokens, p.elements_of_token(),
+                 [&](int64_t begin, int64_t end) { cpu::kernels().rotary_bwd(p.args, begin, end, {nullptr, nullptr}); });
   // Sums of blocks of tokens, which are cut by their number alone, so that no bit depends on the number of threads.
   constexpr int64_t kMostBlocks = 128;
   const int64_t block = ceil_div(tokens, kMostBlocks), blocks = ceil_div(tokens, block);
   const Tensor partials = at::zeros({2, blocks, cols}, query.options().dtype(at::kDouble));
   double* const sums = partials.data_ptr<double>();
-  const auto row = [&](int which, int64_t i) { return dweights[which]->defined() ? sums + (which * blocks + i) * cols : nullptr; };
+  const auto row = [&](int which, int64_t i) {
+    return dweights[which]->defined() ? sums + (which * blocks + i) * cols : nullptr;
+  };
   share_by(blocks, block * p.elements_of_token(), 1, [&] {
     return [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)

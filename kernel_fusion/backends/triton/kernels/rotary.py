@@ -1,6 +1,6 @@
 """The rotary embedding of heads, of the RMSNorm of each where there is one, forward and backward.
 
-With n = x * rstd * (offset + weight), or n = x, and pairs (n1, n2) of columns, columns i and i + half, or 2 i and 2 i + 1:
+With n = x * rstd * (offset + weight), or n = x, and pairs (n1, n2) of columns i and i + half, or 2 i and 2 i + 1:
 
     y1 = n1 cos[i] - n2 sin[i], y2 = n2 cos[i] + n1 sin[i], and the other columns of n as they are
 
@@ -8,11 +8,11 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
 
     dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
 
-A program has a tile of heads of one token: ROWS heads, each half of the rotated columns a block of its own, so that a
-thread has both elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have gradients,
-programs are persistent: each walks through tiles with the sums of both weights in registers, and writes one partial row
-of each; sum_partials adds those in order. Bytes per element: x in, y out; backward x and dy in, dx out, and without a
-norm dy in, dx out. Cosines and sines are read once for each tile, from the L2 cache after the first.
+A program has a tile of heads of one token: ROWS heads, each half of the rotated columns a block of its own, so that
+a thread has both elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have
+gradients, programs are persistent: each walks through tiles with the sums of both weights in registers, and writes one
+partial row of each; sum_partials adds those in order. Bytes per element: x in, y out; backward x and dy in, dx out, and
+without a norm dy in, dx out. Cosines and sines are read once for each tile, from the L2 cache after the first.
 """
 
 from __future__ import annotations
@@ -169,7 +169,16 @@ def _heads_fwd(pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS
 
 @triton.jit
 def _heads_bwd(
-    pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr
+    pointers,
+    at,
+    strides,
+    heads,
+    tile,
+    angles,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    DX: tl.constexpr,
 ):
     """dx of a tile of heads, if it is wanted, and what the heads add to dweight.
 

@@ -285,8 +285,8 @@ struct RotaryHeads {
 
 struct Rotary {
   RotaryHeads of[2];
-  const char *cos, *sin;  // contiguous rows of `half` elements
-  int64_t table_example;  // the stride of examples, 0 where they share a table
+  const char *cos, *sin;     // contiguous rows of `half` elements
+  int64_t table_example;     // the stride of examples, 0 where they share a table
   const int64_t* positions;  // contiguous; null: the number of the token
   int64_t position_example;
   int64_t tokens, cols, half;
