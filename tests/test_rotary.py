@@ -25,7 +25,7 @@ def angles(rows: int, pairs: int, dtype: torch.dtype = F32, device: str = "cpu")
 
 # Grid rationale. The list of `verify`: both verbs, roundings, offsets, every dtype, layout and kind of pairs.
 @pytest.mark.covering(1, "case.verb", "case.dtype")
-@pytest.mark.parametrize("case", cases.rotary(quick=False), ids=str)
+@pytest.mark.parametrize("case", [*cases.rotary(quick=False)], ids=str)
 def test_within_budget(case: Case) -> None:
     """Results and gradients on the CPU are within the oracle's budget."""
     check(case, CPU)
@@ -36,13 +36,10 @@ def test_a_result_lies_as_its_argument_does(target: Target) -> None:
     """Heads of a fused projection are read where they lie; results and gradients are dense in the same order."""
     qkv = torch.randn(2, 5, 4 * 16, device=target.device, requires_grad=True)
     q, k = qkv[..., :48].unflatten(-1, (3, 16)).transpose(1, 2), qkv[..., 48:].unflatten(-1, (1, 16)).transpose(1, 2)
-    for heads in (q, k):
-        heads.retain_grad()
     ones = torch.ones(16, device=target.device)
     y, y_key = kf.qk_norm_rope(q, k, ones, ones, *angles(5, 8, device=target.device), backend=target.backend)
-    torch.autograd.backward([y, y_key], [torch.randn_like(y), torch.randn_like(y_key)])
-    for t, heads in ((y, 3), (y_key, 1), (q.grad, 3), (k.grad, 1)):
-        assert t is not None
+    dq, dk = torch.autograd.grad([y, y_key], [q, k], [torch.randn_like(y), torch.randn_like(y_key)])
+    for t, heads in ((y, 3), (y_key, 1), (dq, 3), (dk, 1)):
         assert t.transpose(1, 2).is_contiguous()
         assert t.shape == (2, heads, 5, 16)
     head_major = q.detach().contiguous()

@@ -179,10 +179,9 @@ def _pointwise(verb: str, activation: str, arguments: dict[str, Any], form: str 
     return Verb(verb + form, arguments, ours, pytorch, **options)
 
 
-def _angles(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the tokens of x, its first dimension."""
-    tokens = torch.arange(x.shape[0], device=x.device, dtype=x.dtype)
-    angles = tokens[:, None] * 0.1 ** torch.arange(half, device=x.device, dtype=x.dtype)
+def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the tokens of x, its first dimension: a tensor of its kind, and the same in every row."""
+    angles = torch.ones_like(x.detach()[:, 0, : x.shape[-1] // 2]).cumsum(-1) * 0.3
     return angles.cos(), angles.sin()
 
 
@@ -196,7 +195,7 @@ def _one_head(rows: int, cols: int) -> tuple[int, ...]:
 
 def _rotated(x: Tensor, weight: Tensor | None = None, interleaved: bool = False) -> Tensor:
     """By PyTorch's calls, after the norm if there is a weight."""
-    cos, sin = _angles(x, x.shape[-1] // 2)
+    cos, sin = _angles(x)
     n = x if weight is None else unfused.norm(x, x.shape[-1:], weight, None, EPS, rms=True, weight_offset=1.0)
     return unfused.rope(n, cos[:, None], sin[:, None], interleaved)
 
@@ -277,17 +276,17 @@ _VERBS = (
     Verb(
         "rope",
         {"x": _two_heads},
-        lambda x, **o: kf.rope(x, *_angles(x, x.shape[-1] // 2), interleaved=True, **o),
+        lambda x, **o: kf.rope(x, *_angles(x), interleaved=True, **o),
         lambda x: _rotated(x, interleaved=True),
-        row_wise=False,
         reshapes=True,
         by_triton=True,
     ),
     Verb(
         "qk_norm_rope",
         {"query": _two_heads, "key": _one_head, "query_weight": _row, "key_weight": _row},
-        lambda q, k, a, b, **o: kf.qk_norm_rope(q, k, a, b, *_angles(q, q.shape[-1] // 2), EPS, weight_offset=1.0, **o),
+        lambda q, k, a, b, **o: kf.qk_norm_rope(q, k, a, b, *_angles(q), EPS, weight_offset=1.0, **o),
         lambda q, k, a, b: (_rotated(q, a), _rotated(k, b)),
+        kernels=None,
         row_wise=False,
         reshapes=True,
         by_triton=True,
