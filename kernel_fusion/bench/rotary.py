@@ -56,7 +56,8 @@ def _qk_norm_rope(keys: int) -> Operation:
         return of_query, of_key
 
     def fused(*tensors: Tensor, p: float, backend: str | None) -> tuple[Tensor, Tensor]:
-        return kf.qk_norm_rope(*tensors, _EPS, backend=backend)  # type: ignore[arg-type, misc]
+        query, key, query_weight, key_weight, cos, sin = tensors
+        return kf.qk_norm_rope(query, key, query_weight, key_weight, cos, sin, _EPS, backend=backend)
 
     return Operation(
         "norm+rope of query and key", "qk_norm_rope", lambda shape, dtype: _arguments(keys, shape, dtype), pytorch,

@@ -145,9 +145,8 @@ def qk_norm_rope(
         if interop.records(query):
             return interop.recorded(qk_norm_rope, *given, eps, positions=positions, **options)  # type: ignore[no-any-return]
 
-        def with_tensors(*tensors: Any) -> tuple[Tensor, Tensor]:
-            *others, p = tensors
-            return qk_norm_rope(*others, eps, positions=p, **options)
+        def with_tensors(q: Tensor, k: Tensor, a: Tensor, b: Tensor, c: Tensor, s: Tensor, p: Tensor) -> Any:
+            return qk_norm_rope(q, k, a, b, c, s, eps, positions=p, **options)
 
         return interop.with_tensors("qk_norm_rope", with_tensors, *given, positions)  # type: ignore[no-any-return]
     _check_tensors("qk_norm_rope", {"key": key, "cos": cos, "sin": sin}, positions)

@@ -77,20 +77,20 @@ class RotaryCase(Case):
         key_shape = tuple(self.key_heads if d == self.unsqueeze_dim else n for d, n in enumerate(self.shape))
         query, dy = self._heads(draw, self.shape), self._heads(draw, self.shape)
         key, dy_key = (self._heads(draw, key_shape) if self._normed else None for _ in range(2))
-        weights = [
+        query_weight, key_weight = (
             None if self.weight is None else draw.normal(self.shape[-1:], self.weight, 1.0 - self.weight_offset)
             for _ in range(2)
-        ]
+        )
         rows = tokens + _MORE_ROWS if self.positions else tokens
         angles = draw.normal((rows, self.pairs), torch.float64, std=3.0)
         cos, sin = (t.to(self.angles or self.dtype) for t in (angles.cos(), angles.sin()))
         positions = None
         if self.positions:
             positions = draw.normal((batch, tokens), torch.float64, std=9.0).long() % rows
-        for leaf in (query, key, *weights):
+        for leaf in (query, key, query_weight, key_weight):
             if leaf is not None:
                 leaf.requires_grad_()
-        return Heads(query, key, *weights, cos, sin, positions, dy, dy_key)
+        return Heads(query, key, query_weight, key_weight, cos, sin, positions, dy, dy_key)
 
     def _heads(self, draw: Draw, shape: tuple[int, ...]) -> Tensor:
         x = draw.normal(shape, self.dtype, std=2.0)
@@ -144,8 +144,8 @@ class RotaryCase(Case):
             n = x
             if self._normed:
                 offset = self.weight_offset if weight is not None else 0.0
-                norm = {"rms": True, "weight_offset": offset, "rounding": self.rounding}
-                n = unfused.norm(x, x.shape[-1:], weight, None, EPS, **norm)  # type: ignore[arg-type]
+                norm: dict[str, Any] = {"rms": True, "weight_offset": offset, "rounding": self.rounding}
+                n = unfused.norm(x, x.shape[-1:], weight, None, EPS, **norm)
             values.append(unfused.rope(n, cos[:, :, None], sin[:, :, None], self.interleaved).to(x.dtype))
         return self._results(values)
 
@@ -181,7 +181,8 @@ class RotaryCase(Case):
         return self._turned(n * w, cos, sin), dx, (g * n).sum((0, 1, 2))
 
     def _turned(self, x: Array, cos: Array, sin: Array) -> Array:
-        y, half = x.copy(), self.pairs
+        y: Array = x.copy()
+        half = self.pairs
         first = slice(0, 2 * half, 2) if self.interleaved else slice(0, half)
         second = slice(1, 2 * half, 2) if self.interleaved else slice(half, 2 * half)
         y[..., first] = x[..., first] * cos - x[..., second] * sin

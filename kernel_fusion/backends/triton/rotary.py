@@ -166,7 +166,7 @@ def _launch_backward(
     wanted = [row for row in rows if row is not None]
     programs = device.programs(layout.persistent, items) if wanted else items
     partials = torch.empty(len(wanted) * programs * cols, dtype=compute_dtype(c.query.dtype), device=c.query.device)
-    gradients = {
+    gradients: dict[str, Any] = {
         "dquery": dx is not None, "dkey": dx_key is not None, "dweight": rows[0] is not None,
         "dkey_weight": rows[1] is not None,
     }  # fmt: skip
