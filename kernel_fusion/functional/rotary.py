@@ -186,12 +186,12 @@ def _tokens_first(verb: str, name: str, x: Tensor, unsqueeze_dim: int) -> Tensor
             f"{unsqueeze_dim}"
         )
     x = x if unsqueeze_dim % dims == dims - 2 else x.transpose(-2, -3)
-    return x if dims == 4 else x[None]
+    return x if dims == 4 else x.unsqueeze(0)
 
 
 def _as_given(y: Tensor, x: Tensor, unsqueeze_dim: int) -> Tensor:
     """A result in the order of the dimensions of x."""
-    y = y if x.dim() == 4 else y[0]
+    y = y if x.dim() == 4 else y.squeeze(0)
     return y if unsqueeze_dim % x.dim() == x.dim() - 2 else y.transpose(-2, -3)
 
 

@@ -225,7 +225,9 @@ def _differentiable(*args: Any) -> list[Tensor | None]:
     """The gradients as functions that can be differentiated: a rotation the other way, or those of the definition."""
     dy, dy_key, query, key, query_weight, key_weight, cos, sin, positions, eps, *rest, wants = args
     if eps is None:
-        turned = qk_norm_rope(dy, dy_key, None, None, cos, -sin, positions, None, *rest)
+        turned = torch.ops.kernel_fusion.qk_norm_rope_reference(
+            dy, dy_key, None, None, cos, -sin, positions, None, *rest
+        )
         return [*turned, None, None]
     tensors = [query, key, query_weight, key_weight]
     # Aliases, so that no gradient is also looked for behind them.

@@ -78,11 +78,11 @@ struct RotaryBackward : SavingNode {
     return list;
   }
 
-  // The gradients as differentiable functions of everything: without a norm the same rotation the other way, else those of the
-  // eager definition, which is run again.
+  // The gradients as differentiable functions of everything, by the eager definition: without a norm the same rotation the
+  // other way, else its gradients, for which it is run again.
   static RotaryGradients differentiable(const RotaryBwdCall& c) {
     if (!c.eps) {
-      const auto [query, key] = call_verb(
+      const auto [query, key] = reference(
           {c.dy, c.dy_key, kAbsent, kAbsent, c.cos, c.sin.neg(), c.positions, std::nullopt, 0.0, c.interleaved, "once"});
       return {query, key, {}, {}};
     }
