@@ -10,6 +10,8 @@ from support import CPU, TRITON, Target, check
 from torch import Tensor
 
 import kernel_fusion as kf
+from kernel_fusion.backends import availability
+from kernel_fusion.operators import dispatch, stubs
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case
 
@@ -132,6 +134,14 @@ def test_no_bit_depends_on_threads_or_other_tokens() -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a[1:2], b) for a, b in zip(whole[:4], run(slice(1, 2))[:4], strict=True))
+
+
+def test_a_gpu_takes_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA kernels can run, a request for them says that there are none; the operator is served by Triton."""
+    monkeypatch.setattr(availability, "why_not_cuda", lambda device: None)
+    reason = dispatch.unavailable_reason("cuda", torch.device("cuda"), "qk_norm_rope")
+    assert reason == "`qk_norm_rope` has no kernels in CUDA C++; those of 'triton' serve it on a GPU"
+    assert [stubs._is_native("qk_norm_rope", device) for device in ("cpu", "cuda", "meta")] == [True, False, True]
 
 
 def test_nothing_is_kept_but_arguments() -> None:

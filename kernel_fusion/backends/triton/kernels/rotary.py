@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.rows import load, shifted, store, within
+from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
 
 # These may differ between calls of one compiled kernel. Strides count in steps of the constant `unit`.
 LENGTHS = ["num_tokens", "tokens", "query_heads", "key_heads", "table_rows", "t0", "t1", "p0", "p1"]
@@ -332,7 +332,7 @@ def rotary_bwd(
     b1 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
     b2 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
     b3 = tl.zeros([KEY_ROWS, REST], C.acc)
-    for item in range(program, num_tokens.to(tl.int64) * tiles, tl.num_programs(0)):
+    for item in range(program, scalar(num_tokens, tl.int64) * tiles, tl.num_programs(0)):
         example, token, tile = _place(item, tiles, tokens)
         angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
         if tile < query_tiles:
