@@ -234,6 +234,32 @@ def attention(device: torch.device) -> int:
     return compare.num_wrong
 
 
+def rotary(device: torch.device) -> int:
+    """The rotary embedding of query and key, alone and after the norm of each head."""
+    query, key = torch.randn(2, 4, ROWS, HEAD, device=device)  # heads, tokens, columns
+    weight = torch.randn(HEAD, device=device)
+    angles = torch.arange(ROWS, device=device)[:, None] * 1e-4 ** (torch.arange(HEAD // 2, device=device) * 2 / HEAD)
+    cos, sin = angles.cos(), angles.sin()
+    compare = Comparison(query, key, weight)
+
+    def turned(x: Tensor) -> Tensor:
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+    def both(weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return turned(F.rms_norm(query, (HEAD,), weight, 1e-6)), turned(F.rms_norm(key, (HEAD,), weight, 1e-6))
+
+    compare("rope", lambda: kf.rope(query, cos, sin, unsqueeze_dim=0), lambda: turned(query))
+    compare(
+        "qk_norm_rope",
+        lambda: kf.qk_norm_rope(query, key, weight, weight, cos, sin, 1e-6, unsqueeze_dim=0),
+        lambda: both(weight),
+    )
+    module = kf.FusedQKNormRope(HEAD, unsqueeze_dim=0, device=device)
+    compare("FusedQKNormRope", lambda: module(query, key, cos, sin), lambda: both(None))
+    return compare.num_wrong
+
+
 def fixed_names(device: torch.device) -> int:
     """`kf.ops`: the verbs with their activation chosen."""
     x, y = torch.randn(2, ROWS, N, device=device)
@@ -360,7 +386,7 @@ def choosing_a_backend(device: torch.device) -> int:
     return compare.num_wrong
 
 
-SECTIONS = (norms, chains, reductions, attention, fixed_names, direct_kernels, modules, choosing_a_backend)
+SECTIONS = (norms, chains, reductions, attention, rotary, fixed_names, direct_kernels, modules, choosing_a_backend)
 
 
 def main() -> None:

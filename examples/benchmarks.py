@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import kernel_fusion as kf
 from kernel_fusion.bench import providers, run_suite
-from kernel_fusion.bench.suites import Operations, Shape, Suite
+from kernel_fusion.bench.suite import Operations, Shape, Suite
 from kernel_fusion.bench.timing import QUICK, Setup
 from kernel_fusion.bench.workloads import Argument, Dropout, Operation
 

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
@@ -44,14 +45,13 @@ class FusedBlock(nn.Module):
     def forward(self, x: Tensor, *, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """(batch, tokens, width) to the same."""
         block, width = self.block, x.shape[-1]
-        ada = block.norm1
+        ada: Any = block.norm1
+        second: Any = block.norm3
         embedding = ada.emb(timestep, class_labels, hidden_dtype=x.dtype)
         modulation = ada.linear(ada.silu(embedding))[:, None].chunk(6, dim=-1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation
         y = kf.modulated_layer_norm(x, width, scale, shift, eps=ada.norm.eps)
-        y, x = kf.add_modulated_layer_norm(
-            block.attn1(y), x, width, mlp_scale, mlp_shift, eps=block.norm3.eps, gate=gate
-        )
+        y, x = kf.add_modulated_layer_norm(block.attn1(y), x, width, mlp_scale, mlp_shift, eps=second.eps, gate=gate)
         return torch.addcmul(x, mlp_gate, block.ff(y))
 
 

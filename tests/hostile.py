@@ -156,6 +156,14 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     keep = torch.rand(3, 5, 6, device=device) < 0.7
     soft = [{"input": x, "mask": mask, "scale": 0.5, "causal": True} for mask in (keep, _randn(device, 6), None)]
     y = torch.softmax(x, -1)
+    heads, key = _randn(device, 2, 4, 3, 6), _randn(device, 2, 4, 1, 6)
+    tables = {"cos": _randn(device, 1, 5, 2), "sin": _randn(device, 1, 5, 2),
+              "positions": torch.tensor([[0, 3, 4, 1]], device=device)}  # fmt: skip
+    options = {"weight_offset": 0.5, "interleaved": True, "rounding": "hf"}
+    bare = {"query_weight": None, "key_weight": None, "eps": None, "weight_offset": 0.0, "rounding": "once"}
+    rotary = {"query": heads, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
+    rotary_calls = [rotary, rotary | bare | {"key": None}]
+    given = {"dy": _randn(device, 2, 4, 3, 6), "dy_key": _randn(device, 2, 4, 1, 6)}
     return {
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
@@ -168,14 +176,22 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
         ],
         **dict.fromkeys(("reduce", "reduce_reference"), reduce),
         **dict.fromkeys(("softmax", "softmax_reference"), soft),
+        **dict.fromkeys(("qk_norm_rope", "qk_norm_rope_reference"), rotary_calls),
+        "qk_norm_rope_bwd": [
+            given | rotary | {"output_mask": [True] * 4},
+            given | rotary | bare | {"query": None, "key": None, "output_mask": [True, True, False, False]},
+        ],
         "softmax_bwd": [{"dy": dy, "y": y, "scale": 0.5, "leaves_out": True}],
     }
+
+
+_BY_TRITON = ("staged_row_norm", "pointwise", "reduce", "softmax", "qk_norm_rope")
 
 
 def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
     """The same of the Triton backend's operators: the verbs, and those on the kernels."""
     calls = right_calls(device)
-    calls = {f"triton_{name}": calls[name] for name in ("staged_row_norm", "pointwise", "reduce", "softmax")} | {
+    calls = {f"triton_{name}": calls[name] for name in _BY_TRITON} | {
         "triton_row_norm_fwd": [
             call | {"out_dtype": torch.float32, "wants_stats": True} for call in calls["staged_row_norm"]
         ],
@@ -197,6 +213,11 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
         "triton_reduce_fwd": [call | {"dtype": torch.float32} for call in calls["reduce"]],
         "triton_softmax_fwd": [call for call in calls["softmax"] if call["mask"] is None or call["mask"].dim() == 3],
         "triton_softmax_bwd": calls["softmax_bwd"],
+        "triton_qk_norm_rope_fwd": calls["qk_norm_rope"],
+        "triton_qk_norm_rope_bwd": [
+            {"wants" if name == "output_mask" else name: value for name, value in call.items()}
+            for call in calls["qk_norm_rope_bwd"]
+        ],
     }  # fmt: skip
     return calls
 
@@ -303,6 +324,21 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tenso
     return dx.masked_fill(p == 0, 0.0) if leaves_out else dx
 
 
+def _qk_norm_rope_bwd(dy: Tensor, dy_key: Any, query: Any, key: Any, **call: Any) -> tuple[Any, ...]:
+    wants = call.pop("output_mask", None) or call.pop("wants")
+    if call["eps"] is None:
+        query, key = torch.zeros_like(dy), None if dy_key is None else torch.zeros_like(dy_key)
+    tensors = [query, key, call.pop("query_weight"), call.pop("key_weight")]
+    leaves = [None if t is None else t.double().detach().requires_grad_() for t in tensors]
+    for name in ("cos", "sin"):
+        call[name] = call[name].double()
+    outputs = torch.ops.kernel_fusion.qk_norm_rope_reference(*leaves, **call)
+    pairs = [(y, d.double()) for y, d in zip(outputs, (dy, dy_key), strict=True) if d is not None]
+    wanted = [t for t, wants_it in zip(leaves, wants, strict=True) if t is not None and wants_it]
+    found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True))
+    return tuple(next(found) if t is not None and wants_it else None for t, wants_it in zip(leaves, wants, strict=True))
+
+
 # Operators that only the graph of another one calls, with results that it alone knows how to read.
 _WITHOUT_DEFINITION = ("pointwise_fwd", "reduce_fwd", "softmax_fwd")
 
@@ -314,6 +350,7 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "row_norm_bwd": _row_norm_bwd,
     "pointwise_bwd": _pointwise_bwd,
     "softmax_bwd": _softmax_bwd,
+    "qk_norm_rope_bwd": _qk_norm_rope_bwd,
 }
 
 

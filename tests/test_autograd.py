@@ -422,6 +422,8 @@ _KEPT = {
     "bias_act-relu": 119,
     "add_act-leaky_relu": 15,  # bits; and 15 bytes of them on a GPU for bias_act-relu
     "attention_weights": 42,
+    "rope": 112,  # cos and sin, which are arguments too
+    "qk_norm_rope": 112,
 }
 
 

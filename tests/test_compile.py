@@ -135,6 +135,20 @@ _FAMILIES: dict[str, tuple[str, Callable[[Target], tuple[Any, ...]]]] = {
         "staged_row_norm",
         lambda t: (_randn(t, 3, 8), None, 1, None, None, 1e-5, 0.0, None, False, "relu", "identity", 0.0, None),
     ),
+    "rotary": (
+        "qk_norm_rope",
+        lambda t: (
+            *(_leaf(_randn(t, 2, 3, 4, 8).transpose(1, 2)), _randn(t, 2, 4, 1, 8), _randn(t, 8), None),
+            *(_randn(t, 1, 4, 4).detach(), _randn(t, 1, 4, 4).detach(), None, 1e-5, 0.0, True, "once"),
+        ),
+    ),
+    "rotary-positions": (
+        "qk_norm_rope",
+        lambda t: (
+            *(_randn(t, 2, 4, 3, 8), None, None, None, _randn(t, 1, 9, 3).detach(), _randn(t, 1, 9, 3).detach()),
+            *(torch.arange(8, device=t.device).view(2, 4), None, 0.0, False, "once"),
+        ),
+    ),
     "chain-backward": (
         "pointwise_bwd",
         lambda t: (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT, Target, python, run_example
+from support import CPU, ROOT, Target, python, run_example
 
 import kernel_fusion as kf
 from kernel_fusion.bench import results
@@ -152,3 +152,15 @@ def test_benchmarks_does_not_time_a_wrong_result(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(kf, "add_rms_norm", wrong)
     with pytest.raises(SystemExit, match=r"FAILED: kf-cpu, 8x64 .*y is .* times its error budget off"):
         run_example(monkeypatch, "benchmarks", "--device", "cpu", "--output-dir", tmp_path, "--shape", "8x64")
+
+
+def test_qwen3_block(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The block with our call agrees with that of Transformers in bf16, gradients included; both are timed."""
+    sizes = ["--tokens", "24", "--hidden", "64", "--heads", "4", "--key-heads", "2", "--head-dim", "32"]
+    with CPU.ran(forward=None, backward=None):
+        run_example(monkeypatch, "qwen3_block", "--device", "cpu", *sizes, "--repeats", "1")
+    output = capsys.readouterr().out
+    largest = re.search(r"largest relative distance (\S+)", output)
+    assert largest is not None
+    assert float(largest[1]) < 1e-2
+    assert {"transformers", "kernel_fusion"} <= {line.split()[0] for line in output.splitlines()}

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import EAGER, Target
+from support import CUDA, EAGER, TRITON, Target
 from test_interop import CALLS
 
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import explain as cuda_explain
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.operators.fallback import WITHOUT_CUDA_KERNELS
 
 # The module, not the function of the same name that the package exports.
 explain = importlib.import_module("kernel_fusion.functional.explain")
@@ -40,6 +41,10 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, "relu"), {}
     if verb == "softmax":
         return (x,), {"mask": torch.ones(4, 8, dtype=torch.bool, device=device)}
+    if verb == "rope":
+        return (x[:, None], y[:, :4], y[:, 4:]), {"positions": torch.zeros(4, dtype=torch.int64, device=device)}
+    if verb == "qk_norm_rope":
+        return (x[:, None], y[:, None], x[0], y[0], x[:, :4], y[:, :4]), {}
     if verb == "attention_scores":
         return (x, y), {"normalize": True}
     return (x,), {}
@@ -48,6 +53,8 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb(verb: str, target: Target) -> None:
     """A call with nothing unusual takes the kernels; a request for the definition takes that."""
+    if target == CUDA and verb in WITHOUT_CUDA_KERNELS:
+        target = TRITON
     args, kwargs = arguments(verb, target.device)
     with target.ran(forward=0):
         explanation = kf.explain(getattr(kf, verb), *args, **kwargs)

@@ -59,6 +59,7 @@ def test_every_option_is_recorded() -> None:
 
     def every(x: Tensor, y: Tensor, w: Tensor) -> Any:
         norms = {"pre_activation": "relu", "activation": "silu"} | options
+        turning = {"interleaved": True, "unsqueeze_dim": -2, "weight_offset": 1.0, "rounding": "hf", "backend": "eager"}
         gating = {"gate_activation": "tanh", "gate_first": True, "group_size": 4}
         return (
             kf.layer_norm(x, 8, w, **norms),
@@ -72,6 +73,8 @@ def test_every_option_is_recorded() -> None:
             kf.softmax(x, 0, scale=2.0, mask=y, backend="eager"),
             kf.softmax(x, causal=True, backend="eager"),
             kf.attention_scores(x, x, 2.0, causal=True, normalize=True, backend="eager"),
+            kf.rope(x[:, None], y[:, :4], y[:, 4:], interleaved=True, unsqueeze_dim=-2, backend="eager"),
+            *kf.qk_norm_rope(x[:, None], y[:, None], w, w, x[:, :4], y[:, 4:], 0.5, **turning),
         )
 
     inputs = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)

@@ -31,6 +31,8 @@ _KERNELS = {
     ("row_norm_fwd", True),
     ("row_norm_bwd", True),
     ("row_norm_bwd_columns", False),
+    ("rotary_fwd", False),
+    ("rotary_bwd", False),
     ("softmax_fwd", True),
     ("softmax_bwd", True),
 }

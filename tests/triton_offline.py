@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_fusion.backends.triton import plan, pointwise, reduce, row_norm, serve, softmax
+from kernel_fusion.backends.triton import plan, pointwise, reduce, rotary, row_norm, serve, softmax
 from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.operators import fallback
 
@@ -67,7 +67,7 @@ def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> l
         pointers = tuple(first if arg is None else arg for arg in args)
         launches.append(Launch(kernel, pointers, warps, registers, constants))
 
-    families = (row_norm, pointwise, reduce, softmax)
+    families = (row_norm, pointwise, reduce, rotary, softmax)
     originals = [family.launch for family in families], plan.device_of
     try:
         for family in families:
@@ -103,6 +103,21 @@ def verbs(rows: int, cols: int, dtype: torch.dtype) -> None:
     for y in results:
         torch.autograd.grad(y, [x, r, w], torch.zeros_like(y), retain_graph=True, allow_unused=True)
     torch.autograd.grad(results[0], [x], torch.zeros_like(results[0]))
+
+
+def heads(batch: int, cols: int, pairs: int, dtype: torch.dtype) -> None:
+    """The rotary embedding in both directions, with and without the norm, of both kinds of pairs, and positions."""
+    q = torch.zeros(batch, 3, 32, cols, dtype=dtype, requires_grad=True)
+    k = torch.zeros(batch, 3, 6, cols, dtype=dtype, requires_grad=True)
+    w = torch.zeros(cols, dtype=dtype, requires_grad=True)
+    angles = torch.zeros(1, 3, pairs, dtype=dtype)
+    positions = torch.zeros(1, 3, dtype=torch.int64)
+    for interleaved in (False, True):
+        y, _ = serve("qk_norm_rope", q, None, None, None, angles, angles, None, None, 0.0, interleaved, "once")
+        torch.autograd.grad(y, q, torch.zeros_like(y))
+        both = serve("qk_norm_rope", q, k, w, w, angles, angles, positions, 1e-6, 1.0, interleaved, "hf")
+        torch.autograd.grad(both, [q, k, w], [torch.zeros_like(y) for y in both], retain_graph=True)
+        torch.autograd.grad(both, [q, k], [torch.zeros_like(y) for y in both])
 
 
 def signature(launch: Launch) -> dict[str, tuple[str, Any]]:
@@ -200,6 +215,8 @@ def all_launches(arch: str) -> list[Launch]:
     for rows, cols, dtype in ((48, 1024, torch.bfloat16), (3, 40000, torch.bfloat16), (7, 320, torch.float16)):
         launches += recorded(partial(verbs, rows, cols, dtype))
     launches += recorded(lambda: verbs(5, 255, torch.float64))
+    for cols, pairs, dtype in ((128, 64, torch.bfloat16), (80, 20, torch.float16), (6, 3, torch.float64)):
+        launches += recorded(partial(heads, 2, cols, pairs, dtype))
     launches += recorded(lambda: norms(3, 2048, torch.float32))
     for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
         launches += recorded(partial(gated, 3, cols, dtype))
@@ -222,6 +239,8 @@ def each_kernel(arch: str) -> list[Launch]:
     for rows, cols in ((48, 1024), (3, 40000)):
         for launch in record(partial(verbs, rows, cols, torch.bfloat16), _DEVICES[arch]):
             found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
+    for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
+        found.setdefault((launch.kernel, False), launch)
     return [*found.values()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support import Target
+from support import CUDA, TRITON, Target
 from torch import Tensor
 
 import kernel_fusion as kf
@@ -36,6 +36,7 @@ class Verb:
         batches: whether a batched first argument is one call with more rows.
         row_wise: whether row i of every result comes from row i of the first argument alone.
         reshapes: whether the result has another shape than that of the operator behind it.
+        by_triton: whether Triton's kernels are those of a GPU.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Verb:
     batches: bool = False
     row_wise: bool = True
     reshapes: bool = False
+    by_triton: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -76,11 +78,14 @@ class Verb:
 
     def on(self, target: Target) -> Callable[..., Any]:
         """The call on the target's backend."""
-        return lambda *tensors: self.ours(*tensors, backend=target.backend)
+        return lambda *tensors: self.ours(*tensors, backend=self._served(target).backend)
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
         """`Target.ran` for so many calls and backward passes of this verb."""
-        return target.ran(self._count(forward), self._count(backward))
+        return self._served(target).ran(self._count(forward), self._count(backward))
+
+    def _served(self, target: Target) -> Target:
+        return TRITON if self.by_triton and target == CUDA else target
 
     def _count(self, calls: int | None) -> int | None:
         return calls if calls == 0 or self.kernels == 1 else 0 if self.kernels == 0 else None
@@ -193,6 +198,27 @@ def _pointwise(verb: str, activation: str, arguments: dict[str, Any], form: str 
     return Verb(verb + form, arguments, ours, pytorch, **options)
 
 
+def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the tokens of x, its first dimension: a tensor of its kind, and the same in every row."""
+    angles = torch.ones_like(x.detach()[:, 0, : x.shape[-1] // 2]).cumsum(-1) * 0.3
+    return angles.cos(), angles.sin()
+
+
+def _two_heads(rows: int, cols: int) -> tuple[int, ...]:
+    return rows, 2, cols
+
+
+def _one_head(rows: int, cols: int) -> tuple[int, ...]:
+    return rows, 1, cols
+
+
+def _rotated(x: Tensor, weight: Tensor | None = None, interleaved: bool = False) -> Tensor:
+    """By PyTorch's calls, after the norm if there is a weight."""
+    cos, sin = _angles(x)
+    n = x if weight is None else unfused.norm(x, x.shape[-1:], weight, None, EPS, rms=True, weight_offset=1.0)
+    return unfused.rope(n, cos[:, None], sin[:, None], interleaved)
+
+
 _STAGES = {"pre_activation": "gelu", "activation": "silu"}
 _VERBS = (
     _norm("layer_norm", "layer_norm"),
@@ -269,6 +295,24 @@ _VERBS = (
         lambda q, k, **o: kf.attention_scores(q, k, 0.25, causal=True, normalize=True, **o),
         lambda q, k: unfused.softmax(unfused.attention_scores(q, k, 0.25), causal=True),
         row_wise=False,
+    ),
+    Verb(
+        "rope",
+        {"x": _two_heads},
+        lambda x, **o: kf.rope(x, *_angles(x), interleaved=True, **o),
+        lambda x: _rotated(x, interleaved=True),
+        reshapes=True,
+        by_triton=True,
+    ),
+    Verb(
+        "qk_norm_rope",
+        {"query": _two_heads, "key": _one_head, "query_weight": _row, "key_weight": _row},
+        lambda q, k, a, b, **o: kf.qk_norm_rope(q, k, a, b, *_angles(q), EPS, weight_offset=1.0, **o),
+        lambda q, k, a, b: (_rotated(q, a), _rotated(k, b)),
+        kernels=None,
+        row_wise=False,
+        reshapes=True,
+        by_triton=True,
     ),
 )
 VERBS = {verb.name: verb for verb in _VERBS}

@@ -23,7 +23,7 @@ from kernel_fusion.bench.results import (
     file_name,
     is_of_operations,
 )
-from kernel_fusion.bench.suites import PlotKind
+from kernel_fusion.bench.suite import PlotKind
 from kernel_fusion.bench.units import bytes_unit, dtype_label, shown, time_unit
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from kernel_fusion.bench.fields import COUNT, ERROR, FLAG, NAME, OBJECT, TEXT, Fields, checked
 from kernel_fusion.bench.machine import load_average, machine, versions
 from kernel_fusion.bench.providers import Contender
-from kernel_fusion.bench.suites import Suite
+from kernel_fusion.bench.suite import Suite
 from kernel_fusion.bench.timing import Outcomes, Place, Setup, Timing
 from kernel_fusion.bench.workloads import DIRECTIONS, Workload
 from kernel_fusion.testing.oracle import Comparison

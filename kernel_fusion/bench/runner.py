@@ -16,7 +16,7 @@ from kernel_fusion.bench import check, floor, host, memory, page_faults, plot, r
 from kernel_fusion.bench.floor import Floor
 from kernel_fusion.bench.providers import Contender, Provider
 from kernel_fusion.bench.results import Results
-from kernel_fusion.bench.suites import Kind, Suite
+from kernel_fusion.bench.suite import Kind, Suite
 from kernel_fusion.bench.timing import Outcomes, Setup, Timing
 from kernel_fusion.bench.units import dtype_label
 from kernel_fusion.bench.workloads import Call, Direction, Inputs, Workload

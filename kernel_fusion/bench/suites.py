@@ -1,184 +1,19 @@
-"""The suites, as data; to add one, add an entry to `SUITES`.
-
-A suite has parts (bare norms, operations or models) that turn shapes into workloads. `kind` says what is measured
-(`runner.MEASURES`).
-"""
+"""The suites, as data; to add one, add an entry to `SUITES`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from collections.abc import Sequence
 
 import torch
 
-from kernel_fusion.bench import operations, stages
+from kernel_fusion.bench import operations, rotary, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
+from kernel_fusion.bench.suite import Kind, Norms, Operations, Shape, Shapes, Suite, always, plain
 from kernel_fusion.bench.transformer_block import BLOCK, BLOCK_WITH_DROPOUT
-from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
-
-Kind = Literal["kernels", "host", "memory", "steps"]
-PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
 
 # Bytes of a tensor of the suite `odd`: too large for any cache.
 _ODD_BYTES = 128_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A named shape of the input, and how it lies in memory (as in `RowNormCase`)."""
-
-    name: str
-    sizes: tuple[int, ...]
-    layout: str = "contiguous"
-
-
-Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dtype of the input
-
-
-class Part(Protocol):
-    """A part of a suite."""
-
-    @property
-    def verbs(self) -> tuple[str, ...]:
-        """The verbs it can measure."""
-
-    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Part:
-        """The same at other shapes (rows, columns), named after themselves."""
-
-    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """One verb in one dtype at every shape; `weights` is the dtype of bare norms' weight and bias (default: the
-        input's).
-        """
-
-
-@dataclass(frozen=True)
-class Norms:
-    """A `Part`: the bare norms."""
-
-    shapes: Shapes
-    verbs = NORMS
-
-    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Norms:
-        """See `Part`."""
-        return Norms(_always([_plain(*s) for s in sizes]))
-
-    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`."""
-        return [
-            Workload(shape.name, operations.bare_norm(verb, weights or dtype, shape.layout), shape.sizes, dtype, False)
-            for shape in self.shapes(device, dtype)
-        ]
-
-
-@dataclass(frozen=True)
-class Operations:
-    """A `Part`: operations at the same shapes.
-
-    Attributes:
-        grouped: as in `Workload`.
-        batch: the first dimension of all shapes, where they have three.
-    """
-
-    operations: tuple[Operation, ...]
-    shapes: Shapes
-    grouped: bool = True
-    batch: tuple[int, ...] = ()
-
-    @property
-    def verbs(self) -> tuple[str, ...]:
-        """See `Part`."""
-        return tuple(dict.fromkeys(operation.verb for operation in self.operations))
-
-    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Operations:
-        """See `Part`."""
-        return replace(self, shapes=_always([_plain(*self.batch, *s) for s in sizes]))
-
-    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
-        """See `Part`. Parameters are in the dtype of the input."""
-        wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
-        return [
-            Workload(shape.name, operation, shape.sizes, dtype, self.grouped)
-            for shape in self.shapes(device, dtype)
-            for operation in wanted
-        ]
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Things that are measured together.
-
-    Attributes:
-        name, title: its names on the command line, and in tables and pictures.
-        about: its purpose in a few words.
-        kind, parts: what is measured, and on which workloads.
-        dtypes, quick_dtypes: the defaults, by device type.
-        quick_verbs, quick_parts: the subset for `--quick`, if not all.
-        directions: those measured by default.
-        peers, quick_peers: those measured by default.
-        backends: ours, by device type, if not just the device's own.
-        plots: the pictures that a run draws.
-        single_thread: whether a CPU is also measured with one thread.
-        settles_memory: as in `Setup`.
-    """
-
-    name: str
-    title: str
-    kind: Kind
-    parts: tuple[Part, ...]
-    dtypes: Mapping[str, Sequence[torch.dtype]]
-    quick_dtypes: Mapping[str, Sequence[torch.dtype]]
-    quick_verbs: tuple[str, ...] | None = None
-    quick_parts: tuple[Part, ...] | None = None
-    directions: tuple[Direction, ...] = DIRECTIONS
-    peers: tuple[str, ...] = ()
-    quick_peers: tuple[str, ...] = ()
-    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    plots: tuple[PlotKind, ...] = ("speedup", "time")
-    single_thread: bool = False
-    settles_memory: bool = False
-    about: str = ""
-
-    @property
-    def verbs(self) -> tuple[str, ...]:
-        """The verbs that it can measure."""
-        return tuple(dict.fromkeys(verb for part in self.parts for verb in part.verbs))
-
-    def quick(self) -> Suite:
-        """The suite for `--quick`; the other verbs can still be asked for."""
-        parts = self.quick_parts or self.parts
-        return replace(self, parts=parts, dtypes=self.quick_dtypes, peers=self.quick_peers)
-
-    def dtypes_on(self, device: str) -> Sequence[torch.dtype]:
-        """The default dtypes of a device type; a CPU's if we have no kernels for it."""
-        return self.dtypes.get(device, self.dtypes["cpu"])
-
-    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Suite:
-        """The same suite at other shapes, named after themselves."""
-        return replace(self, title="Chosen shapes", parts=tuple(part.with_shapes(sizes) for part in self.parts))
-
-    def workloads(
-        self, device: str, dtypes: Sequence[torch.dtype], verbs: Sequence[str], weights: torch.dtype | None = None
-    ) -> list[Workload]:
-        """Every shape in every dtype and verb."""
-        return [
-            workload
-            for verb in verbs
-            for dtype in dtypes
-            for part in self.parts
-            if verb in part.verbs
-            for workload in part.workloads(device, dtype, verb, weights)
-        ]
-
-
-def _plain(*sizes: int) -> Shape:
-    return Shape("x".join(map(str, sizes)), sizes)
-
-
-def _always(shapes: Sequence[Shape]) -> Shapes:
-    """The same shapes whatever the device and dtype."""
-    return lambda device, dtype: shapes
 
 
 def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
@@ -187,13 +22,13 @@ def _odd(device: str, dtype: torch.dtype) -> list[Shape]:
     def rows(cols: int) -> int:
         return round(_ODD_BYTES / (cols * dtype.itemsize))
 
-    shapes = [_plain(rows(cols), cols) for cols in (255, 1000, 1023, 3000, 5000, 7168, 14336, 50257)]
+    shapes = [plain(rows(cols), cols) for cols in (255, 1000, 1023, 3000, 5000, 7168, 14336, 50257)]
     return [*shapes, Shape(f"{rows(4096)}x4096, stride 4097", (rows(4096), 4096), "padded")]
 
 
 def _host(device: str, dtype: torch.dtype) -> list[Shape]:
     """Shapes so small that only the host's time is left."""
-    return [_plain(64, 1024) if device == "cuda" else _plain(1, 64)]
+    return [plain(64, 1024) if device == "cuda" else plain(1, 64)]
 
 
 _MODELS = {  # (batch, sequence, hidden)
@@ -238,12 +73,12 @@ def _blocks(device: str, dtype: torch.dtype) -> list[Shape]:
 
 def _scores(device: str, dtype: torch.dtype) -> list[Shape]:
     """The published size, or a fraction of it on a CPU, where one product takes long."""
-    return [_plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
+    return [plain(operations.SCORES_BATCH if device == "cuda" else 2, 2048, 2048)]
 
 
 def _sweep(lengths: Sequence[int]) -> Shapes:
     """4096 rows of every length, as published; fewer on a CPU, to save time."""
-    return lambda device, dtype: [_plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
+    return lambda device, dtype: [plain(4096 if device == "cuda" else 512, cols) for cols in lengths]
 
 
 # The device types for which several of our backends have kernels.
@@ -259,7 +94,7 @@ _FP32_ONLY = {"cuda": (_FP32,), "cpu": (_FP32,)}
 
 
 def _fixed(*sizes: tuple[int, ...]) -> Shapes:
-    return _always([_plain(*s) for s in sizes])
+    return always([plain(*s) for s in sizes])
 
 
 def _norms(name: str, title: str, about: str, shapes: Shapes, kind: Kind = "kernels") -> Suite:
@@ -341,12 +176,34 @@ def _memory() -> Suite:
 
 
 _STAGES = Suite(
-    "stages", "Norms with a gate, and modulated", "kernels",
+    "stages",
+    "Norms with a gate, and modulated",
+    "kernels",
     (Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.SIZES)), batch=(stages.BATCH,)),),
-    _DTYPES, _QUICK_DTYPES, directions=("forward", "backward"), peers=("torch.compile",),
+    _DTYPES,
+    _QUICK_DTYPES,
+    directions=("forward", "backward"),
+    peers=("torch.compile",),
     quick_parts=(Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))),),
     about="norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
-)  # fmt: skip
+)
+
+
+def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
+    return lambda device, dtype: [plain(tokens if device == "cuda" else tokens // 32, columns)]
+
+
+_ROPE = Suite(
+    "rope",
+    "Rotary embedding",
+    "kernels",
+    tuple(Operations(of, _tokens(*s)) for s, of in rotary.OPERATIONS.items()),
+    _DTYPES,
+    _QUICK_DTYPES,
+    directions=("forward", "backward"),
+    peers=("torch.compile",),
+    about="the rotary embedding, alone and after the norm of each head",
+)
 
 _RELU_LAYER_NORM = Suite(
     "relu-layernorm",
@@ -380,7 +237,7 @@ SUITES = {
             "models",
             "Eleven transformer models",
             "norms at the sizes of eleven models, BERT-Base to GPT-3 175B",
-            _always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
+            always([Shape(name, sizes) for name, sizes in _MODELS.items()]),
         ),
         _norms("large", "Large inputs", "norms of tensors that fill a GPU, rows of 256 to 131072", _fixed(*_LARGE)),
         _norms("odd", "Odd row lengths and strides", "norms whose rows no vector divides or aligns with", _odd),
@@ -392,6 +249,7 @@ SUITES = {
         _cpu(),
         _fused_ops(),
         _STAGES,
+        _ROPE,
         _RELU_LAYER_NORM,
         _memory(),
         _STEPS,

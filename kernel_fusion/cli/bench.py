@@ -17,7 +17,8 @@ from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.peers import PEERS, find, prepare
 from kernel_fusion.bench.providers import Provider
 from kernel_fusion.bench.results import OURS, Results
-from kernel_fusion.bench.suites import SUITES, VERBS, Suite
+from kernel_fusion.bench.suite import Suite
+from kernel_fusion.bench.suites import SUITES, VERBS
 from kernel_fusion.bench.timing import FULL, QUICK, Setup
 from kernel_fusion.bench.workloads import DIRECTIONS, Direction
 from kernel_fusion.cli.common import (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
+from kernel_fusion.core.rotary import Rotary, problem
 from kernel_fusion.core.spec import ROWS, VERBS
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
 
@@ -126,6 +127,25 @@ def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
     return Call(tuple(input.shape), operands, (axes,), frozenset(axes[:-1]))
 
 
+def qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest: Any) -> Call:
+    """Examples, tokens and heads are free; a table of which positions say the rows is the same everywhere."""
+    c = Rotary(query, key, weight, None, *rest)
+    if text := problem(c):
+        raise RuntimeError(f"`{'rope' if c.eps is None else 'qk_norm_rope'}`: {text}")
+    cols, pair, row = 3, 4, 5
+    of_rows = 1 if c.positions is None else row
+
+    def example(t: Tensor) -> int | None:
+        return 0 if t.shape[0] == query.shape[0] else None
+
+    operands: dict[int, Axes] = {0: (0, 1, 2, cols)}
+    operands |= {} if weight is None else {2: (cols,)}
+    operands |= {i: (example(t), of_rows, pair) for i, t in ((4, c.cos), (5, c.sin))}
+    operands |= {} if c.positions is None else {6: (example(c.positions), 1)}
+    sizes = (*query.shape, c.half, c.cos.shape[1])
+    return Call(sizes, operands, ((0, 1, 2, cols), None), frozenset((0, 1, 2)))
+
+
 RULES: dict[str, Callable[..., Call]] = {
-    rule.__name__: rule for rule in (layer_norm, rms_norm, staged_row_norm, pointwise, reduce, softmax)
+    rule.__name__: rule for rule in (layer_norm, rms_norm, staged_row_norm, pointwise, reduce, softmax, qk_norm_rope)
 }

@@ -33,6 +33,13 @@ def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any)
     Raises:
         RuntimeError: DTensors and tensors are mixed, meshes differ, or shapes don't fit.
     """
+    if name == "qk_norm_rope" and args[1] is not None:  # which may have another number of heads, spread as those are
+        query, key, query_weight, key_weight, *rest = args
+        (of_query, _), (of_key, _) = (
+            serve(name, local, backend, x, None, weight, None, *rest)
+            for x, weight in ((query, query_weight), (key, key_weight))
+        )
+        return of_query, of_key
     call = RULES[name](*args)
     mesh = _mesh(name, [args[i] for i in call.operands])
     operands = {i: _as_dtensor(name, args[i], mesh) for i in call.operands}

@@ -22,6 +22,7 @@ from kernel_fusion.functional.modulated_norm import (
 )
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
+from kernel_fusion.functional.rotary import qk_norm_rope, rope
 from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
@@ -42,7 +43,9 @@ __all__ = [
     "modulated_layer_norm",
     "modulated_rms_norm",
     "mul_act",
+    "qk_norm_rope",
     "rms_norm",
+    "rope",
     "softmax",
     "sum_squared",
 ]

@@ -67,8 +67,9 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         no_kernel = "without `normalize` there is only the matrix product, which is the vendor library's"
         return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
     mask: Any = arguments.get("mask")
-    # A boolean mask is read as it is; other booleans are PyTorch's affair.
+    # A boolean mask is read as it is, and so are positions; other booleans and integers are PyTorch's affair.
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
+    tensors = [t for t in tensors if t is not arguments.get("positions")]
     if wanted in (None, "eager") and _has_spread_rows(arguments):
         no_kernel = "no kernel norms rows that are spread over ranks"
         return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})

@@ -54,7 +54,8 @@ def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:
     result = verb(*(as_tensor(array) for array in arrays))
     if isinstance(result, Tensor):
         return give_back(result.detach())
-    return type(result)(*(give_back(tensor.detach()) for tensor in result))
+    given = [give_back(tensor.detach()) for tensor in result]
+    return type(result)(*given) if hasattr(result, "_fields") else tuple(given)
 
 
 def as_tensor(value: Any) -> Any:

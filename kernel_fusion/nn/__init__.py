@@ -7,6 +7,7 @@ from kernel_fusion.nn.linear import FusedLinearAct
 from kernel_fusion.nn.modulated_norm import FusedModulatedLayerNorm
 from kernel_fusion.nn.norm import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
 from kernel_fusion.nn.pointwise import FusedBiasAct, FusedGatedAct
+from kernel_fusion.nn.rotary import FusedQKNormRope
 from kernel_fusion.nn.softmax import FusedSoftmax
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FusedLayerNorm",
     "FusedLinearAct",
     "FusedModulatedLayerNorm",
+    "FusedQKNormRope",
     "FusedRMSNorm",
     "FusedSoftmax",
 ]

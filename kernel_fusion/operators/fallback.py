@@ -13,6 +13,8 @@ from kernel_fusion.operators import schemas, vmap
 
 # The verbs whose CUDA kernels need no extension.
 LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
+# The verbs that have no CUDA kernels; on every GPU Triton's serve them.
+WITHOUT_CUDA_KERNELS = ("rope", "qk_norm_rope")
 
 
 def serve(verb: str, *args: Any) -> Any:

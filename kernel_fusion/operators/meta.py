@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core import arguments
+from kernel_fusion.core.rotary import result_like
 from kernel_fusion.operators.schemas import library
 
 
@@ -47,6 +48,25 @@ def softmax_bwd(dy: Tensor, y: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
+def qk_norm_rope(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    """Each in the order of its argument's strides."""
+    return result_like(query), query.new_empty(0) if key is None else result_like(key)
+
+
+def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, key: Tensor | None, *rest: Any) -> Any:
+    """The gradients that the mask, the last argument, asks for; those of the weights are rows of one head."""
+    wants, weights = rest[-1], rest[:2]
+    dx = [t if x is None else x for t, x in ((dy, query), (dy_key, key))]
+    heads = [
+        result_like(t) if wanted and t is not None else dy.new_empty(0) for t, wanted in zip(dx, wants[:2], strict=True)
+    ]
+    rows = [
+        torch.empty_like(w) if wanted and w is not None else dy.new_empty(0)
+        for w, wanted in zip(weights, wants[2:], strict=True)
+    ]
+    return *heads, *rows
+
+
 def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any) -> Any:
         arguments.one_device(function.__name__, args)
@@ -55,5 +75,14 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-for _function in (pointwise, pointwise_fwd, pointwise_bwd, reduce, softmax, softmax_bwd):
+for _function in (
+    pointwise,
+    pointwise_fwd,
+    pointwise_bwd,
+    reduce,
+    softmax,
+    softmax_bwd,
+    qk_norm_rope,
+    qk_norm_rope_bwd,
+):
     library.impl(_function.__name__, _on_one_device(_function), "Meta")

@@ -18,6 +18,9 @@ from kernel_fusion.core.spec import compute_dtype
 # The number of normalised dimensions, not SymInt[] shapes: a new row count then needs no new trace.
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
+# See core/rotary.py.
+_ROTARY = "Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, "
+_ROTARY += "float weight_offset, bool interleaved, str rounding"
 _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed"
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
@@ -30,6 +33,9 @@ VERBS = {
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
+    # The rotary embedding of query and key, of the RMSNorm of each head where there is an `eps`. A result is laid out
+    # in the order of the strides of its argument; that of an absent key has no elements.
+    "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts of verbs below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd; for RMSNorm (1,
 # *rows), rstd. It is one tensor, because one allocation is cheaper than two. Unwanted results are empty. Backward
@@ -48,6 +54,9 @@ PARTS = {
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
+    # Query and key, of which the statistics are computed again, are there if there is a norm.
+    "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
+    "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
 # The eager definitions as operators for C++; they decompose into ATen under every transform.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -55,6 +64,7 @@ _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
     "reduce_reference": (VERBS["reduce"], eager.reduce),
     "softmax_reference": (VERBS["softmax"], eager.softmax),
+    "qk_norm_rope_reference": (VERBS["qk_norm_rope"], eager.qk_norm_rope),
 }
 
 library = torch.library.Library("kernel_fusion", "DEF")

@@ -21,12 +21,16 @@ from kernel_fusion.operators import fallback, loader, schemas
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 
+def _is_native(name: str, device: str) -> bool:
+    return device in _NATIVE_DEVICES and not (device == "cuda" and name in fallback.WITHOUT_CUDA_KERNELS)
+
+
 def _verb_stub(name: str) -> Callable[..., Any]:
     operator = schemas.overload(name)
 
     def stub(*args: Any, **kwargs: Any) -> Any:
         device, is_strided = args[0].device.type, args[0].layout == torch.strided
-        is_native, was_loaded = device in _NATIVE_DEVICES, loader.is_loaded()
+        is_native, was_loaded = _is_native(name, device), loader.is_loaded()
         if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
         given = schemas.bind(operator, args, kwargs)

@@ -70,6 +70,7 @@ _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "pointwise": lambda a, b, *rest: [a, b, *rest] if b is None and rest[-1] is None else None,
     "reduce": _reduce,
     "softmax": _softmax,
+    "qk_norm_rope": lambda *args: None,
 }
 for _name in _RULES:
     register(_name)

@@ -13,6 +13,7 @@ from kernel_fusion.testing.attention import ScoresCase, SoftmaxCase
 from kernel_fusion.testing.case import Case
 from kernel_fusion.testing.pointwise import PointwiseCase
 from kernel_fusion.testing.reductions import ReduceCase
+from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase, ModulatedNormCase, RowNormCase, StagedNormCase
 
 _HALF, _BF16, _FP32, _FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -23,7 +24,7 @@ _MIXES = (*((dtype, dtype) for dtype in DTYPES), (_BF16, _FP32))
 
 def cases(quick: bool) -> list[Case]:
     """All cases; `quick` omits shapes, never a verb or a dtype."""
-    families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, softmaxes, scores)
+    families = (row_norms, staged_norms, gated_norms, modulated_norms, pointwise, reductions, softmaxes, scores, rotary)
     return [case for family in families for case in family(quick)]
 
 
@@ -222,3 +223,29 @@ def scores(quick: bool) -> Iterator[Case]:
     for dtype in DTYPES:
         for options in places if quick else places + more:
             yield ScoresCase("attention_scores", dtype=dtype, **options)
+
+
+def rotary(quick: bool) -> Iterator[Case]:
+    """The rotary embedding: heads before and after tokens, pairs of either kind, columns that stay, positions.
+
+    Heads lie in a wider projection; keys have fewer heads; an odd number of pairs leaves no whole vectors; and there
+    are more heads than a tile has.
+    """
+    places: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 3, 9, 32), "pairs": 16, "fused": True},
+        {"shape": (2, 9, 6, 40), "pairs": 13, "unsqueeze_dim": 2, "interleaved": True, "positions": True},
+    )
+    more: tuple[dict[str, Any], ...] = (
+        {"shape": (2, 5, 20, 128), "pairs": 64, "unsqueeze_dim": 2, "key_heads": 4},
+        {"shape": (3, 4, 7, 64), "pairs": 32, "interleaved": True, "fused": True, "key_heads": 2},
+        {"shape": (1, 2, 3, 3), "pairs": 1},
+        {"shape": (1, 1, 2, 1000), "pairs": 300, "positions": True},
+    )
+    for dtype in DTYPES:
+        for options in places if quick else places + more:
+            angles = None if dtype == _FP64 or options.get("positions") else _FP32
+            yield RotaryCase("rope", dtype=dtype, angles=angles, **options)
+            for norm in ({}, {"rounding": "hf"}, {"weight_offset": 1.0}):
+                yield RotaryCase("qk_norm_rope", dtype=dtype, weight=dtype, angles=angles, **options, **norm)
+    yield RotaryCase("qk_norm_rope", (2, 4, 5, 32), _BF16, pairs=16, weight=_FP32, rounding="hf")
+    yield RotaryCase("qk_norm_rope", (2, 4, 5, 32), _HALF, pairs=16)

@@ -14,6 +14,7 @@ from kernel_fusion.testing.budget import Array, Comparison, Reference, judge
 from kernel_fusion.testing.case import Case, Results, Tensors, lay_out, with_gradients
 from kernel_fusion.testing.pointwise import PointwiseCase
 from kernel_fusion.testing.reductions import ReduceCase
+from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import (
     GatedNormCase,
     Inputs,
@@ -33,6 +34,7 @@ __all__ = [
     "PointwiseCase",
     "ReduceCase",
     "Reference",
+    "RotaryCase",
     "RowNormCase",
     "ScoresCase",
     "SoftmaxCase",

@@ -111,6 +111,20 @@ def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, activation: str | 
     return formula(activation or IDENTITY)(y if shift is None else y + shift)
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The products and the sum of the rotary embedding, with cosines and sines doubled, in the promoted dtype."""
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        across = torch.cat((-turned[..., half:], turned[..., :half]), -1)
+    y = turned * cos + across * sin
+    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+
 def pointwise(verb: str, a: Tensor, b: Tensor | None, activation: str | None, dropout: Dropout = keep_all) -> Tensor:
     """The operations of `add_act`, `bias_act`, `mul_act`, `gated_act` or `act_dropout`, one by one."""
     act = formula(activation or IDENTITY)

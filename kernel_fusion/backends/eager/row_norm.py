@@ -52,17 +52,17 @@ def _normalize(
         h = h - h.mean(dims, keepdim=True)
     y = h / torch.sqrt(h.square().mean(dims, keepdim=True) + eps)
     if rounds_to is not None:
-        y = _rounded(y, rounds_to)
+        y = rounded(y, rounds_to)
     if weight is not None:
         y = y * (weight.to(h.dtype) + weight_offset)
     if bias is not None:
         y = y + bias.to(h.dtype)
     if rounds_to is not None and weight is not None:
-        y = _rounded(y, torch.promote_types(rounds_to, weight.dtype))
+        y = rounded(y, torch.promote_types(rounds_to, weight.dtype))
     return y
 
 
-def _rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
     """v rounded to `dtype`, but in its own dtype; gradients pass through unrounded."""
     exact = v.detach()
     # The difference is 0 (NaN for an infinity); subtracting it keeps the value and passes the gradient.

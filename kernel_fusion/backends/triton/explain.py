@@ -26,9 +26,23 @@ def plan_lines(verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
         cols = first.shape[arguments["dim"]] if verb == "softmax" else arguments["key"].shape[-2]
         forward = plan.row_plan(cols, wide, device.warp_size)
         return f"forward: {forward}", f"backward: {plan.softmax_backward(cols, wide, device.warp_size)}"
+    if verb in ("rope", "qk_norm_rope"):
+        return _rotary_lines(first, arguments, device)
     if verb in ("sum_squared", "mean_abs"):
         return (f"sections of {plan.ROW_SECTION} in a row, of {plan.COLUMN_SECTION} down the columns",)
     return (f"forward, backward: {plan.chain(None, device.warp_size)}, or rows where operands are broadcast",)
+
+
+def _rotary_lines(x: Tensor, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:
+    heads = arguments["unsqueeze_dim"]
+    key = arguments.get("key")
+    counts = x.shape[heads], 0 if key is None else key.shape[heads]
+    layout = plan.rotary(arguments["cos"].shape[-1], x.shape[-1], counts, device.warp_size)
+    if key is None:
+        return (f"forward, backward: {layout}",)
+    tokens = x.numel() // max(1, x.shape[heads] * x.shape[-1])
+    programs = device.programs(layout.persistent, tokens * layout.tiles)
+    return f"forward: {layout}", f"backward: {layout}, shared by {programs} programs where weights have gradients"
 
 
 def _norm_lines(verb: str, cols: int, arguments: dict[str, Any], device: plan.Device) -> tuple[str, ...]:

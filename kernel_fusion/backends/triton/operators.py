@@ -14,6 +14,7 @@ import torch
 
 from kernel_fusion.backends.triton.pointwise import pointwise
 from kernel_fusion.backends.triton.reduce import reduce
+from kernel_fusion.backends.triton.rotary import qk_norm_rope
 from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
@@ -24,6 +25,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "pointwise": pointwise,
     "reduce": reduce,
     "softmax": softmax,
+    "qk_norm_rope": qk_norm_rope,
 }
 
 

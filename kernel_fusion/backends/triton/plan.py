@@ -26,6 +26,8 @@ _EXCHANGED_BYTES = 16384
 # Elements of a reduction's section, along a row and down a block of columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
+# The most columns of a head.
+LONGEST_HEAD = 8192
 # The most registers of a thread.
 _MOST_REGISTERS = 255
 # Elements per thread, at one value each, and the most warps of 32 threads per program.
@@ -279,6 +281,55 @@ def chain(cols: int | None, warp_size: int) -> Plan:
     """For pointwise chains: 1024 elements per program; `cols` is None for a tensor that is one row."""
     block = 1024 if cols is None else max(16, min(1024, _power_of_two(int(cols))))
     return Plan(max(1, 1024 // block), block, _warps(1024, 8, warp_size))
+
+
+@dataclass(frozen=True)
+class RotaryPlan:
+    """The layout of the rotary embedding.
+
+    Attributes:
+        rows, key_rows: heads in a tile of queries, and in one of keys.
+        block, rest: columns of a tile, for each element of the pairs, and for what is not turned.
+        warps, tiles: of a program, and of a token; tiles are programs of their own where nothing is summed.
+    """
+
+    rows: int
+    key_rows: int
+    block: int
+    rest: int
+    warps: int
+    tiles: int
+
+    @property
+    def persistent(self) -> Plan:
+        """For the programs that share the tiles of all tokens, where the gradients of weights are summed."""
+        return Plan(1, self.block, self.warps, resident=max(2, 16 // self.warps))
+
+    def __str__(self) -> str:
+        return f"{self.tiles} tiles of {self.rows}x{2 * self.block + self.rest} for each token, {self.warps} warps"
+
+
+def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> RotaryPlan:
+    """8 pairs a thread: of 16 bits, 16 bytes of either element.
+
+    Args:
+        half, cols: pairs of columns that are turned, and all columns of a head.
+        heads: of query and key; 0 where there is no key.
+    """
+    block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
+    rest = _power_of_two(others) if others else 0
+    rows, key_rows = (_heads_of_tile(count, block + rest // 2) for count in heads)
+    warps = max(1, min(8, max(rows, key_rows) * block // 256))
+    tiles = -(-heads[0] // rows) + -(-heads[1] // key_rows)
+    return RotaryPlan(rows, key_rows, block, rest, _narrow(warps, warp_size), tiles)
+
+
+def _heads_of_tile(count: int, width: int) -> int:
+    """As many as make 1024 pairs of columns, fewer where an eighth of them would be none."""
+    rows = min(max(1, 1024 // width), _power_of_two(int(count)))
+    while rows > 1 and -int(count) % rows > int(count) // 8:
+        rows //= 2
+    return rows
 
 
 @dataclass(frozen=True)

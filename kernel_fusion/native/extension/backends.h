@@ -6,6 +6,7 @@
 
 #include "pointwise.h"
 #include "reduce.h"
+#include "rotary.h"
 #include "row_norm.h"
 #include "softmax.h"
 
@@ -23,10 +24,13 @@ struct Backend {
   ReduceKernel* reduce = nullptr;
   SoftmaxKernel* softmax = nullptr;
   SoftmaxBwdKernel* softmax_bwd = nullptr;
+  RotaryKernel* rotary = nullptr;  // CUDA has none: Triton's serve it
+  RotaryBwdKernel* rotary_bwd = nullptr;
 };
 // clang-format off
 inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, forward_cpu, backward_cpu, pointwise_cpu,
-                              pointwise_bwd_cpu, pointwise_bwd_columns_cpu, reduce_cpu, softmax_cpu, softmax_bwd_cpu};
+                              pointwise_bwd_cpu, pointwise_bwd_columns_cpu, reduce_cpu, softmax_cpu, softmax_bwd_cpu, rotary_cpu,
+                              rotary_bwd_cpu};
 inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
                                pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda};
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};

@@ -11,11 +11,13 @@ staged_row_norm(Tensor input, Tensor? residual, int num_dims, Tensor? weight, Te
 pointwise(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> Tensor
 reduce(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor
 softmax(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor
+qk_norm_rope(Tensor query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding) -> (Tensor query, Tensor key)
 row_norm_fwd(Tensor input, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, Tensor? residual=None, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False) -> (Tensor y, Tensor stats, Tensor h)
 row_norm_bwd(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, Tensor? bias=None, bool has_residual=False, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)
 pointwise_fwd(Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed) -> (Tensor y, Tensor bits)
 pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed, bool[2] output_mask) -> (Tensor da, Tensor db)
 softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor
+qk_norm_rope_bwd(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding, bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)
 )";
 
 }  // namespace kf

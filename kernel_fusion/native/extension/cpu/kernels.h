@@ -266,6 +266,41 @@ struct SoftmaxBackward {
 using SoftmaxForwardRows = void(const Softmax&, int64_t begin, int64_t end);
 using SoftmaxBackwardRows = void(const SoftmaxBackward&, int64_t begin, int64_t end);
 
+// ---- Rotary embedding ------------------------------------------------------------------------------------------------------
+
+// Where heads lie: strides in elements. Columns lie side by side.
+struct HeadStrides {
+  int64_t example, token, head;
+  int64_t offset(int64_t of_example, int64_t of_token) const { return of_example * example + of_token * token; }
+};
+
+// Query or key.
+struct RotaryHeads {
+  const char* x;   // backward without a norm: null
+  const char* dy;  // forward: null
+  char* result;    // y or dx; null: not wanted
+  HeadStrides x_rows, dy_rows, result_rows;
+  int64_t count;       // of heads; 0: there is none
+  const void* weight;  // of the accumulator type, with the offset; null: absent
+  bool rounds_product, rounds_rotation;
+};
+
+struct Rotary {
+  RotaryHeads of[2];
+  const char *cos, *sin;     // contiguous rows of `half` elements
+  int64_t table_example;     // the stride of examples, 0 where they share a table
+  const int64_t* positions;  // contiguous; null: the number of the token
+  int64_t position_example;
+  int64_t tokens, cols, half;
+  double eps;
+  bool has_norm, interleaved, rounds_normalized;
+  Dtype type, table_type;
+};
+
+// Tokens [begin, end) of all examples. Backward adds dweight of query and key to rows of `cols` doubles; null: not wanted.
+using RotaryForward = void(const Rotary&, int64_t begin, int64_t end);
+using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* const (&dweights)[2]);
+
 // ---- One instruction set ---------------------------------------------------------------------------------------------------
 
 struct Kernels {
@@ -289,6 +324,8 @@ struct Kernels {
   StoreSums* store_sums;
   SoftmaxForwardRows* softmax;
   SoftmaxBackwardRows* softmax_bwd;
+  RotaryForward* rotary;
+  RotaryBackward* rotary_bwd;
 };
 
 // The kernels for this machine's instruction set, within ATEN_CPU_CAPABILITY.

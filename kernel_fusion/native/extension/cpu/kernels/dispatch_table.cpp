@@ -23,13 +23,15 @@ AddRows add_rows;
 StoreSums store_sums;
 SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
+RotaryForward rotary;
+RotaryBackward rotary_bwd;
 
 extern const Kernels kernels;
 // clang-format off
 const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
                       forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
-                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd};
+                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd, rotary, rotary_bwd};
 // clang-format on
 
 }  // namespace CPU_CAPABILITY

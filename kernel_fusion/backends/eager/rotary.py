@@ -1,0 +1,71 @@
+"""The rotary embedding of query and key, of each head's RMSNorm where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernel_fusion.backends.eager.row_norm import rounded
+from kernel_fusion.core.rotary import Rotary, problem, rounds_to
+from kernel_fusion.core.spec import compute_dtype
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    interleaved: bool,
+    rounding: str,
+) -> tuple[Tensor, Tensor]:
+    """Query and key, or nothing in its place; shapes as in core/rotary.py, and without `eps` there is no norm.
+
+    Of each head x, with n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or n = x, and the pairs (n1, n2) of its
+    first R columns, which are columns i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`:
+
+        y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i]
+
+    The other columns of y are those of n. y is rounded once, or with rounding "hf" where Hugging Face's code rounds:
+    the normalised value to the dtype of x; its product with the weight to the promoted dtype of these two; and
+    products, sum and difference of the rotation to the promoted dtype of that product and cos.
+    """
+    c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
+    if text := problem(c):
+        raise RuntimeError(f"`{'rope' if eps is None else 'qk_norm_rope'}`: {text}")
+    wide = compute_dtype(query.dtype)
+    angles = [_of_tokens(t, positions).to(wide) for t in (cos, sin)]
+    results = [_rotated(c, x, weight, angles) for _, x, weight in c.heads]
+    return results[0], query.new_empty(0) if key is None else results[1]
+
+
+def _of_tokens(table: Tensor, positions: Tensor | None) -> Tensor:
+    """Cosines or sines of each token, beside its heads."""
+    return (table if positions is None else F.embedding(positions, table[0])).unsqueeze(-2)
+
+
+def _rotated(c: Rotary, x: Tensor, weight: Tensor | None, angles: list[Tensor]) -> Tensor:
+    def to_dtype(rounds: bool) -> Callable[[Tensor], Tensor]:
+        return lambda v: rounded(v, x.dtype) if rounds else v
+
+    after_weight, after_rotation = map(to_dtype, rounds_to(c, weight))
+    n = x.to(angles[0].dtype)
+    if c.eps is not None:
+        n = n / torch.sqrt(n.square().mean(-1, keepdim=True) + c.eps)
+        n = to_dtype(c.rounding == "hf")(n)
+        if weight is not None:
+            n = after_weight(n * (weight.to(n.dtype) + c.weight_offset))
+    cos, sin = angles
+    turned, rest = n[..., : 2 * c.half], n[..., 2 * c.half :]
+    n1, n2 = (turned[..., ::2], turned[..., 1::2]) if c.interleaved else (n[..., : c.half], turned[..., c.half :])
+    y1 = after_rotation(after_rotation(n1 * cos) - after_rotation(n2 * sin))
+    y2 = after_rotation(after_rotation(n2 * cos) + after_rotation(n1 * sin))
+    y = torch.stack((y1, y2), -1).flatten(-2) if c.interleaved else torch.cat((y1, y2), -1)
+    return torch.cat((y, rest), -1).to(x.dtype)

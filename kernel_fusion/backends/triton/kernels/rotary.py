@@ -1,0 +1,367 @@
+"""The rotary embedding of heads, of the RMSNorm of each where there is one, forward and backward.
+
+With n = x * rstd * (offset + weight), or n = x, and pairs (n1, n2) of columns i and i + half, or 2 i and 2 i + 1:
+
+    y1 = n1 cos[i] - n2 sin[i], y2 = n2 cos[i] + n1 sin[i], and the other columns of n as they are
+
+Backward turns the gradients the other way, which gives g, and with m = x * rstd
+
+    dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
+
+A program has a tile of heads of one token: ROWS heads, each half of the rotated columns a block of its own, so that
+a thread has both elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have
+gradients, programs are persistent: each walks through tiles with the sums of both weights in registers, and writes one
+partial row of each; sum_partials adds those in order. Bytes per element: x in, y out; backward x and dy in, dx out, and
+without a norm dy in, dx out. Cosines and sines are read once for each tile, from the L2 cache after the first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
+from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
+
+# These may differ between calls of one compiled kernel. Strides count in steps of the constant `unit`.
+LENGTHS = ["num_tokens", "tokens", "query_heads", "key_heads", "table_rows", "t0", "t1", "p0", "p1"]
+LENGTHS += [f"{of}{dim}" for of in "qkyzgh" for dim in (0, 1, 2)]
+
+
+@triton.jit
+def _load_columns(ptr, at, mask, ROWS: tl.constexpr, C: tl.constexpr):
+    """Both elements of each pair, and the other columns, of ROWS heads that begin at `at`."""
+    HALF: tl.constexpr = C.half
+    BLOCK: tl.constexpr = C.block
+    REST: tl.constexpr = C.rest
+    if C.interleaved:
+        col = tl.arange(0, 2 * BLOCK)[None, :]
+        pairs = load(ptr, at + col, mask & within(col, 2 * HALF, C.exact), C.wide)
+        first, second = tl.split(tl.reshape(pairs, (ROWS, BLOCK, 2)))
+    else:
+        col = tl.arange(0, BLOCK)[None, :]
+        there = mask & within(col, HALF, C.exact)
+        first = load(ptr, at + col, there, C.wide)
+        second = load(ptr, at + HALF + col, there, C.wide)
+    rest = first
+    if REST > 0:
+        col = 2 * HALF + tl.arange(0, REST)[None, :]
+        rest = load(ptr, at + col, mask & (col < C.cols), C.wide)
+    return first, second, rest
+
+
+@triton.jit
+def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
+    """The counterpart."""
+    HALF: tl.constexpr = C.half
+    BLOCK: tl.constexpr = C.block
+    REST: tl.constexpr = C.rest
+    first, second, rest = columns
+    if C.interleaved:
+        col = tl.arange(0, 2 * BLOCK)[None, :]
+        pairs = tl.reshape(tl.join(first, second), (ROWS, 2 * BLOCK))
+        store(ptr, at + col, pairs, mask & within(col, 2 * HALF, C.exact))
+    else:
+        col = tl.arange(0, BLOCK)[None, :]
+        there = mask & within(col, HALF, C.exact)
+        store(ptr, at + col, first, there)
+        store(ptr, at + HALF + col, second, there)
+    if REST > 0:
+        col = 2 * HALF + tl.arange(0, REST)[None, :]
+        store(ptr, at + col, rest, mask & (col < C.cols))
+
+
+@triton.jit
+def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
+    """offset + weight of the columns, if there is a weight."""
+    if PRESENT:
+        w1, w2, rest = _load_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), 1, C)
+        w1 = shifted(w1, C.offset)
+        w2 = shifted(w2, C.offset)
+        rest = shifted(rest, C.offset)
+    else:
+        w1 = tl.full([1, 1], 1.0, C.acc)
+        w2 = w1
+        rest = w1
+    return w1, w2, rest
+
+
+@triton.jit
+def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    if ROUNDS:
+        v = v.to(TYPE).to(v.dtype)
+    return v
+
+
+@triton.jit
+def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
+    """Cosines and sines of a token; NaN for a position outside the table."""
+    cos_ptr, sin_ptr, positions_ptr = pointers
+    t0, t1, p0, p1 = strides
+    HALF: tl.constexpr = C.half
+    BLOCK: tl.constexpr = C.block
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = within(col, HALF, C.exact)
+    row = token
+    inside = mask
+    if C.has_positions:
+        # As a tile of one, which the interpreter needs to make a mask of it.
+        row = tl.load(positions_ptr + example * p0 + token * p1 + tl.zeros([1, 1], tl.int32)).to(tl.int64)
+        inside = (row >= 0) & (row < table_rows)
+        mask = mask & inside
+    at = example * t0 + row * t1 + col
+    cos = load(cos_ptr, at, mask, C.wide)
+    sin = load(sin_ptr, at, mask, C.wide)
+    if C.has_positions:
+        cos = tl.where(inside, cos, float("nan"))
+        sin = tl.where(inside, sin, float("nan"))
+    return cos, sin
+
+
+@triton.jit
+def _sum_of_row(columns, C: tl.constexpr):
+    REST: tl.constexpr = C.rest
+    first, second, rest = columns
+    total = tl.sum(first + second, axis=1)[:, None]
+    if REST > 0:
+        total += tl.sum(rest, axis=1)[:, None]
+    return total
+
+
+@triton.jit
+def _rstd(x1, x2, rest, C: tl.constexpr):
+    squares = _sum_of_row((x1 * x1, x2 * x2, rest * rest), C)
+    return reciprocal_sqrt(squares * (1.0 / C.cols) + C.eps)
+
+
+@triton.jit
+def _times(columns, weights):
+    return columns[0] * weights[0], columns[1] * weights[1], columns[2] * weights[2]
+
+
+@triton.jit
+def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    return _rounded(columns[0], TYPE, ROUNDS), _rounded(columns[1], TYPE, ROUNDS), _rounded(columns[2], TYPE, ROUNDS)
+
+
+@triton.jit
+def _heads_fwd(pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr):
+    """y of a tile of heads; `pointers` are those of x, weight, y, `at` where the token begins in x and y."""
+    x_ptr, weight_ptr, y_ptr = pointers
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    mask = head < heads
+    columns = _load_columns(x_ptr, at[0] + head * (strides[0] * C.unit), mask, ROWS, C)
+    rounds: tl.constexpr = C.rounding == "hf"
+    product: tl.constexpr = rounds and (not WEIGHT or weight_ptr.dtype.element_ty == TYPE)
+    if C.norm:
+        rstd = _rstd(columns[0], columns[1], columns[2], C)
+        columns = _all_rounded(_times(columns, (rstd, rstd, rstd)), TYPE, rounds)
+        if WEIGHT:
+            columns = _all_rounded(_times(columns, _weights(weight_ptr, C, WEIGHT)), TYPE, product)
+    n1, n2, rest = columns
+    turns: tl.constexpr = product and C.narrow_angles
+    cos, sin = angles
+    y1 = _rounded(n1 * cos, TYPE, turns) - _rounded(n2 * sin, TYPE, turns)
+    y2 = _rounded(n2 * cos, TYPE, turns) + _rounded(n1 * sin, TYPE, turns)
+    _store_columns(y_ptr, at[1] + head * (strides[1] * C.unit), mask, (y1, y2, rest), ROWS, C)
+
+
+@triton.jit
+def _heads_bwd(
+    pointers,
+    at,
+    strides,
+    heads,
+    tile,
+    angles,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    DX: tl.constexpr,
+):
+    """dx of a tile of heads, if it is wanted, and what the heads add to dweight.
+
+    `pointers` are those of dy, x, weight, dx, `at` where the token begins in dy, x and dx.
+    """
+    dy_ptr, x_ptr, weight_ptr, dx_ptr = pointers
+    head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    mask = head < heads
+    dy1, dy2, rest = _load_columns(dy_ptr, at[0] + head * (strides[0] * C.unit), mask, ROWS, C)
+    cos, sin = angles
+    g = (dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin, rest)
+    dx = g
+    terms = g
+    if C.norm:
+        x = _load_columns(x_ptr, at[1] + head * (strides[1] * C.unit), mask, ROWS, C)
+        rstd = _rstd(x[0], x[1], x[2], C)
+        n = _times(x, (rstd, rstd, rstd))
+        gw = _times(g, _weights(weight_ptr, C, WEIGHT))
+        mean = _sum_of_row(_times(gw, n), C) * (1.0 / C.cols)
+        dx = ((gw[0] - n[0] * mean) * rstd, (gw[1] - n[1] * mean) * rstd, (gw[2] - n[2] * mean) * rstd)
+        terms = _times(g, _all_rounded(n, x_ptr.dtype.element_ty, C.rounding == "hf"))
+    if DX:
+        _store_columns(dx_ptr, at[2] + head * (strides[2] * C.unit), mask, dx, ROWS, C)
+    # Where there is no head, n may be infinite.
+    return tl.where(mask, terms[0], 0.0), tl.where(mask, terms[1], 0.0), tl.where(mask, terms[2], 0.0)
+
+
+@triton.jit
+def _place(item, tiles, tokens):
+    """Example, token and tile of an item: the tiles of a token are neighbours, so that they share its angles."""
+    number = item // tiles
+    return number // tokens, number % tokens, item % tiles
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def rotary_fwd(
+    query_ptr,
+    key_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    query_out_ptr,
+    key_out_ptr,
+    tokens,
+    query_heads,
+    key_heads,
+    table_rows,
+    t0,
+    t1,
+    p0,
+    p1,
+    q0,
+    q1,
+    q2,
+    k0,
+    k1,
+    k2,
+    y0,
+    y1,
+    y2,
+    z0,
+    z1,
+    z2,
+    C: tl.constexpr,
+):
+    """y of query and key: a program for each tile of each token. Strides are those of x and y of both."""
+    ROWS: tl.constexpr = C.rows
+    KEY_ROWS: tl.constexpr = C.key_rows
+    query_tiles = tl.cdiv(query_heads, ROWS)
+    tiles = query_tiles
+    if C.has_key:
+        tiles += tl.cdiv(key_heads, KEY_ROWS)
+    example, token, tile = _place(tl.program_id(0).to(tl.int64), tiles, tokens)
+    angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
+    if tile < query_tiles:
+        at = ((example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
+        pointers = (query_ptr, query_weight_ptr, query_out_ptr)
+        _heads_fwd(pointers, at, (q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight)
+    elif C.has_key:
+        at = ((example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
+        pointers = (key_ptr, key_weight_ptr, key_out_ptr)
+        _heads_fwd(pointers, at, (k2, z2), key_heads, tile - query_tiles, angles, C, KEY_ROWS, C.has_key_weight)
+
+
+@triton.jit
+def _write_partial(ptr, sums, C: tl.constexpr):
+    """One partial row."""
+    first, second, rest = sums
+    columns = (tl.sum(first, axis=0)[None, :], tl.sum(second, axis=0)[None, :], tl.sum(rest, axis=0)[None, :])
+    _store_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), columns, 1, C)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def rotary_bwd(
+    dy_ptr,
+    dy_key_ptr,
+    query_ptr,
+    key_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    dquery_ptr,
+    dkey_ptr,
+    partials_ptr,
+    num_tokens,
+    tokens,
+    query_heads,
+    key_heads,
+    table_rows,
+    t0,
+    t1,
+    p0,
+    p1,
+    g0,
+    g1,
+    g2,
+    h0,
+    h1,
+    h2,
+    q0,
+    q1,
+    q2,
+    k0,
+    k1,
+    k2,
+    y0,
+    y1,
+    y2,
+    z0,
+    z1,
+    z2,
+    C: tl.constexpr,
+):
+    """dx of query and key, and partial sums of the gradients of their weights. Strides are those of dy, x and dx."""
+    ROWS: tl.constexpr = C.rows
+    KEY_ROWS: tl.constexpr = C.key_rows
+    BLOCK: tl.constexpr = C.block
+    REST: tl.constexpr = C.rest if C.rest > 0 else C.block
+    query_tiles = tl.cdiv(query_heads, ROWS)
+    tiles = query_tiles
+    if C.has_key:
+        tiles += tl.cdiv(key_heads, KEY_ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    a1 = tl.zeros([ROWS, BLOCK], C.acc)
+    a2 = tl.zeros([ROWS, BLOCK], C.acc)
+    a3 = tl.zeros([ROWS, REST], C.acc)
+    b1 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
+    b2 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
+    b3 = tl.zeros([KEY_ROWS, REST], C.acc)
+    for item in range(program, scalar(num_tokens, tl.int64) * tiles, tl.num_programs(0)):
+        example, token, tile = _place(item, tiles, tokens)
+        angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
+        if tile < query_tiles:
+            dy_at = (example * g0 + token * g1) * C.unit
+            at = (dy_at, (example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
+            pointers = (dy_ptr, query_ptr, query_weight_ptr, dquery_ptr)
+            d1, d2, d3 = _heads_bwd(
+                pointers, at, (g2, q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight, C.dquery
+            )
+            if C.dweight:
+                a1 += d1
+                a2 += d2
+                if C.rest > 0:
+                    a3 += d3
+        elif C.has_key:
+            dy_at = (example * h0 + token * h1) * C.unit
+            at = (dy_at, (example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
+            pointers = (dy_key_ptr, key_ptr, key_weight_ptr, dkey_ptr)
+            d1, d2, d3 = _heads_bwd(
+                pointers, at, (h2, k2, z2), key_heads, tile - query_tiles, angles, C, KEY_ROWS, C.has_key_weight, C.dkey
+            )
+            if C.dkey_weight:
+                b1 += d1
+                b2 += d2
+                if C.rest > 0:
+                    b3 += d3
+    # Partial rows: those of the query's weight, one per program, then those of the key's.
+    if C.dweight:
+        _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
+    if C.dkey_weight:
+        first = tl.num_programs(0) if C.dweight else 0
+        _write_partial(partials_ptr + (first + program) * C.cols, (b1, b2, b3), C)

@@ -1,0 +1,176 @@
+"""What a suite is: parts (bare norms, operations or models) that turn shapes into workloads, and the defaults of a run.
+
+`kind` says what is measured (`runner.MEASURES`). suites.py has the suites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+
+from kernel_fusion.bench import operations
+from kernel_fusion.bench.operations import NORMS
+from kernel_fusion.bench.workloads import DIRECTIONS, Direction, Operation, Workload
+
+Kind = Literal["kernels", "host", "memory", "steps"]
+PlotKind = Literal["speedup", "time", "bandwidth", "memory"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named shape of the input, and how it lies in memory (as in `RowNormCase`)."""
+
+    name: str
+    sizes: tuple[int, ...]
+    layout: str = "contiguous"
+
+
+Shapes = Callable[[str, torch.dtype], Sequence[Shape]]  # by device type and dtype of the input
+
+
+class Part(Protocol):
+    """A part of a suite."""
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """The verbs it can measure."""
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Part:
+        """The same at other shapes (rows, columns), named after themselves."""
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """One verb in one dtype at every shape; `weights` is the dtype of bare norms' weight and bias (default: the
+        input's).
+        """
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A `Part`: the bare norms."""
+
+    shapes: Shapes
+    verbs = NORMS
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Norms:
+        """See `Part`."""
+        return Norms(always([plain(*s) for s in sizes]))
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """See `Part`."""
+        return [
+            Workload(shape.name, operations.bare_norm(verb, weights or dtype, shape.layout), shape.sizes, dtype, False)
+            for shape in self.shapes(device, dtype)
+        ]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """A `Part`: operations at the same shapes.
+
+    Attributes:
+        grouped: as in `Workload`.
+        batch: the first dimension of all shapes, where they have three.
+    """
+
+    operations: tuple[Operation, ...]
+    shapes: Shapes
+    grouped: bool = True
+    batch: tuple[int, ...] = ()
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """See `Part`."""
+        return tuple(dict.fromkeys(operation.verb for operation in self.operations))
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Operations:
+        """See `Part`."""
+        return replace(self, shapes=always([plain(*self.batch, *s) for s in sizes]))
+
+    def workloads(self, device: str, dtype: torch.dtype, verb: str, weights: torch.dtype | None) -> list[Workload]:
+        """See `Part`. Parameters are in the dtype of the input."""
+        wanted = [o for o in self.operations if o.verb == verb and (o.dtypes is None or dtype in o.dtypes)]
+        return [
+            Workload(shape.name, operation, shape.sizes, dtype, self.grouped)
+            for shape in self.shapes(device, dtype)
+            for operation in wanted
+        ]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Things that are measured together.
+
+    Attributes:
+        name, title: its names on the command line, and in tables and pictures.
+        about: its purpose in a few words.
+        kind, parts: what is measured, and on which workloads.
+        dtypes, quick_dtypes: the defaults, by device type.
+        quick_verbs, quick_parts: the subset for `--quick`, if not all.
+        directions: those measured by default.
+        peers, quick_peers: those measured by default.
+        backends: ours, by device type, if not just the device's own.
+        plots: the pictures that a run draws.
+        single_thread: whether a CPU is also measured with one thread.
+        settles_memory: as in `Setup`.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    parts: tuple[Part, ...]
+    dtypes: Mapping[str, Sequence[torch.dtype]]
+    quick_dtypes: Mapping[str, Sequence[torch.dtype]]
+    quick_verbs: tuple[str, ...] | None = None
+    quick_parts: tuple[Part, ...] | None = None
+    directions: tuple[Direction, ...] = DIRECTIONS
+    peers: tuple[str, ...] = ()
+    quick_peers: tuple[str, ...] = ()
+    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    plots: tuple[PlotKind, ...] = ("speedup", "time")
+    single_thread: bool = False
+    settles_memory: bool = False
+    about: str = ""
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """The verbs that it can measure."""
+        return tuple(dict.fromkeys(verb for part in self.parts for verb in part.verbs))
+
+    def quick(self) -> Suite:
+        """The suite for `--quick`; the other verbs can still be asked for."""
+        parts = self.quick_parts or self.parts
+        return replace(self, parts=parts, dtypes=self.quick_dtypes, peers=self.quick_peers)
+
+    def dtypes_on(self, device: str) -> Sequence[torch.dtype]:
+        """The default dtypes of a device type; a CPU's if we have no kernels for it."""
+        return self.dtypes.get(device, self.dtypes["cpu"])
+
+    def with_shapes(self, sizes: Sequence[tuple[int, int]]) -> Suite:
+        """The same suite at other shapes, named after themselves."""
+        return replace(self, title="Chosen shapes", parts=tuple(part.with_shapes(sizes) for part in self.parts))
+
+    def workloads(
+        self, device: str, dtypes: Sequence[torch.dtype], verbs: Sequence[str], weights: torch.dtype | None = None
+    ) -> list[Workload]:
+        """Every shape in every dtype and verb."""
+        return [
+            workload
+            for verb in verbs
+            for dtype in dtypes
+            for part in self.parts
+            if verb in part.verbs
+            for workload in part.workloads(device, dtype, verb, weights)
+        ]
+
+
+def plain(*sizes: int) -> Shape:
+    """A shape that is named after its sizes."""
+    return Shape("x".join(map(str, sizes)), sizes)
+
+
+def always(shapes: Sequence[Shape]) -> Shapes:
+    """The same shapes whatever the device and dtype."""
+    return lambda device, dtype: shapes

@@ -1,0 +1,164 @@
+"""The rotary embedding's arguments: what they must be, which of them kernels take, and how a result lies in memory.
+
+The operator's tensors are query (B, L, H, D) and, if there is one, key (B, L, H', D); weights (D,) of the norm; cos and
+sin (B or 1, L, R / 2), or tables (1, M, R / 2) of which positions (B or 1, L) say the rows. R, `rotary_dim`, is at most
+D.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.checks import FLOATING
+from kernel_fusion.core.spec import ROUNDINGS
+
+_POSITIONS = (torch.int32, torch.int64)
+
+
+class Rotary(NamedTuple):
+    """The operator's arguments, in their order; without `eps` there is no norm."""
+
+    query: Tensor
+    key: Tensor | None
+    query_weight: Tensor | None
+    key_weight: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    eps: float | None
+    weight_offset: float
+    interleaved: bool
+    rounding: str
+
+    @property
+    def half(self) -> int:
+        """R / 2, the number of pairs of columns that are rotated."""
+        return self.cos.shape[-1]
+
+    @property
+    def heads(self) -> tuple[tuple[str, Tensor, Tensor | None], ...]:
+        """Query and key by their names, with their weights."""
+        query, key = ("query" if self.eps is not None else "input", self.query, self.query_weight), self.key
+        return (query,) if key is None else (query, ("key", key, self.key_weight))
+
+
+def problem(c: Rotary) -> str | None:
+    """What is wrong with the arguments, or None: after the verb's name, which the caller knows, a sentence."""
+    return _heads_problem(c) or _table_problem(c) or _positions_problem(c) or _weights_problem(c)
+
+
+def _heads_problem(c: Rotary) -> str | None:
+    shape = list(c.query.shape)
+    for name, x, _ in c.heads:
+        if x.dim() != 4:
+            return f"`{name}` must have shape (B, L, H, D), got {list(x.shape)}"
+        if x.dtype not in FLOATING:
+            return f"`{name}` must be {_names(FLOATING)}, got {_name(x.dtype)}"
+        if [*x.shape[:2], x.shape[3]] != [*shape[:2], shape[3]]:
+            expected = f"(B, L, D) = ({shape[0]}, {shape[1]}, {shape[3]})"
+            return f"`{name}` must have the query's {expected} around its heads, got {list(x.shape)} as (B, L, H, D)"
+        if x.dtype != c.query.dtype or x.device != c.query.device:
+            return f"`{name}` must be {_kind(c.query)} as the query is, got {_kind(x)}"
+    return None
+
+
+def _table_problem(c: Rotary) -> str | None:
+    batch, tokens, _, cols = c.query.shape
+    rows = "L" if c.positions is None else "M"
+    for name, t in (("cos", c.cos), ("sin", c.sin)):
+        fits = t.dim() == 3 and t.shape[0] in ((batch, 1) if c.positions is None else (1,))
+        if not fits or (c.positions is None and t.shape[1] != tokens):
+            values = f", with L = {tokens}" + (f" and B = {batch}" if c.positions is None else "")
+            return (
+                f"`{name}` must have shape ({rows}, R / 2){' or (B, L, R / 2)' if rows == 'L' else ''}{values}, "
+                f"got {list(t.shape)}"
+            )
+        if 2 * t.shape[2] > cols:
+            return f"`{name}` must have at most D / 2 = {cols // 2} columns, got {t.shape[2]}: one for each pair"
+        if not _mixes(t.dtype, c.query.dtype) or t.device != c.query.device:
+            return f"`{name}` must be {_partners(c.query)}, got {_kind(t)}"
+    if c.sin.shape != c.cos.shape or c.sin.dtype != c.cos.dtype:
+        return f"`sin` must have the shape and dtype of `cos`, {_shown(c.cos)}, got {_shown(c.sin)}"
+    return None
+
+
+def _positions_problem(c: Rotary) -> str | None:
+    p = c.positions
+    if p is None:
+        return None
+    batch, tokens = c.query.shape[:2]
+    if p.dtype not in _POSITIONS or p.device != c.query.device:
+        return f"`positions` must be int32 or int64 on {c.query.device}, got {_kind(p)}"
+    if p.dim() != 2 or p.shape[0] not in (batch, 1) or p.shape[1] != tokens:
+        return f"`positions` must have shape (L,) or (B, L), with B = {batch} and L = {tokens}, got {list(p.shape)}"
+    return None
+
+
+def _weights_problem(c: Rotary) -> str | None:
+    cols = c.query.shape[3]
+    for name, _, weight in c.heads:
+        if weight is None:
+            if c.weight_offset != 0.0:
+                return f"`weight_offset` needs a weight, got {c.weight_offset} without `{name}_weight`"
+            continue
+        if list(weight.shape) != [cols]:
+            return f"`{name}_weight` must have shape (D,) = ({cols},), got {list(weight.shape)}"
+        if not _mixes(weight.dtype, c.query.dtype) or weight.device != c.query.device:
+            return f"`{name}_weight` must be {_partners(c.query)}, got {_kind(weight)}"
+        if c.eps is None:
+            return f"`{name}_weight` needs `eps`, got None"
+    if c.rounding not in ROUNDINGS:
+        return f"`rounding` must be one of {', '.join(map(repr, ROUNDINGS))}, got {c.rounding!r}"
+    return None
+
+
+def served_by_kernels(c: Rotary) -> bool:
+    """Whether kernels have something to do for these arguments, and the arguments are right."""
+    return problem(c) is None and c.query.numel() > 0 and (c.key is None or c.key.numel() > 0) and c.half > 0
+
+
+def result_like(x: Tensor) -> Tensor:
+    """Memory for a result: dense, in the order of the strides of `x`, but for the columns, which lie side by side."""
+    like = torch.empty_like(x)
+    if like.stride(-1) == 1 or like.shape[-1] == 1:
+        return like
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def rounds_to(c: Rotary, weight: Tensor | None) -> tuple[bool, bool]:
+    """Of rounding "hf", whether the product with the weight, and what the rotation computes, are rounded.
+
+    The type is the promoted one of all that was multiplied: that of the query, or one that holds what is computed.
+    """
+    dtype = c.query.dtype
+    if c.rounding != "hf" or dtype not in (torch.float16, torch.bfloat16):
+        return False, False
+    product = weight is None or weight.dtype == dtype
+    return product, product and c.cos.dtype == dtype
+
+
+def _mixes(dtype: torch.dtype, with_dtype: torch.dtype) -> bool:
+    return dtype in FLOATING and (dtype == torch.float64) == (with_dtype == torch.float64)
+
+
+def _partners(x: Tensor) -> str:
+    return f"{_names((torch.float64,) if x.dtype == torch.float64 else FLOATING[:3])} on {x.device}"
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(_name, dtypes))
+
+
+def _kind(t: Tensor) -> str:
+    return f"{_name(t.dtype)} on {t.device}"
+
+
+def _shown(t: Tensor) -> str:
+    return f"{list(t.shape)} {_name(t.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

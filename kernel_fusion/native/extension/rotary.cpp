@@ -1,0 +1,112 @@
+// The rotary embedding below autograd: checks, allocation, registration. Shapes for tracing come from Python
+// (operators/meta.py).
+#include "rotary.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "backends.h"
+
+namespace kf {
+
+namespace {
+
+bool goes_with(const Tensor& t, const Tensor& query) {
+  const bool both_double = (t.scalar_type() == at::kDouble) == (query.scalar_type() == at::kDouble);
+  return readable(t) && both_double && t.device() == query.device();
+}
+
+bool are_heads(const OptionalTensor& x, const Tensor& query) {
+  if (!present(x)) return true;
+  if (!readable(*x) || x->dim() != 4 || x->scalar_type() != query.scalar_type() || x->device() != query.device()) return false;
+  return x->sym_size(0) == query.sym_size(0) && x->sym_size(1) == query.sym_size(1) && x->sym_size(3) == query.sym_size(3) &&
+         x->sym_numel() > 0;
+}
+
+bool is_weight(const OptionalTensor& weight, const RotaryCall& c, bool has_heads) {
+  if (!present(weight)) return !has_heads || c.weight_offset == 0.0;
+  return c.eps && goes_with(*weight, c.query) && weight->dim() == 1 && weight->sym_size(0) == c.query.sym_size(3);
+}
+
+bool are_positions(const OptionalTensor& positions, const Tensor& query) {
+  if (!present(positions)) return true;
+  const bool counts = positions->scalar_type() == at::kInt || positions->scalar_type() == at::kLong;
+  return counts && positions->layout() == at::kStrided && positions->device() == query.device() && positions->dim() == 2 &&
+         (positions->sym_size(0) == 1 || positions->sym_size(0) == query.sym_size(0)) &&
+         positions->sym_size(1) == query.sym_size(1);
+}
+
+bool are_tables(const RotaryCall& c) {
+  if (!goes_with(c.cos, c.query) || !goes_with(c.sin, c.query) || c.cos.dim() != 3 || c.sin.dim() != 3) return false;
+  if (c.cos.scalar_type() != c.sin.scalar_type() || c.cos.sym_sizes() != c.sin.sym_sizes()) return false;
+  const bool is_table = present(c.positions);
+  const auto examples = c.cos.sym_size(0), half = c.cos.sym_size(2);
+  return (examples == 1 || (!is_table && examples == c.query.sym_size(0))) &&
+         (is_table || c.cos.sym_size(1) == c.query.sym_size(1)) && half > 0 && half * 2 <= c.query.sym_size(3);
+}
+
+}  // namespace
+
+bool accepts(const RotaryCall& c) {
+  const bool known = c.rounding == "once" || c.rounding == "hf";
+  return known && readable(c.query) && c.query.dim() == 4 && c.query.sym_numel() > 0 && are_heads(c.key, c.query) &&
+         are_tables(c) && are_positions(c.positions, c.query) && is_weight(c.query_weight, c, true) &&
+         is_weight(c.key_weight, c, present(c.key));
+}
+
+RotaryResult reference(const RotaryCall& c) {
+  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_reference", rotary_call);
+  return call_operator(op, c);
+}
+
+namespace {
+
+// As `result_like` in core/rotary.py.
+Tensor result_like(const Tensor& x) {
+  Tensor like = at::empty_like(x);
+  return like.stride(-1) == 1 || like.size(-1) == 1 ? like : at::empty_like(x, at::MemoryFormat::Contiguous);
+}
+
+Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
+
+}  // namespace
+
+RotaryResult rotary(const Backend& backend, const RotaryCall& c) {
+  check_all_memory(c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions);
+  Tensor query = result_like(c.query), key = present(c.key) ? result_like(*c.key) : Tensor();
+  backend.rotary(c, query, key);
+  return {query, key.defined() ? key : nothing(query)};
+}
+
+RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
+  const OptionalTensor dy(c.dy), &query = c.eps ? c.query : dy, &key = c.eps ? c.key : c.dy_key;
+  TORCH_CHECK(present(query) && present(key) == present(c.dy_key) &&
+                  accepts({*query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset,
+                           c.interleaved, c.rounding}) &&
+                  goes_with(c.dy, *query) && c.dy.sizes().equals(query->sizes()) &&
+                  (!present(key) || (goes_with(*c.dy_key, *query) && c.dy_key->sizes().equals(key->sizes()))),
+              "kernel_fusion::qk_norm_rope_bwd: arguments that its kernels do not take");
+  check_all_memory(c.dy, c.dy_key, query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions);
+  const auto wanted = [&](int i, const OptionalTensor& t, auto like) { return c.wants[i] && present(t) ? like(*t) : Tensor(); };
+  const auto row_like = [](const Tensor& weight) { return at::empty_like(weight, at::MemoryFormat::Contiguous); };
+  RotaryGradients gradients{wanted(0, query, result_like), wanted(1, key, result_like), wanted(2, c.query_weight, row_like),
+                            wanted(3, c.key_weight, row_like)};
+  backend.rotary_bwd(c, gradients);
+  std::apply([&](auto&... each) { ((each.defined() ? void() : void(each = nothing(*query))), ...); }, gradients);
+  return gradients;
+}
+
+namespace {
+
+RotaryResult rotary_or_definition(const RotaryCall& call) { return accepts(call) ? rotary(kCpu, call) : reference(call); }
+RotaryGradients rotary_bwd_on_cpu(const RotaryBwdCall& call) { return rotary_bwd(kCpu, call); }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) {
+  m.impl("qk_norm_rope", Implementation<rotary_call, rotary_or_definition>::run);
+  m.impl("qk_norm_rope_bwd", Implementation<rotary_bwd_call, rotary_bwd_on_cpu>::run);
+}
+
+}  // namespace kf

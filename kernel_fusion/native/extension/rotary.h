@@ -1,0 +1,76 @@
+// The rotary embedding of query and key, of the RMSNorm of each head where there is one.
+#pragma once
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include "operators.h"
+
+namespace kf {
+
+// The arguments of the operators, as their schemas have them (operators/schemas.py); shapes as in core/rotary.py.
+struct RotaryCall {
+  const Tensor& query;
+  const OptionalTensor &key, &query_weight, &key_weight;
+  const Tensor &cos, &sin;
+  const OptionalTensor& positions;
+  std::optional<double> eps;
+  double weight_offset;
+  bool interleaved;
+  std::string_view rounding;
+};
+inline RotaryCall rotary_call(const Tensor& query, const OptionalTensor& key, const OptionalTensor& query_weight,
+                              const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                              const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
+                              bool interleaved, std::string_view rounding) {
+  return {query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
+}
+template <class F> auto with_arguments(const RotaryCall& c, F&& f) {
+  return f(c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved,
+           c.rounding);
+}
+
+// dy of query and key, these themselves if there is a norm, and which gradients are wanted: of both and of their weights.
+struct RotaryBwdCall {
+  const Tensor& dy;
+  const OptionalTensor &dy_key, &query, &key, &query_weight, &key_weight;
+  const Tensor &cos, &sin;
+  const OptionalTensor& positions;
+  std::optional<double> eps;
+  double weight_offset;
+  bool interleaved;
+  std::string_view rounding;
+  std::array<bool, 4> wants;
+};
+inline RotaryBwdCall rotary_bwd_call(const Tensor& dy, const OptionalTensor& dy_key, const OptionalTensor& query,
+                                     const OptionalTensor& key, const OptionalTensor& query_weight,
+                                     const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                     const OptionalTensor& positions, std::optional<double> eps, double weight_offset,
+                                     bool interleaved, std::string_view rounding, std::array<bool, 4> wants) {
+  return {dy,  dy_key,    query, key,           query_weight, key_weight, cos,
+          sin, positions, eps,   weight_offset, interleaved,  rounding,   wants};
+}
+template <class F> auto with_arguments(const RotaryBwdCall& c, F&& f) {
+  return f(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset,
+           c.interleaved, c.rounding, c.wants);
+}
+
+using RotaryResult = std::tuple<Tensor, Tensor>;
+using RotaryGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// They fill what was allocated; what is undefined nobody wants.
+using RotaryKernel = void(const RotaryCall& call, Tensor& query, Tensor& key);
+using RotaryBwdKernel = void(const RotaryBwdCall& call, RotaryGradients& gradients);
+RotaryKernel rotary_cpu;
+RotaryBwdKernel rotary_bwd_cpu;
+
+// Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
+bool accepts(const RotaryCall& call);
+RotaryResult reference(const RotaryCall& call);
+
+// The operator on a device, and its backward.
+RotaryResult rotary(const Backend& backend, const RotaryCall& call);
+RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& call);
+
+}  // namespace kf

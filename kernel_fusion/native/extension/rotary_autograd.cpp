@@ -1,0 +1,148 @@
+// The rotary embedding at autograd: which calls the kernels take, and the backward node.
+#include <ATen/ops/alias.h>
+#include <ATen/ops/neg.h>
+#include <torch/library.h>
+
+#include "node.h"
+
+namespace kf {
+namespace {
+
+RotaryResult call_verb(const RotaryCall& c) {
+  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope", rotary_call);
+  return call_operator(op, c);
+}
+
+RotaryResult below_autograd(c10::DispatchKeySet keys, const RotaryCall& c) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto* backend = direct(keys);
+  return backend && backend->rotary ? rotary(*backend, c) : call_verb(c);
+}
+
+RotaryGradients call_backward(const RotaryBwdCall& c) {
+  const auto* backend =
+      direct(keys_of(c.dy, c.dy_key, c.query, c.key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions));
+  if (backend && backend->rotary_bwd) return rotary_bwd(*backend, c);
+  static const auto op = find_op<RotaryGradients>("kernel_fusion::qk_norm_rope_bwd", rotary_bwd_call);
+  return call_operator(op, c);
+}
+
+struct RotaryBackward : SavingNode {
+  std::array<SavedVariable, 4> inputs;  // query, key and their weights; without a norm none, as backward rotates dy alone
+  std::array<SavedVariable, 3> tables;  // cos, sin, positions
+  const std::optional<double> eps;
+  const double weight_offset;
+  const bool interleaved, is_hf;
+
+  explicit RotaryBackward(const RotaryCall& c)
+      : SavingNode(torch::autograd::collect_next_edges(c.query, c.key, c.query_weight, c.key_weight)),
+        tables{SavedVariable(c.cos, false), SavedVariable(c.sin, false), SavedVariable(c.positions, false)}, eps(c.eps),
+        weight_offset(c.weight_offset), interleaved(c.interleaved), is_hf(c.rounding == "hf") {
+    if (eps)
+      inputs = {SavedVariable(c.query, false), SavedVariable(c.key, false), SavedVariable(c.query_weight, false),
+                SavedVariable(c.key_weight, false)};
+  }
+
+  std::string name() const override { return "RotaryBackward"; }
+
+  SavedList saved() override {
+    SavedList list;
+    for (auto& each : inputs) list.push_back({&each});
+    for (auto& each : tables) list.push_back({&each});
+    return list;
+  }
+  std::string key() const override { return key_of(eps.has_value(), eps.value_or(0), weight_offset, interleaved, is_hf); }
+
+  variable_list gradients(variable_list&& grads) override {
+    variable_list list(num_outputs());
+    const std::array<OptionalTensor, 2> dy{optional(grads[0]), grads.size() > 1 ? optional(grads[1]) : std::nullopt};
+    if (!dy[0] && !dy[1]) return list;
+    // If something arrives at the key alone, that stands in the place of the query.
+    const size_t first = dy[0] ? 0 : 1;
+    const bool both = dy[0] && dy[1];
+    std::array<OptionalTensor, 4> x;
+    for (size_t i = 0; i < x.size(); ++i) x[i] = optional(inputs[i].unpack());
+    const Tensor cos = tables[0].unpack(), sin = tables[1].unpack();
+    const OptionalTensor positions = optional(tables[2].unpack());
+    const auto second = [&](const OptionalTensor& t) -> const OptionalTensor& { return both ? t : kAbsent; };
+    const std::array<bool, 4> wants{task_should_compute_output(first), both && task_should_compute_output(1),
+                                    task_should_compute_output(2 + first), both && task_should_compute_output(3)};
+    const RotaryBwdCall call{*dy[first], second(dy[1]), x[first], second(x[1]),  x[2 + first], second(x[3]),          cos,
+                             sin,        positions,     eps,      weight_offset, interleaved,  is_hf ? "hf" : "once", wants};
+    const auto found = at::GradMode::is_enabled() ? differentiable(call) : call_backward(call);
+    const auto& [dx, dx_key, dweight, dweight_key] = found;
+    if (wants[0]) list[first] = dx;
+    if (wants[1]) list[1] = dx_key;
+    if (wants[2]) list[2 + first] = dweight;
+    if (wants[3]) list[3] = dweight_key;
+    return list;
+  }
+
+  // The gradients as differentiable functions of everything, by the eager definition: without a norm the same rotation the
+  // other way, else its gradients, for which it is run again.
+  static RotaryGradients differentiable(const RotaryBwdCall& c) {
+    if (!c.eps) {
+      const auto [query, key] = reference(
+          {c.dy, c.dy_key, kAbsent, kAbsent, c.cos, c.sin.neg(), c.positions, std::nullopt, 0.0, c.interleaved, "once"});
+      return {query, key, {}, {}};
+    }
+    // Aliases, so that no gradient is also looked for behind them: the weights may depend on the query.
+    std::array<OptionalTensor, 4> x{c.query, c.key, c.query_weight, c.key_weight};
+    for (auto& t : x)
+      if (t) t = at::alias(*t);
+    const auto [query, key] =
+        reference({*x[0], x[1], x[2], x[3], c.cos, c.sin, c.positions, c.eps, c.weight_offset, c.interleaved, c.rounding});
+    variable_list outputs{query}, dys{c.dy}, inputs;
+    if (present(c.dy_key)) {
+      outputs.push_back(key);
+      dys.push_back(*c.dy_key);
+    }
+    for (size_t i = 0; i < x.size(); ++i)
+      if (c.wants[i]) inputs.push_back(*x[i]);
+    auto found = torch::autograd::grad(outputs, inputs, dys, /*retain_graph=*/true, /*create_graph=*/true);
+    std::array<Tensor, 4> result;
+    for (size_t i = 0, next = 0; i < x.size(); ++i)
+      if (c.wants[i]) result[i] = std::move(found[next++]);
+    return {result[0], result[1], result[2], result[3]};
+  }
+};
+
+RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, const OptionalTensor& key,
+                             const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
+                             const Tensor& sin, const OptionalTensor& positions, std::optional<double> eps,
+                             double weight_offset, bool interleaved, std::string_view rounding) {
+  const RotaryCall call{query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
+  // The kernels have no gradients of cos and sin.
+  if (needs_definition(query, key, query_weight, key_weight, cos, sin) || torch::autograd::compute_requires_grad(cos, sin) ||
+      !accepts(call))
+    return reference(call);
+  RotaryResult result = below_autograd(keys, call);
+  const bool of_query = torch::autograd::compute_requires_grad(query, query_weight),
+             of_key = torch::autograd::compute_requires_grad(key, key_weight);
+  if (!of_query && !of_key) return result;
+  // What needs no gradient has no history, and is nothing to the node.
+  const RotaryCall of_node{of_query ? query : *key,
+                           of_query && of_key ? key : kAbsent,
+                           of_query ? query_weight : key_weight,
+                           of_query && of_key ? key_weight : kAbsent,
+                           cos,
+                           sin,
+                           positions,
+                           eps,
+                           weight_offset,
+                           interleaved,
+                           rounding};
+  const auto node = new_node<RotaryBackward>(of_node);
+  if (of_query) torch::autograd::set_history(std::get<0>(result), node);
+  if (of_key) torch::autograd::set_history(std::get<1>(result), node);
+  return result;
+}
+
+}  // namespace
+
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py), as they do that of
+// CUDA, which has no kernels here.
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("qk_norm_rope", rotary_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("qk_norm_rope", rotary_autograd); }
+
+}  // namespace kf
