@@ -149,7 +149,7 @@ def test_groups(parameter: tuple[int, ...], groups: Groups | None) -> None:
     """The rows that broadcasting gives the same parameters are those of a group."""
     assert groups_of((2, 3, 4, 8), parameter, 1) == groups
     if groups is not None:
-        names = torch.arange(groups.count).view(*parameter[:-1]).expand(2, 3, 4).flatten()
+        names = torch.arange(groups.count).view(parameter[:-1]).expand(2, 3, 4).flatten()
         assert names.tolist() == [row // groups.inner % groups.count for row in range(24)]
 
 

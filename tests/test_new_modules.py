@@ -109,13 +109,13 @@ MODULES = {
     ),
     "modulated_layer_norm": Module(
         lambda device: kf.FusedModulatedLayerNorm(8, 1e-6, activation="silu", device=device),
-        "(8,), eps=1e-06, elementwise_affine=False, activation='silu'",
+        f"{nn.LayerNorm(8, 1e-6, False).extra_repr()}, activation='silu'",
         lambda m, x, scale: F.silu(F.layer_norm(x, (8,), eps=m.eps) * (1 + scale)),
         ((3, 8), (3, 8)),
     ),
     "modulated_affine": Module(
         lambda device: kf.FusedModulatedLayerNorm(8, elementwise_affine=True, device=device),
-        "(8,), eps=1e-05, elementwise_affine=True",
+        _LAYER_NORM,
         lambda m, x, scale: _layer_norm(m, x) * (1 + scale),
         ((2, 3, 8), (2, 1, 8)),
     ),

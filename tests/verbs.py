@@ -63,7 +63,15 @@ class Verb:
 
     def reads_results(self, target: Target) -> bool:
         """Whether backward reads a result, y or h, or what stands for one: second derivatives go on from there."""
-        kept = ("add_layer_norm", "add_rms_norm", "softmax", "attention_weights", "bias_act-tanh", "bias_act-relu")
+        kept = (
+            "add_layer",
+            "add_rms",
+            "add_modulated",
+            "softmax",
+            "attention_weights",
+            "bias_act-tanh",
+            "bias_act-relu",
+        )
         return self.keeps_bits(target) or self.name.startswith(kept)
 
     @property
@@ -232,7 +240,7 @@ _VERBS = (
     _gated_norm("gated_rms_norm-grouped", "gated_rms_norm", group_size=None),
     _modulated_norm("modulated_layer_norm", "modulated_layer_norm", _row),
     _modulated_norm("modulated_rms_norm-rows", "modulated_rms_norm", _matrix, activation="silu"),
-    _modulated_norm("add_modulated_layer_norm-rows", "add_modulated_layer_norm", _matrix),
+    _modulated_norm("add_modulated_layer_norm-rows", "add_modulated_layer_norm", _matrix, pre_activation="tanh"),
     _modulated_norm("add_modulated_rms_norm", "add_modulated_rms_norm", _row, pre_activation="tanh"),
     _pointwise("add_act", "gelu", _PAIR),
     _pointwise("add_act", "silu", {"a": _matrix, "b": _column}, "-column", kernels=None),
