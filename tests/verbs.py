@@ -37,6 +37,7 @@ class Verb:
         row_wise: whether row i of every result comes from row i of the first argument alone.
         reshapes: whether the result has another shape than that of the operator behind it.
         by_triton: whether Triton's kernels are those of a GPU.
+        views: whether a result is a view, of memory that nobody else has.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Verb:
     row_wise: bool = True
     reshapes: bool = False
     by_triton: bool = False
+    views: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -55,7 +57,7 @@ class Verb:
     @property
     def bends(self) -> bool:
         """Whether second derivatives are anything but 0."""
-        return not self.name.endswith("relu")
+        return not self.name.endswith("relu") and self.name != "rope"
 
     def keeps_bits(self, target: Target) -> bool:
         """Whether backward reads a bit per element for its slope, and neither that argument nor a result."""
@@ -213,11 +215,15 @@ def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _two_heads(rows: int, cols: int) -> tuple[int, ...]:
-    return rows, 2, cols
+    return rows, 2, 2 * cols
 
 
 def _one_head(rows: int, cols: int) -> tuple[int, ...]:
-    return rows, 1, cols
+    return rows, 1, 2 * cols
+
+
+def _wide_row(rows: int, cols: int) -> tuple[int, ...]:
+    return (2 * cols,)
 
 
 def _rotated(x: Tensor, weight: Tensor | None = None, interleaved: bool = False) -> Tensor:
@@ -311,16 +317,18 @@ _VERBS = (
         lambda x: _rotated(x, interleaved=True),
         reshapes=True,
         by_triton=True,
+        views=True,
     ),
     Verb(
         "qk_norm_rope",
-        {"query": _two_heads, "key": _one_head, "query_weight": _row, "key_weight": _row},
+        {"query": _two_heads, "key": _one_head, "query_weight": _wide_row, "key_weight": _wide_row},
         lambda q, k, a, b, **o: kf.qk_norm_rope(q, k, a, b, *_angles(q), EPS, weight_offset=1.0, **o),
         lambda q, k, a, b: (_rotated(q, a), _rotated(k, b)),
         kernels=None,
         row_wise=False,
         reshapes=True,
         by_triton=True,
+        views=True,
     ),
 )
 VERBS = {verb.name: verb for verb in _VERBS}

@@ -288,13 +288,12 @@ class RotaryPlan:
     """The layout of the rotary embedding.
 
     Attributes:
-        rows, key_rows: heads in a tile of queries, and in one of keys.
-        block, rest: columns of a tile, for each element of the pairs, and for what is not turned.
-        warps, tiles: of a program, and of a token; tiles are programs of their own where nothing is summed.
+        rows: heads in a tile, of query or of key.
+        block, rest: columns of a tile, for each element of the pairs, and for what is not rotated.
+        warps, tiles: of a program, and of a token. Each tile is a program where nothing is summed.
     """
 
     rows: int
-    key_rows: int
     block: int
     rest: int
     warps: int
@@ -310,26 +309,27 @@ class RotaryPlan:
 
 
 def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> RotaryPlan:
-    """8 pairs a thread: of 16 bits, 16 bytes of either element.
+    """Threads have 8 pairs each: in 16 bits, 16 bytes of either element.
+
+    A tile has heads for 1024 pairs at most; fewer where more than an eighth of all tiles would be empty.
 
     Args:
-        half, cols: pairs of columns that are turned, and all columns of a head.
+        half, cols: pairs of columns that are rotated, and all columns of a head.
         heads: of query and key; 0 where there is no key.
+        warp_size: of the device.
     """
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
-    rows, key_rows = (_heads_of_tile(count, block + rest // 2) for count in heads)
-    warps = max(1, min(8, max(rows, key_rows) * block // 256))
-    tiles = -(-heads[0] // rows) + -(-heads[1] // key_rows)
-    return RotaryPlan(rows, key_rows, block, rest, _narrow(warps, warp_size), tiles)
+    counts = [int(count) for count in heads]
+    rows = min(max(1, 1024 // (block + rest // 2)), _power_of_two(max(counts)))
 
+    def tiles() -> int:
+        return sum(-(-count // rows) for count in counts)
 
-def _heads_of_tile(count: int, width: int) -> int:
-    """As many as make 1024 pairs of columns, fewer where an eighth of them would be none."""
-    rows = min(max(1, 1024 // width), _power_of_two(int(count)))
-    while rows > 1 and -int(count) % rows > int(count) // 8:
+    while rows > 1 and 8 * (tiles() * rows - sum(counts)) > tiles() * rows:
         rows //= 2
-    return rows
+    warps = max(1, min(8, rows * block // 256))
+    return RotaryPlan(rows, block, rest, _narrow(warps, warp_size), tiles())
 
 
 @dataclass(frozen=True)

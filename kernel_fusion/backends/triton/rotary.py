@@ -32,12 +32,14 @@ def _strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()[:3]
 
 
-def _tables(c: Rotary) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """cos and sin, which lie alike, and the strides of their examples and rows, 0 where examples share a table."""
+def _tables(c: Rotary) -> tuple[Tensor, Tensor, int, list[int]]:
+    """cos and sin, which lie alike; and the strides of examples (0 if they share a table) and rows, in this unit."""
     cos, sin = c.cos, c.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    strides = [cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)]
+    size = unit(*strides)
+    return cos, sin, size, [stride // size for stride in strides]
 
 
 def _position_strides(positions: Tensor | None) -> tuple[int, int]:
@@ -46,12 +48,11 @@ def _position_strides(positions: Tensor | None) -> tuple[int, int]:
     return positions.stride(0) if positions.shape[0] > 1 else 0, positions.stride(1)
 
 
-def _constants(c: Rotary, layout: plan.RotaryPlan, size: int) -> dict[str, Any]:
+def _constants(c: Rotary, layout: plan.RotaryPlan, size: int, table_unit: int) -> dict[str, Any]:
     """The constants of both directions."""
     return {
         "wide": compute_dtype(c.query.dtype) == torch.float64,
         "rows": layout.rows,
-        "key_rows": layout.key_rows,
         "block": layout.block,
         "rest": layout.rest,
         "exact": layout.block == int(c.half),
@@ -68,6 +69,7 @@ def _constants(c: Rotary, layout: plan.RotaryPlan, size: int) -> dict[str, Any]:
         "has_key_weight": c.key_weight is not None,
         "has_positions": c.positions is not None,
         "unit": size,
+        "table_unit": table_unit,
     }
 
 
@@ -100,7 +102,7 @@ def forward(
     q, k = _readable(query), _readable(key)
     assert q is not None
     y, z = result_like(q), None if k is None else result_like(k)
-    cos, sin, table_strides = _tables(c)
+    cos, sin, table_unit, table_strides = _tables(c)
     strides = [stride for t in (q, k, y, z) for stride in _strides(t)]
     size = unit(q.shape[-1], *strides)
     layout = _layout(c)
@@ -109,7 +111,7 @@ def forward(
         q, k, _flat(query_weight), _flat(key_weight), cos, sin, positions, y, z,
         q.shape[1], q.shape[2], 0 if k is None else k.shape[2], cos.shape[1], *table_strides,
         *_position_strides(positions), *(stride // size for stride in strides),
-        constants=Constants(**_constants(c, layout, size)), warps=layout.warps,
+        constants=Constants(**_constants(c, layout, size, table_unit)), warps=layout.warps,
     )  # fmt: skip
     return y, query.new_empty(0) if z is None else z
 
@@ -157,7 +159,7 @@ def _launch_backward(
     c: Rotary, read: Sequence[Tensor | None], dx: Tensor | None, dx_key: Tensor | None, rows: Sequence[Tensor | None]
 ) -> None:
     """Fill the gradients, from dy and x of query and key, which are `read`."""
-    cos, sin, table_strides = _tables(c)
+    cos, sin, table_unit, table_strides = _tables(c)
     strides = [stride for t in (*read, dx, dx_key) for stride in _strides(t)]
     batch, tokens, heads, cols = c.query.shape
     size = unit(cols, *strides)
@@ -175,7 +177,7 @@ def _launch_backward(
         *read, _flat(c.query_weight), _flat(c.key_weight), cos, sin, c.positions, dx, dx_key, partials,
         batch * tokens, tokens, heads, 0 if c.key is None else c.key.shape[2], cos.shape[1], *table_strides,
         *_position_strides(c.positions), *(stride // size for stride in strides),
-        constants=Constants(**_constants(c, layout, size), **gradients), warps=layout.warps,
+        constants=Constants(**_constants(c, layout, size, table_unit), **gradients), warps=layout.warps,
     )  # fmt: skip
     if wanted:
         sum_partials(partials, programs, wanted)

@@ -202,19 +202,18 @@ class Softmax(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotary(Constants):
-    """The rotary embedding of query and key; `rows` and `block` are the tile of query heads and halves of their pairs.
+    """The rotary embedding of query and key; `rows` and `block` are the tile, heads and their pairs.
 
     Attributes:
         cols, half: the columns of a head, and the pairs of them that are turned.
         rest: a block that holds the other columns; 0 where there are none.
         exact: whether the block holds the pairs and nothing else.
-        key_rows: heads in a tile of keys.
         interleaved: pairs are neighbours.
         norm, eps, offset, rounding: whether there is a norm; what is added to the mean square, and to the weights; and
             where it rounds.
         narrow_angles: cosines have the type of the heads.
         has_key, has_weight, has_key_weight, has_positions: whether there is one.
-        unit: what strides of heads count, in elements.
+        unit, table_unit: what strides of heads, and of cosines, count in elements.
         dquery, dkey, dweight, dkey_weight: which gradients are computed.
     """
 
@@ -222,7 +221,6 @@ class Rotary(Constants):
     half: int
     rest: int
     exact: bool
-    key_rows: int
     interleaved: bool
     norm: bool
     eps: float
@@ -234,6 +232,7 @@ class Rotary(Constants):
     has_key_weight: bool
     has_positions: bool
     unit: int
+    table_unit: int
     dquery: bool = False
     dkey: bool = False
     dweight: bool = False

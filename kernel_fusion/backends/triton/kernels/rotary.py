@@ -73,9 +73,10 @@ def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
-    """offset + weight of the columns, if there is a weight."""
+    """offset + weight of the columns, if there is a weight; for each head, so that it is loaded where it is needed."""
+    ROWS: tl.constexpr = C.rows
     if PRESENT:
-        w1, w2, rest = _load_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), 1, C)
+        w1, w2, rest = _load_columns(ptr, tl.zeros([ROWS, 1], tl.int32), tl.full([ROWS, 1], True, tl.int1), ROWS, C)
         w1 = shifted(w1, C.offset)
         w2 = shifted(w2, C.offset)
         rest = shifted(rest, C.offset)
@@ -95,13 +96,18 @@ def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
-    """Cosines and sines of a token; NaN for a position outside the table."""
+    """Cosines and sines of a token, for each head; NaN for a position outside the table.
+
+    Each thread loads those of its own columns, from the L1 cache, and gets none from others through shared memory.
+    """
     cos_ptr, sin_ptr, positions_ptr = pointers
     t0, t1, p0, p1 = strides
+    ROWS: tl.constexpr = C.rows
     HALF: tl.constexpr = C.half
     BLOCK: tl.constexpr = C.block
+    head = tl.zeros([ROWS, 1], tl.int32)
     col = tl.arange(0, BLOCK)[None, :]
-    mask = within(col, HALF, C.exact)
+    mask = within(head + col, HALF, C.exact)
     row = token
     inside = mask
     if C.has_positions:
@@ -109,7 +115,7 @@ def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
         row = tl.load(positions_ptr + example * p0 + token * p1 + tl.zeros([1, 1], tl.int32)).to(tl.int64)
         inside = (row >= 0) & (row < table_rows)
         mask = mask & inside
-    at = example * t0 + row * t1 + col
+    at = (example * t0 + row * t1) * C.table_unit + head + col
     cos = load(cos_ptr, at, mask, C.wide)
     sin = load(sin_ptr, at, mask, C.wide)
     if C.has_positions:
@@ -248,11 +254,10 @@ def rotary_fwd(
 ):
     """y of query and key: a program for each tile of each token. Strides are those of x and y of both."""
     ROWS: tl.constexpr = C.rows
-    KEY_ROWS: tl.constexpr = C.key_rows
     query_tiles = tl.cdiv(query_heads, ROWS)
     tiles = query_tiles
     if C.has_key:
-        tiles += tl.cdiv(key_heads, KEY_ROWS)
+        tiles += tl.cdiv(key_heads, ROWS)
     example, token, tile = _place(tl.program_id(0).to(tl.int64), tiles, tokens)
     angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
     if tile < query_tiles:
@@ -262,7 +267,7 @@ def rotary_fwd(
     elif C.has_key:
         at = ((example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
         pointers = (key_ptr, key_weight_ptr, key_out_ptr)
-        _heads_fwd(pointers, at, (k2, z2), key_heads, tile - query_tiles, angles, C, KEY_ROWS, C.has_key_weight)
+        _heads_fwd(pointers, at, (k2, z2), key_heads, tile - query_tiles, angles, C, ROWS, C.has_key_weight)
 
 
 @triton.jit
@@ -318,20 +323,19 @@ def rotary_bwd(
 ):
     """dx of query and key, and partial sums of the gradients of their weights. Strides are those of dy, x and dx."""
     ROWS: tl.constexpr = C.rows
-    KEY_ROWS: tl.constexpr = C.key_rows
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest if C.rest > 0 else C.block
     query_tiles = tl.cdiv(query_heads, ROWS)
     tiles = query_tiles
     if C.has_key:
-        tiles += tl.cdiv(key_heads, KEY_ROWS)
+        tiles += tl.cdiv(key_heads, ROWS)
     program = tl.program_id(0).to(tl.int64)
     a1 = tl.zeros([ROWS, BLOCK], C.acc)
     a2 = tl.zeros([ROWS, BLOCK], C.acc)
     a3 = tl.zeros([ROWS, REST], C.acc)
-    b1 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
-    b2 = tl.zeros([KEY_ROWS, BLOCK], C.acc)
-    b3 = tl.zeros([KEY_ROWS, REST], C.acc)
+    b1 = tl.zeros([ROWS, BLOCK], C.acc)
+    b2 = tl.zeros([ROWS, BLOCK], C.acc)
+    b3 = tl.zeros([ROWS, REST], C.acc)
     for item in range(program, scalar(num_tokens, tl.int64) * tiles, tl.num_programs(0)):
         example, token, tile = _place(item, tiles, tokens)
         angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
@@ -352,7 +356,7 @@ def rotary_bwd(
             at = (dy_at, (example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
             pointers = (dy_key_ptr, key_ptr, key_weight_ptr, dkey_ptr)
             d1, d2, d3 = _heads_bwd(
-                pointers, at, (h2, k2, z2), key_heads, tile - query_tiles, angles, C, KEY_ROWS, C.has_key_weight, C.dkey
+                pointers, at, (h2, k2, z2), key_heads, tile - query_tiles, angles, C, ROWS, C.has_key_weight, C.dkey
             )
             if C.dkey_weight:
                 b1 += d1
