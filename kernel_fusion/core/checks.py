@@ -189,7 +189,7 @@ def rounding(verb: str, rounding: str) -> None:
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be a result's dtype; whether it suits an input is checked with the input."""
+    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
