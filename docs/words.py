@@ -39,18 +39,16 @@ ABOVE = {
     "kernel_fusion/backends": 180,
     "kernel_fusion/backends/cuda": 200,
     "kernel_fusion/backends/eager": 250,
-    "kernel_fusion/backends/triton": 190,
+    "kernel_fusion/backends/triton": 180,
     "kernel_fusion/backends/triton/kernels": 190,
     "kernel_fusion/core": 250,
     "kernel_fusion/distributed": 200,
     "kernel_fusion/hf": 160,
     "kernel_fusion/native": 230,
-    "kernel_fusion/native/extension": 160,
-    "kernel_fusion/native/extension/cpu": 190,
+    "kernel_fusion/native/extension/cpu": 200,
     "kernel_fusion/native/kernels": 190,
     "kernel_fusion/native/shared": 230,
-    "kernel_fusion/operators": 220,
-    "kernel_fusion/testing": 160,
+    "kernel_fusion/operators": 230,
 }
 
 DIALECT = {
