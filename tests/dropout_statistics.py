@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 6.0
-# Neighbours, the eight elements of one block of the generator, warps and vectors, and the span of 16 bits.
+# Neighbours, the eight elements of one block of the generator, warps and vectors, and 2^16 elements apart.
 _LAGS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 1024, 65536)
 _WORD = 8
 _FEW = 10  # events, of which a count is far from normal

@@ -46,7 +46,7 @@ _Options = dict[str, Any]
 
 
 def _rows(cols: int) -> tuple[int, int]:
-    """Rows of so many columns: few, yet more than a block takes."""
+    """The shape of rows with this many columns: few, yet more than a block takes."""
     return (33 if cols <= 1023 else 5 if cols <= 12289 else 2), cols
 
 

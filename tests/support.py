@@ -44,7 +44,7 @@ class Target:
 
     @contextmanager
     def ran(self, forward: int | None = 1, backward: int | None = 0) -> Iterator[None]:
-        """Fail unless the block ran so many forward and backward kernels of this backend; None means at least one.
+        """Fail unless the block ran this many forward and backward kernels of this backend; None means at least one.
 
         On "eager" the block must run none at all.
         """

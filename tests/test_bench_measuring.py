@@ -24,7 +24,7 @@ from kernel_fusion.operators import loader
 
 
 class Clock:
-    """A clock that stands still but for the calls that it is told to charge for."""
+    """A clock that stands still except for calls that it is told to charge for."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class Clock:
 
 
 def effort(**changes: Any) -> Effort:
-    """Plenty of rounds and time, but for `changes`."""
+    """Plenty of rounds and time, with `changes`."""
     return replace(EFFORT, **({"min_rounds": 1, "max_rounds": 100, "max_seconds": 1e9} | changes))
 
 

@@ -141,7 +141,7 @@ def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, 
     ("dtype", "dropout", "vectors"), [("f32", False, 2), ("f32", True, 2), ("bf16", False, 2), ("bf16", True, 4)]
 )
 def test_vectors_of_a_chain_that_are_on_their_way(dtype: str, dropout: bool, vectors: int) -> None:
-    """A thread reads 32 bytes at a time, and 64 where it has dropout of 16 bits to compute meanwhile."""
+    """A thread reads 32 bytes at a time, but 64 if it also computes dropout of fp16 or bf16."""
     spec = PointwiseSpec("first", "gelu", dropout, dtype, None, y=dtype)
     plan = planner.plan_for(spec, PointwiseAccess(1, _vec(dtype)), _SM90)
     assert plan.unroll == vectors

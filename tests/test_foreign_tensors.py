@@ -55,7 +55,7 @@ def test_other_dtypes_and_layouts_as_in_pytorch(verb: str, kind: str, affine: bo
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("kind", ["strided", "jagged with holes"])
 def test_nested_tensors_as_in_pytorch(verb: str, kind: str) -> None:
-    """Nested tensors take PyTorch's own rule, but for jagged ones that are rows alone (test_jagged.py)."""
+    """Nested tensors take PyTorch's own rule, except jagged ones that are rows alone (test_jagged.py)."""
     if kind == "strided":
         x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(1, 8)])
     else:
@@ -159,7 +159,7 @@ def test_other_dtypes_of_other_verbs_as_in_pytorch(name: str, kind: str) -> None
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("name", ["add_act", "gated_act", "act_dropout"])
 def test_nested_chains_as_in_pytorch(name: str) -> None:
-    """Chains of nested tensors take PyTorch's own rules, but for jagged ones that are rows alone (test_jagged.py)."""
+    """Chains of nested tensors take PyTorch's own rules, except jagged ones that are rows alone (test_jagged.py)."""
     x = torch.nested.nested_tensor_from_jagged(torch.randn(5, 8), torch.tensor([0, 3, 5]), torch.tensor([2, 2]))
     ours, theirs = _OTHERS[name]
     with EAGER.ran():

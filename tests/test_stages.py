@@ -64,8 +64,8 @@ def test_shapes(verb: str, rows: int, cols: int) -> None:
     assert_within_budget(ours, verb, tensors, grads, **STAGES["all"])
 
 
-# Grid rationale. The ways in which the CPU kernel of the bare norm comes to dx: short rows, of which 16 bits are kept
-# as fp32, rows of several stretches, and few long ones, whose columns are shared.
+# Grid rationale. The ways in which the CPU kernel of the bare norm comes to dx: short rows, whose fp16 and bf16
+# elements are kept as fp32, rows of several stretches, and few long ones, whose columns are shared.
 @pytest.mark.parametrize(("rows", "cols"), [(40, 64), (12, 2309), (5, 16387)])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=lambda d: str(d).removeprefix("torch."))
 @each_add_verb

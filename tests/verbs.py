@@ -91,7 +91,7 @@ class Verb:
         return lambda *tensors: self.ours(*tensors, backend=self._served(target).backend)
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
-        """`Target.ran` for so many calls and backward passes of this verb."""
+        """`Target.ran` for these numbers of calls and backward passes of this verb."""
         return self._served(target).ran(self._count(forward), self._count(backward))
 
     def _served(self, target: Target) -> Target:

@@ -1,1 +1,1 @@
-"""One package per backend; `availability` says why one cannot run. A backend never imports another."""
+"""One package per backend; `availability` says why one cannot run."""

@@ -1,4 +1,4 @@
-"""Why a backend's kernels cannot run on a device of this machine, or cannot read a tensor. Loads nothing."""
+"""Why a backend's kernels cannot run on a device, or cannot read a tensor. Loads nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PLAIN_TENSORS = frozenset({Tensor, Parameter, Buffer})
 _TRACING_TENSORS = (FakeTensor, FunctionalTensor)
 
 
-@cache  # asked at every call, and the answer never changes once the extension is loaded
+@cache  # the answer never changes once the extension is loaded
 def why_not_cuda(device: torch.device | None) -> str | None:
-    """Why the CUDA kernels cannot run on `device` (None: anywhere on this machine), or None."""
+    """Why the CUDA kernels cannot run on `device` (None: anywhere here), or None."""
     if device is not None and device.type != "cuda":
         return f"the input is on {device}"
     if importlib.util.find_spec("kernel_fusion.backends.cuda") is None:
@@ -41,7 +41,7 @@ def why_not_cuda(device: torch.device | None) -> str | None:
 
 
 def why_not_triton(device: torch.device | None) -> str | None:
-    """Why the Triton kernels cannot run on `device` (None: anywhere on this machine), or None."""
+    """Why the Triton kernels cannot run on `device` (None: anywhere here), or None."""
     if not _has_triton():
         return "the package triton is not installed (it comes with PyTorch's GPU builds)"
     return None if triton_is_interpreted() else _no_device_for_triton(device)
@@ -63,7 +63,7 @@ def _no_device_for_triton(device: torch.device | None) -> str | None:
 
 
 def refusal(input: Tensor) -> str | None:
-    """Why our kernels cannot read `input` or parts of it, on the right device, or None."""
+    """Why our kernels cannot read `input` or parts of it, or None."""
     if input.layout != torch.strided or (is_foreign(input) and not is_dtensor(input)):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:
@@ -72,13 +72,13 @@ def refusal(input: Tensor) -> str | None:
 
 
 def is_dtensor(input: object) -> bool:
-    """Whether `input` is spread over ranks. Its module is slow to import, and whoever has one has imported it."""
+    """Whether `input` is spread over ranks. Its slow module is not imported for that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(input, module.DTensor)
 
 
 def is_foreign(input: Tensor) -> bool:
-    """Whether `input` has its own rules (DTensor, nested, any subclass that overrides PyTorch's functions)."""
+    """Whether `input` has its own rules (DTensor, nested, overriding subclasses)."""
     if type(input) in PLAIN_TENSORS or input.is_nested:
         return input.is_nested
     if isinstance(input, _TRACING_TENSORS) or _is_on_its_way(input):
@@ -90,6 +90,6 @@ def is_foreign(input: Tensor) -> bool:
 
 
 def _is_on_its_way(input: Tensor) -> bool:
-    """Whether a collective may still be writing `input`; every PyTorch operator waits for such a tensor."""
+    """Whether a collective may still be writing `input`, for which PyTorch's operators wait."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(input, module.AsyncCollectiveTensor)

@@ -305,7 +305,7 @@ def case_of(workload: Workload) -> RowNormCase:
 
 # Two-dimensional.
 OPERATIONS = [*_pointwise(), *_row_norms(), *_add_norms(), *_reductions(), *_softmaxes()]
-# Of shape (batch, rows, columns).
+# Shaped (batch, rows, columns).
 SCORES = _scores()
 
 _BY_NAME = {operation.name: operation for operation in OPERATIONS}

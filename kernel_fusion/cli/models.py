@@ -17,7 +17,7 @@ from kernel_fusion.cli.common import console, progress_console, writable
 
 def models(
     names: Annotated[list[str] | None, typer.Argument(help="Classes, such as LlamaForCausalLM. Default: all.")] = None,
-    compile_every: Annotated[int, typer.Option(help="Compile each so manieth, too, if it compiles unpatched.")] = 0,
+    compile_every: Annotated[int, typer.Option(help="Compile every n-th one too, if it compiles unpatched.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the work.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Write the page of results there, as Markdown.")] = None,
 ) -> None:

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 # Annotated, because PyTorch's type guard narrows to a type that is no tensor.
 _is_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
-# The parameters of each operation, in PyTorch's order, with its defaults. An operation without an entry stands for
-# itself.
+# The parameters of each operation, in PyTorch's order, with its defaults; other operations have those of "activation".
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "add": {"input": None, "other": None},
     "mul": {"input": None, "other": None},

@@ -128,7 +128,7 @@ def staged_row_norm(
     out_dtype: torch.dtype | None,
     rms: bool,
 ) -> None:
-    """Raise unless the tensors of a norm and its stages go together; their shapes apart, but for the other row's."""
+    """Raise unless the tensors of a norm and its stages go together; of the shapes, only the other row's is checked."""
     rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
     verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
@@ -189,7 +189,7 @@ def rounding(verb: str, rounding: str) -> None:
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be a result's dtype; whether it suits an input is checked with the input."""
+    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")

@@ -42,7 +42,7 @@ _DEVICES = ("cpu", "cuda", "rocm", "xpu")
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of `kernel_fusion.hf.layers`, as the repository that mappings of `kernels` hold.
+    """A layer of `kernel_fusion.hf.layers`, as mappings of `kernels` hold it.
 
     Attributes:
         layer_name: one of `LAYERS`.
@@ -56,7 +56,7 @@ class Layer:
 
 
 def mapping() -> dict[str, dict[str, Layer]]:
-    """Each layer on each device, for `kernels.register_kernel_mapping` or `use_kernel_mapping`."""
+    """Each layer on each device, as the mappings of `kernels` want it."""
     return {name: dict.fromkeys(_DEVICES, Layer(name)) for name in LAYERS}
 
 

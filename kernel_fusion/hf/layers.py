@@ -1,7 +1,6 @@
-"""Layers for Hugging Face `kernels`: each is a `forward` for a model's own layer, which is `self`.
+"""Layers for Hugging Face `kernels`: each is a stateless `forward` for a model's own layer, which is `self`.
 
-`kernels` requires them to be stateless. Layers of one name round differently, so each class of a model is tried once,
-on a few numbers, before it is served.
+Layers of one name round differently, so each class of a model is tried once before it is served.
 """
 
 from __future__ import annotations

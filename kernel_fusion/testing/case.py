@@ -78,7 +78,7 @@ def with_gradients(results: Results, inputs: Tensors) -> Results:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One call of a verb, forward and backward. Subclasses are frozen dataclasses with `shape` and `dtype`."""
+    """One call of a verb, forward and backward; a frozen dataclass with `shape` and `dtype`."""
 
     verb: str
     shape: tuple[int, ...]
@@ -190,7 +190,7 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device | str) -> Iterator[None]:
-    """Within, verbs draw always the same seed for dropout; generators are restored."""
+    """Within, verbs draw the same seed for dropout; generators are restored."""
     on_gpu = torch.device(device).type == "cuda"
     with torch.random.fork_rng(devices=[torch.device(device)] if on_gpu else []):
         torch.manual_seed(_DROPOUT_SEED)

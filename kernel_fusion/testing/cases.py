@@ -73,10 +73,7 @@ def _row_norm(
 
 
 def staged_norms(quick: bool) -> Iterator[Case]:
-    """The norms with each stage alone and with all, on rows of odd and even length.
-
-    Some rows are longer than an executor holds at once, and some are strided.
-    """
+    """The norms with each stage and with all, on rows of odd and even length, some long, some strided."""
     stages: tuple[dict[str, Any], ...] = (
         {"pre_activation": "relu"},
         {"activation": "relu"},

@@ -67,7 +67,7 @@ def pytorch(case: Case, inputs: Any) -> Results:
 
 
 def reference(case: Case, inputs: Any) -> Reference:
-    """Results and gradients of the eager definition in float64, or in long double for float64 tensors."""
+    """Results and gradients of the eager definition in float64; for float64 in long double."""
     if any(t is not None and t.dtype == torch.float64 for t in vars(inputs).values()):
         return case.long_double(inputs)
     wide = inputs.widened()

@@ -1,5 +1,5 @@
-// Tools for the autograd of the verbs. Nodes are written as PyTorch generates its own, and kernels are called without the
-// dispatcher if nothing else listens: torch::autograd::Function and the dispatcher would cost small calls much of their time.
+// Tools for the autograd of the verbs. Nodes are written as PyTorch generates its own, and kernels skip the dispatcher if
+// nothing else listens: torch::autograd::Function and the dispatcher cost small calls much of their time.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

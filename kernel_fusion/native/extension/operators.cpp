@@ -1,5 +1,4 @@
-// Shared by the operators of all families: checks of tensors, the geometry of rows (which tensors can be read in place and
-// which must be copied), counters of kernels.
+// Shared by the operators of all families: checks, the geometry of rows, counters of kernels.
 #include <c10/util/Exception.h>
 
 #include <atomic>

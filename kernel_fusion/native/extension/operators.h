@@ -1,4 +1,4 @@
-// Shared by the operators of all families: checks of tensors, the geometry of rows, the dispatcher, counters of kernels.
+// Shared by the operators of all families: checks of tensors, geometry of rows, dispatcher, counters of kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -65,9 +65,8 @@ void reduce_rows(const Reduction& r, Tensor& out) {
   if (chunks > 1) reduce_rows(r.rest(sums, rows, chunks, 1), out);
 }
 
-// One block takes a tile of columns, or several share its rows. Their number depends on lengths that no key has, because each
-// new one would need a new kernel. So the arithmetic is here; the planner has the numbers and the reasons
-// (backends/cuda/reduce.py).
+// One block takes a tile of columns, or several share its rows, by lengths that no key has, because each would need a kernel.
+// The planner has the numbers and the reasons (backends/cuda/reduce.py).
 void reduce_columns(const Reduction& r, Tensor& out, bool of_chunks) {
   const auto& call = r.call;
   const int64_t size = size_of(call.in_type), places = multiprocessors(call.device);

@@ -1,5 +1,5 @@
-// Defines the operators in C++ programs without Python that open this library to run an AOTInductor package. `import
-// kernel_fusion` defines them before it opens the library, because an operator cannot be defined twice.
+// Defines the operators in C++ programs that open this library to run an AOTInductor package. `import kernel_fusion` defines
+// them first, because an operator cannot be defined twice.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 

@@ -191,9 +191,9 @@ template <class S> struct Exchange {
     return sum_lanes<kPadded / kEach>(v[0]);
   }
 
-  // The sums of the first and of the second over all pairs in shared memory; RMSNorm needs only the second. Of few warps every
-  // lane adds up all, without shuffles. Of 16, even lanes take the first of each pair and odd lanes the second. Of more, the
-  // lanes share them, one sum after the other.
+  // The sums of the first and of the second over all pairs in shared memory; RMSNorm needs only the second. With few warps
+  // every lane adds up all, without shuffles. With 16, even lanes take the first of each pair and odd lanes the second. With
+  // more, the lanes share them, one sum after the other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
     if constexpr (kPadded <= 8) {
       if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });
