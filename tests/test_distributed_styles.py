@@ -353,6 +353,42 @@ def test_prepare_module_input(ranks: Ranks) -> None:
     ranks(_check_prepared_input)
 
 
+class _Mlp(nn.Module):
+    """A residual layer such as `kf.patch` finds in models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(_WIDTH, eps=1e-6)
+        self.gate, self.up = (nn.Linear(_WIDTH, _HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(_HIDDEN, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        y: Tensor = x + self.down(F.silu(self.gate(n)) * self.up(n))
+        return y
+
+
+def _check_patched(device: str) -> None:
+    x = _mine(_input(device))
+    plain = _Mlp().to(device)
+    patched = copy.deepcopy(plain)
+    assert {line.kind for line in kf.patch(patched).replaced} == {"RMSNorm", "_Mlp"}
+    colwise = ColwiseParallel(input_layouts=Shard(1))
+    styles = {"norm": SequenceParallel(use_local_output=True), "gate": colwise, "up": colwise}
+    for model in (plain, patched):
+        parallelize_module(model, mesh(device), styles | {"down": RowwiseParallel(output_layouts=Shard(1))})
+    with target(device).ran(2, 2):
+        ours = run(patched, x)
+    theirs = run(plain, x)
+    assert_same([ours[0], *ours[1]], [theirs[0], *theirs[1]])
+    assert ours[2] == theirs[2]
+
+
+def test_a_patched_model(ranks: Ranks) -> None:
+    """Tensor and sequence parallel of a patched model: our kernels, and PyTorch's results and collectives."""
+    ranks(_check_patched)
+
+
 def _check_checkpoint(device: str, folder: Path) -> None:
     model = _packed(device)
     weights = copy.deepcopy(model.state_dict())
