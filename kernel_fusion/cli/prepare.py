@@ -58,13 +58,16 @@ def warmup(
     target, bar = _target(arch), progress_console()
     sizes = parse_numbers(hidden, "--hidden") if hidden is not None else []
     names = dtype_names(dtypes or "bf16,fp16,fp32")
-    calls = calls_of(model, parse_dtypes(dtypes or "bf16")) if model is not None else []
     _prepare_extension(any_cpu, out)
+    calls = calls_of(model, parse_dtypes(dtypes or "bf16")) if model is not None else []
     text = f"kernels for sm_{target.arch}"
     count = sum(compile_ahead([cols], names, target) for cols in track(sizes, text, console=bar, disable=not sizes))
     with rehearsal(loader.library(), target) as met:
         for call in calls:
             call()
+    if calls and not met:
+        out.print(f"{model} calls no kernels of ours.")
+        raise typer.Exit(1)
     for spec, access in track(met, text, console=bar, disable=not calls):
         compiled(spec, access, target)
     count += len(met)
