@@ -41,19 +41,24 @@ def calls_of(model: str, dtypes: Sequence[torch.dtype]) -> list[Callable[[], obj
     try:
         return [getattr(importlib.import_module(module), name)]
     except (ImportError, AttributeError, ValueError) as error:
-        problem = f"expected a configuration file, its folder, or module:function, got {model!r}: {error}"
-        raise typer.BadParameter(problem, param_hint="--model") from error
+        expected = "expected a configuration file, its folder, or module:function"
+        raise _refused(f"{expected}, got {model!r}: {error}") from error
+
+
+def _refused(problem: str) -> typer.BadParameter:
+    return typer.BadParameter(problem, param_hint="--model")
 
 
 def _of_configuration(path: str, dtype: torch.dtype) -> Any:
     """A patched model of transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
     except ImportError as error:
-        problem = "a configuration needs transformers (pip install transformers)"
-        raise typer.BadParameter(problem, param_hint="--model") from error
-    config = transformers.AutoConfig.from_pretrained(path)
-    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        raise _refused("a configuration needs transformers (pip install transformers)") from error
+    except (AttributeError, OSError, ValueError) as error:
+        raise _refused(f"{path} is no configuration of a model of transformers: {error}") from error
     with _default(dtype), _without_parameters():
         model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
     _fill(model)
@@ -82,8 +87,7 @@ def _inputs(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
         size = model.config.image_size
         sides = size if isinstance(size, Sequence) else (size, size)
         return {name: torch.randn(_BATCH, model.config.num_channels, *sides, dtype=dtype)}
-    problem = f"no inputs are known for {type(model).__name__}, which takes {name}; a module:function can call it"
-    raise typer.BadParameter(problem, param_hint="--model")
+    raise _refused(f"no inputs are known for {type(model).__name__}, which takes {name}; a module:function can call it")
 
 
 @contextmanager
