@@ -35,9 +35,10 @@ def _step(device: str) -> None:
     w, b = (torch.randn(96, device=device, dtype=torch.float32).requires_grad_() for _ in range(2))
     y, h = kf.add_layer_norm(x[:, 0], other[:, 1], 96, w, b, dropout_p=0.1, activation="gelu")
     z = kf.gated_rms_norm(x, other, 96, w, gate_first=True)
+    m = kf.modulated_layer_norm(x, 96, other[:, :1], torch.randn(8, 1, 96, device=device))
     terms = kf.bias_act(x, b, "relu"), kf.gated_act(x, other, "silu"), kf.add_act(x, other, "tanh")
     s = kf.softmax(x, causal=True), kf.sum_squared(x), kf.mean_abs(x, 0), kf.mean_abs(x, -1)
-    torch.stack([t.square().sum() for t in (y, h, z, *terms, *s)]).sum().backward()
+    torch.stack([t.square().sum() for t in (y, h, z, m, *terms, *s)]).sum().backward()
 
 
 def _source(spec: planner.Spec, access: Any) -> str:
