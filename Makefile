@@ -8,7 +8,8 @@
 #   make coverage
 #                the tests of `make test` with the lines they run: fails below 95 % of those that need no GPU
 #   make lint    ruff, mypy, clang-format, and the words of pages and comments
-#   make docs    the documentation as a site, docs/_build/index.html; a warning is an error
+#   make docs    the documentation as a site, docs/_build/index.html; a warning is an error, and so is a page that
+#                needs the network, for its formulas or else
 #   make release-check
 #                build the archives of a release, look into them, and verify the wheel in fresh environments
 #   make clean   remove the environment and everything generated in the checkout (the caches in the user's cache
@@ -58,6 +59,8 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build
+	! grep -rE '<(script|img|link|iframe)[^>]*(src|href)="(https?:)?//' docs/_build --include='*.html'
+	grep -q '<math' docs/_build/docs/verbs.html
 
 release-check: $(STAMP)
 	$(BIN)/python tests/release_check.py $(RELEASE_ARGS)

@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.mlp_norm = kf.FusedAddRMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.gate = kf.FusedGatedAct("silu")
+        self.gate = kf.FusedGatedAct("silu", features=2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def shard_layers(model: GPT, mesh: DeviceMesh) -> None:
             "qkv": PackedColwiseParallel(3, input_layouts=Shard(1)),
             "out": back,
             "mlp_norm": norm,
-            "up": PackedColwiseParallel(2, input_layouts=Shard(1)),
+            "up": PackedColwiseParallel(2, input_layouts=Shard(1), use_local_output=False),
             "down": back,
         }
         parallelize_module(block, mesh, plan)

@@ -271,6 +271,20 @@ def test_warmup_compiles_without_a_gpu(empty_cache: Path) -> None:
     assert cache.CUBINS.entries() == entries
 
 
+def test_warmup_compiles_what_a_function_calls(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--model module:function` compiles the kernels of its calls, of any family, and those alone."""
+    step = "def step(): kf.softmax(torch.ones(2, 32, requires_grad=True)).sum().backward()"
+    step = "def step(): kf.softmax(torch.ones(2, 32, requires_grad=True)).sum().backward()"
+    (tmp_path / "calls_softmax.py").write_text(f"import torch, kernel_fusion as kf\n{step}")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("warmup", "--model", "calls_softmax:step", "--arch", "90")
+    assert result.exit_code == 0, result.output
+    assert "2 kernels for sm_90" in result.output
+    assert len(cache.CUBINS.entries()) == 2
+
+
 def test_warmup_says_when_nothing_can_be_kept(empty_cache: Path) -> None:
     """A cache folder that cannot be made is a failure here, where filling it is the purpose."""
     empty_cache.write_text("a file in its place")
@@ -286,6 +300,7 @@ def test_warmup_says_when_nothing_can_be_kept(empty_cache: Path) -> None:
         (["--arch", "90"], "name row lengths to compile for"),
         (["--hidden", "many", "--arch", "90"], "expected numbers with commas"),
         (["--hidden", "64", "--arch", "90", "--dtypes", "fp8"], "'fp8' is no dtype"),
+        (["--model", "no_such_model", "--arch", "90"], "expected a configuration file, its folder, or module:function"),
     ],
 )
 def test_warmup_refuses_bad_options(arguments: list[str], message: str) -> None:

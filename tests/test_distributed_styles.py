@@ -16,7 +16,7 @@ from distributed_support import four_ranks, ranks, since_2_13, target, whole
 from ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,6 +38,7 @@ from kernel_fusion.distributed import (
 __all__ = ["four_ranks", "ranks"]
 
 _WIDTH, _HIDDEN, _LENGTH = 16, 32, 8
+_PACKED = PackedColwiseParallel(2, use_local_output=False)  # for FusedGatedAct
 Counts = dict[str, int]
 
 
@@ -194,16 +195,15 @@ class _Gated(nn.Module):
 
 def _packed(device: str, bias: bool = True) -> nn.Sequential:
     up, down = nn.Linear(_WIDTH, 2 * _HIDDEN, bias=bias), nn.Linear(_HIDDEN, _WIDTH)
-    return nn.Sequential(up, kf.FusedGatedAct("silu"), down).to(device)
+    return nn.Sequential(up, kf.FusedGatedAct("silu", features=_HIDDEN), down).to(device)
 
 
-def _check_packed(device: str, use_local_output: bool) -> None:
+def _check_packed(device: str) -> None:
     x = _input(device)
     model = _packed(device)
     apart = _Gated(model[0], model[2])  # type: ignore[arg-type]
     plain = run(copy.deepcopy(model), x)
-    style = PackedColwiseParallel(parts=2, use_local_output=use_local_output)
-    parallelize_module(model, mesh(device), {"0": style, "2": RowwiseParallel()})
+    parallelize_module(model, mesh(device), {"0": _PACKED, "2": RowwiseParallel()})
     colwise = {"gate": ColwiseParallel(), "value": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(apart, mesh(device), colwise)
     with target(device).ran(1, 1):
@@ -214,29 +214,34 @@ def _check_packed(device: str, use_local_output: bool) -> None:
 
 
 @since_2_13
-@pytest.mark.parametrize("use_local_output", [True, False])
-def test_a_packed_projection(ranks: Ranks, use_local_output: bool) -> None:
+def test_a_packed_projection(ranks: Ranks) -> None:
     """Ranks have the same part of gate and value: the unsharded results, no more collectives than two projections."""
-    ranks(_check_packed, use_local_output)
+    ranks(_check_packed)
 
 
-def _check_halves_of_a_part(device: str) -> None:
+def _check_halves_of_a_part(device: str, grad: bool) -> None:
     x = _input(device)
     model = _packed(device)
-    plain = run(copy.deepcopy(model), x)
-    whole_halves = parallelize_module(
-        copy.deepcopy(model), mesh(device), {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    )
-    assert_same([run(whole_halves, x)[0]], [plain[0]])
-    parallelize_module(model, mesh(device), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for call in (model, lambda x: run(model, x)):
-        with pytest.raises(RuntimeError, match=r"`gate` is this rank's part of a DTensor.*PackedColwiseParallel"):
-            call(x)
+    expected = model(x)
+    with torch.set_grad_enabled(grad):
+        for style in (ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())):
+            up = parallelize_module(copy.deepcopy(model[0]), mesh(device), style)
+            down = parallelize_module(copy.deepcopy(model[2]), mesh(device), RowwiseParallel(input_layouts=Replicate()))
+            assert_same([down(model[1](up(x)))], [expected])
+        parallelize_module(model, mesh(device), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        message = f"must have 2 .* = {2 * _HIDDEN} elements .* got {2 * _HIDDEN // dist.get_world_size()}; .*Packed"
+        with pytest.raises(RuntimeError, match=message):
+            model(x)
+        with pytest.raises(RuntimeError, match=r"several ranks may have parts .*features=n"):
+            kf.FusedGatedAct("silu")(x)
 
 
-def test_halves_of_a_part_are_refused(ranks: Ranks) -> None:
-    """Under `ColwiseParallel` a rank's columns are no gate and value: an error in training, right of a DTensor."""
-    ranks(_check_halves_of_a_part)
+@pytest.mark.parametrize("grad", [True, False])
+def test_halves_of_a_part_are_refused(ranks: Ranks, grad: bool) -> None:
+    """Under `ColwiseParallel` a rank's columns are no gate and value: an error, right of a DTensor and of the whole."""
+    if ranks.world < 2:
+        pytest.skip("a single rank has all columns")
+    ranks(_check_halves_of_a_part, grad)
 
 
 def _check_unequal(device: str) -> None:
@@ -348,10 +353,46 @@ def test_prepare_module_input(ranks: Ranks) -> None:
     ranks(_check_prepared_input)
 
 
+class _Mlp(nn.Module):
+    """A residual layer such as `kf.patch` finds in models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(_WIDTH, eps=1e-6)
+        self.gate, self.up = (nn.Linear(_WIDTH, _HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(_HIDDEN, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        y: Tensor = x + self.down(F.silu(self.gate(n)) * self.up(n))
+        return y
+
+
+def _check_patched(device: str) -> None:
+    x = _mine(_input(device))
+    plain = _Mlp().to(device)
+    patched = copy.deepcopy(plain)
+    assert {line.kind for line in kf.patch(patched).replaced} == {"RMSNorm", "_Mlp"}
+    colwise = ColwiseParallel(input_layouts=Shard(1))
+    styles = {"norm": SequenceParallel(use_local_output=True), "gate": colwise, "up": colwise}
+    for model in (plain, patched):
+        parallelize_module(model, mesh(device), styles | {"down": RowwiseParallel(output_layouts=Shard(1))})
+    with target(device).ran(2, 2):
+        ours = run(patched, x)
+    theirs = run(plain, x)
+    assert_same([ours[0], *ours[1]], [theirs[0], *theirs[1]])
+    assert ours[2] == theirs[2]
+
+
+def test_a_patched_model(ranks: Ranks) -> None:
+    """Tensor and sequence parallel of a patched model: our kernels, and PyTorch's results and collectives."""
+    ranks(_check_patched)
+
+
 def _check_checkpoint(device: str, folder: Path) -> None:
     model = _packed(device)
     weights = copy.deepcopy(model.state_dict())
-    parallelize_module(model, mesh(device), {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
+    parallelize_module(model, mesh(device), {"0": _PACKED, "2": RowwiseParallel()})
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=False)
     restored = _packed(device)
     state = {"model": restored.state_dict()}
@@ -386,7 +427,7 @@ def _check_fsdp_of_parts(device: str, folder: Path) -> None:
     model = _packed(device, bias=False)
     weights = copy.deepcopy(model.state_dict())
     plain = run(copy.deepcopy(model), x)
-    parallelize_module(model, of["tp"], {"0": PackedColwiseParallel(2), "2": RowwiseParallel()})
+    parallelize_module(model, of["tp"], {"0": _PACKED, "2": RowwiseParallel()})
     by_rows = fully_shard(copy.deepcopy(model), mesh=of["dp"])
     with pytest.raises(RuntimeError, match=r"would be in another order; .*fsdp_placement"):
         by_rows.state_dict()

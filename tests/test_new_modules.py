@@ -140,8 +140,8 @@ MODULES = {
         lambda m, x: F.relu(F.linear(x, m.weight)),
     ),
     "gated_act": Module(
-        lambda device: kf.FusedGatedAct("silu"),
-        "activation='silu', dim=-1",
+        lambda device: kf.FusedGatedAct("silu", features=4),
+        "activation='silu', dim=-1, features=4",
         lambda m, x: F.silu(x[..., :4]) * x[..., 4:],
     ),
     "gate_and_value": Module(

@@ -234,6 +234,19 @@ def test_what_is_left_is_named_with_the_reason() -> None:
     assert "ChannelsFirstNorm: it takes no batches of rows" in str(report)
 
 
+def test_a_wrong_sum_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An addition whose kernel computes something else stays apart from its norm, which is replaced, and is named."""
+
+    def wrong(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> Any:
+        return kf.add_rms_norm(x, residual + 0.01, *args, **options)
+
+    monkeypatch.setattr("kernel_fusion.patching.norms.add_rms_norm", wrong)
+    report = kf.patch(Block(16))
+    assert "Block" not in texts(report)
+    assert "HubNorm" in texts(report)
+    assert "HubNorm: addition before it: the result differs from ours in torch.float32 on cpu" in str(report)
+
+
 def test_a_forced_rounding() -> None:
     """`rounding="once"` rounds a norm of the other kind once: no bit differs from our verb's."""
     model = randomized(HubNorm(256)).bfloat16()

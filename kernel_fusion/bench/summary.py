@@ -13,8 +13,6 @@ from kernel_fusion.bench.units import dtype_label
 
 Pair = tuple[Measurement, Measurement]  # ours and PyTorch's
 
-_FASTER = "as fast as PyTorch"
-
 
 def sentences(results: Results) -> list[str]:
     """Geometric means over all steady cells, per verb (or shape of operations), dtype, place and backend."""

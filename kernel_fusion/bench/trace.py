@@ -64,10 +64,10 @@ def file_name(provider: Provider) -> str:
     return f"{provider.backend or provider.name}_profile.json"
 
 
-def make_calls(provider: Provider, workload: Workload, device: torch.device, steps: int = _WARM_UP) -> None:
+def make_calls(provider: Provider, workload: Workload, device: torch.device) -> None:
     """Run some steps without tracing, for an external profiler."""
     (inputs,) = workload.input_sets(device, 1)
-    for _ in range(steps):
+    for _ in range(_WARM_UP):
         _step(provider, workload, inputs, device)
 
 

@@ -12,16 +12,19 @@ from rich.progress import track
 from rich.table import Table
 
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
-from kernel_fusion.backends.cuda.planner import compile_ahead
+from kernel_fusion.backends.cuda.planner import compile_ahead, compiled
+from kernel_fusion.backends.cuda.rehearsal import rehearsal
 from kernel_fusion.cli.common import (
     CACHES,
     cache_facts,
     console,
     dtype_names,
+    parse_dtypes,
     parse_numbers,
     progress_console,
     writable,
 )
+from kernel_fusion.cli.model_calls import calls_of
 from kernel_fusion.core.cache import CUBINS, EXTENSIONS
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
@@ -34,7 +37,13 @@ def warmup(
     hidden: Annotated[
         str | None, typer.Option(help="Row lengths, such as 1024,4096. Default: no CUDA kernels, the extension alone.")
     ] = None,
-    dtypes: Annotated[str, typer.Option(help="Such as bf16,fp32.")] = "bf16,fp16,fp32",
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model's kernels: its configuration of transformers, or module:function that calls it."),
+    ] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(help="Such as bf16,fp32. Default: of a model bf16, else bf16,fp16,fp32.")
+    ] = None,
     arch: Annotated[
         int | None, typer.Option(help="Compute capability, 90 for 9.0. Default: this machine's GPU.")
     ] = None,
@@ -44,14 +53,24 @@ def warmup(
 ) -> None:
     """Build the extension that this machine needs, and compile CUDA kernels ahead of use, with or without a GPU."""
     out = console()
-    if hidden is None:
+    if hidden is None and model is None:
         return _warmup_without_kernels(arch, any_cpu, out)
-    target = _target(arch)
-    sizes = parse_numbers(hidden, "--hidden")
-    names = dtype_names(dtypes)
+    target, bar = _target(arch), progress_console()
+    sizes = parse_numbers(hidden, "--hidden") if hidden is not None else []
+    names = dtype_names(dtypes or "bf16,fp16,fp32")
     _prepare_extension(any_cpu, out)
-    shown = track(sizes, f"kernels for sm_{target.arch}", console=progress_console())
-    count = sum(compile_ahead([cols], names, target) for cols in shown)
+    calls = calls_of(model, parse_dtypes(dtypes or "bf16")) if model is not None else []
+    text = f"kernels for sm_{target.arch}"
+    count = sum(compile_ahead([cols], names, target) for cols in track(sizes, text, console=bar, disable=not sizes))
+    with rehearsal(loader.library(), target) as met:
+        for call in calls:
+            call()
+    if calls and not met:
+        out.print(f"{model} calls no kernels of ours.")
+        raise typer.Exit(1)
+    for spec, access in track(met, text, console=bar, disable=not calls):
+        compiled(spec, access, target)
+    count += len(met)
     if not CUBINS.entries():
         out.print(f"{CUBINS.path('').parent} cannot be written, so nothing was kept.")
         raise typer.Exit(1)

@@ -177,13 +177,13 @@ def _says_in_place(node: Node) -> bool:
     return bool(node.kwargs.get("inplace") or (call and call.get("inplace")))
 
 
-def clear_between(first: Node, last: Node, holds: Callable[[Node], bool] = is_barrier) -> bool:
+def clear_between(first: Node, last: Node) -> bool:
     """Whether no barrier lies after `first` and before `last`."""
     if first is last:
         return True
     node = first.next
     while node is not last:
-        if node.op == "root" or holds(node):
+        if node.op == "root" or is_barrier(node):
             return False
         node = node.next
     return True

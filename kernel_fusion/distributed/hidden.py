@@ -85,20 +85,9 @@ def _row_norm(
     return _staged_row_norm(groups, input, None, *affine)[0]
 
 
-def _staged_row_norm(
-    groups: Groups,
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-    *stages: Any,
-) -> tuple[Tensor, Tensor]:
+def _staged_row_norm(groups: Groups, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
+    num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages = others
     s = Given(*stages)
     checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
     wide, around = compute_dtype(input.dtype), Stages(**compiled_in(s._asdict()))

@@ -104,8 +104,8 @@ class PackedColwiseParallel(ColwiseParallel):
     r"""`ColwiseParallel` for a linear layer whose output holds several things side by side, each sharded by itself.
 
     Of `nn.Linear(d, 2 * n)` that gives a gate and a value, each rank gets a part of the gate and the same part of the
-    value; `ColwiseParallel` gives the first ranks the gate and the others the value. What follows halves the rank's
-    own columns: :class:`kernel_fusion.FusedGatedAct`, and then a rowwise layer.
+    value; `ColwiseParallel` gives the first ranks the gate and the others the value. A gate and a value stay a DTensor
+    (`use_local_output=False`), of which :class:`kernel_fusion.FusedGatedAct` halves each rank's columns.
 
     Args:
         parts: how many things the output holds, of one size: 2 for gate and value, 3 for query, key and value.

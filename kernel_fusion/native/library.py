@@ -24,6 +24,7 @@ def open_extension() -> ctypes.CDLL:
     opened.kf_cpu_variant.restype = ctypes.c_char_p
     opened.kf_keep_memory.argtypes = [ctypes.c_int64]
     opened.kf_use_cpu_variant.restype = ctypes.c_bool
+    opened.kf_rehearse.argtypes = [ctypes.c_void_p, ctypes.c_int]
     opened.kf_set_planner.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     return opened
 

@@ -213,7 +213,8 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
             affine = self.weight, self.bias
             p = self.dropout if self.training else 0.0
-            y, h = script.add_norm(input, residual, self.normalized_shape, affine, self.eps, False, extras, p)
+            r = torch.full_like(input, -0.0) if residual is None else residual  # which changes no bit of the sum
+            y, h = script.staged_norm(input, r, self.normalized_shape, affine, self.eps, False, extras, p)
             return NormOutput(y, h)
         return add_layer_norm(
             input,
@@ -281,7 +282,8 @@ class FusedAddRMSNorm(AddStages, nn.RMSNorm):
             extras = self.weight_offset, self.out_dtype, self.pre_activation, self.activation, self.rounding
             affine = self.weight, None
             p = self.dropout if self.training else 0.0
-            y, h = script.add_norm(x, residual, self.normalized_shape, affine, self.eps, True, extras, p)
+            r = torch.full_like(x, -0.0) if residual is None else residual  # which changes no bit of the sum
+            y, h = script.staged_norm(x, r, self.normalized_shape, affine, self.eps, True, extras, p)
             return NormOutput(y, h)
         return add_rms_norm(
             x,

@@ -22,7 +22,7 @@ def norm(
     """A norm with the extras of the modules."""
     weight_offset, out_dtype, before, after, rounding = extras
     if before is not None or after is not None or _rounds(rounding, input):
-        return _staged(input, None, normalized_shape, (weight, bias), eps, rms, extras, 0.0)[0]
+        return staged_norm(input, None, normalized_shape, (weight, bias), eps, rms, extras, 0.0)[0]
     num_dims = _num_dims(input, normalized_shape)
     if rms:
         y: Tensor = torch.ops.kernel_fusion.rms_norm(input, num_dims, weight, bias, eps, weight_offset, out_dtype)
@@ -32,7 +32,7 @@ def norm(
     return y
 
 
-def add_norm(
+def staged_norm(
     input: Tensor,
     residual: Tensor | None,
     normalized_shape: list[int],
@@ -42,22 +42,7 @@ def add_norm(
     extras: Extras,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same of the sum with a residual, or of one of negative zeros, which changes no bit; y and the sum."""
-    if residual is None:
-        residual = torch.full_like(input, -0.0)
-    return _staged(input, residual, normalized_shape, affine, eps, rms, extras, dropout_p)
-
-
-def _staged(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: list[int],
-    affine: tuple[Tensor | None, Tensor | None],
-    eps: float | None,
-    rms: bool,
-    extras: Extras,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+    """A norm with what stands around it; y and the sum with the residual, if there is one."""
     weight_offset, out_dtype, before, after, rounding = extras
     seed: Tensor | None = None
     if dropout_p > 0.0:

@@ -1,19 +1,19 @@
-"""The last check before a norm is replaced: its own parameters, device and dtype, and the kernels to run."""
+"""The last check before a norm, or a norm of a sum, is replaced: with its own parameters, device, dtype and kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from kernel_fusion.patching.agree import disagreement
+from kernel_fusion.patching.agree import Function, disagreement
 from kernel_fusion.patching.norm_fit import Examination
 from kernel_fusion.patching.norms import Case, Key, NormForm
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def confirm(module: nn.Module, form: NormForm) -> str | None:
-    """Why the norm should not be replaced after all, or None.
+def confirm(module: nn.Module, form: NormForm, after_sum: bool = False) -> str | None:
+    """Why the norm, or the norm of a sum together with the sum, should not be replaced after all, or None.
 
     Parameters on `meta`, or sharded and gathered only while the model runs, cannot be checked.
     """
@@ -33,6 +33,19 @@ def confirm(module: nn.Module, form: NormForm) -> str | None:
     examination = Examination(module, form.gate is not None)
     inputs = [x.to(device) for x in examination.rows(4, dtype)]
     values = [p.detach() for p in parameters]
-    ours = examination.ours(form, case, backend=None)
-    worse = disagreement(ours, examination.theirs, examination.exact(form), [*inputs, *values])
+    ours, theirs, exact = examination.ours(form, case, backend=None), examination.theirs, examination.exact(form)
+    if after_sum:
+        ours, theirs, exact = _fused(examination, form, case), _with_sum(theirs), _with_sum(exact)
+        inputs += [x.flip(0) for x in inputs]
+    worse = disagreement(ours, theirs, exact, [*inputs, *values])
     return worse and f"{worse} differs from ours in {dtype} on {device.type}"
+
+
+def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
+    """The norm of a sum, and the sum, in one pass."""
+    return lambda a, b, *parameters: torch.cat(form.add(case, a, b, **examination.parts(form, parameters)))
+
+
+def _with_sum(norm: Function) -> Function:
+    """The same, one after the other."""
+    return lambda a, b, *parameters: torch.cat([norm(a + b, *parameters), a + b])

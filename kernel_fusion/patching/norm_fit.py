@@ -8,7 +8,7 @@ module rounds and which dtype it returns, forward and backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -77,15 +77,18 @@ class Examination:
 
     def ours(self, form: NormForm, case: Case, backend: str | None = "eager") -> Callable[..., Tensor]:
         """Our verb as a function of the same tensors."""
-        eps = getattr(self.module, form.eps) if isinstance(form.eps, str) else form.eps
 
         def call(*tensors: Tensor) -> Tensor:
             inputs = 1 + self.gated
-            by_name = dict(zip(self.names, tensors[inputs:], strict=True))
-            weight, bias = (by_name[name] if name else None for name in (form.weight, form.bias))
-            return form.call(case, *tensors[:inputs], weight=weight, bias=bias, eps=eps, backend=backend)
+            return form.call(case, *tensors[:inputs], **self.parts(form, tensors[inputs:]), backend=backend)
 
         return call
+
+    def parts(self, form: NormForm, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """Weight, bias and eps of a verb, with these parameters."""
+        by_name: dict[str | None, Tensor] = dict(zip(self.names, parameters, strict=True))
+        eps = getattr(self.module, form.eps) if isinstance(form.eps, str) else form.eps
+        return {"weight": by_name.get(form.weight), "bias": by_name.get(form.bias), "eps": eps}
 
     def exact(self, form: NormForm) -> Callable[..., Tensor]:
         """The definition, for float64 tensors."""

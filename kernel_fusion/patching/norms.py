@@ -95,6 +95,15 @@ class NormForm:
             return rms_norm(x, shape, weight, eps, bias=bias, **options)
         return layer_norm(x, shape, weight, bias, eps, **options)
 
+    def add(
+        self, case: Case, x: Tensor, residual: Tensor, *, weight: Any, bias: Any, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Call the verb of this form that adds first; the pair of the sum's norm and the sum."""
+        verb: Callable[..., Any] = add_rms_norm if self.rms else add_layer_norm
+        shape = self.shape or x.shape[-1:]
+        options = {"bias": bias, "eps": eps, "weight_offset": self.weight_offset, **case._asdict()}
+        return verb(x, residual, shape, weight, **options)  # type: ignore[no-any-return]
+
     def fits(self, x: Any) -> bool:
         """Whether x is a tensor of rows such as the form was examined with."""
         if not isinstance(x, Tensor) or x.dim() == 0:
@@ -113,7 +122,6 @@ def _case(cases: Mapping[Key, Case], x: Tensor, weight: Tensor | None) -> Case |
 
 def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
     cases = dict(form.cases)
-    add: Callable[..., Any] = add_rms_norm if form.rms else add_layer_norm
 
     def forward(self: nn.Module, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Any:
         """The norm; with a residual, the pair of the sum's norm and the sum."""
@@ -129,9 +137,7 @@ def _forward(form: NormForm, original: type[nn.Module]) -> Callable[..., Any]:
         if case is None:
             h = x + residual
             return original.forward(self, h), h
-        shape = form.shape or x.shape[-1:]
-        options = {"bias": bias, "eps": eps, "weight_offset": form.weight_offset, **case._asdict()}
-        return add(x, residual, shape, weight, **options)
+        return form.add(case, x, residual, weight=weight, bias=bias, eps=eps)
 
     return forward
 

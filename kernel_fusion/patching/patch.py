@@ -183,12 +183,24 @@ class _Walk:
         acts = (
             [a for f in found.values() for text in sorted(f.acts) if (a := self._act(module, f, text))] if mlps else []
         )
-        norms = {text for f in found.values() for text in f.norms if _is_patched_norm(_value(module, f, text))}
-        if not residuals:
-            norms = set()
+        norms = (
+            {text for f in found.values() for text in f.norms if self._adds(name, text, _value(module, f, text))}
+            if residuals
+            else set()
+        )
         if acts or norms:
             form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms))
             self._settle(name, module, _hands_off(module) or form)
+
+    def _adds(self, name: str, text: str, norm: Any) -> bool:
+        """Whether an addition before a patched norm may become one pass with it; why not, the report says."""
+        if not isinstance(norm, nn.Module) or not isinstance(form := plan_of(norm), NormForm) or form.gate is not None:
+            return False
+        key = "addition", form, _kind(norm), _place(norm)
+        reason = self.once(key, lambda: confirm(norm, form, after_sum=True))
+        if reason is not None:
+            self.report.left.append(Line(type(norm).__name__, f"addition before it: {reason}", f"{name}.{text}"))
+        return reason is None
 
     def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str] | None:
         """The activation that a text in a method refers to: its identity and its name."""
@@ -213,10 +225,6 @@ def _value(module: nn.Module, found: rewrite.Found, text: str) -> Any:
         return eval(text, dict(found.function.__globals__), {code.co_varnames[0]: module})
     except Exception:  # the attribute may be missing, or a property that raises
         return None
-
-
-def _is_patched_norm(norm: Any) -> bool:
-    return isinstance(norm, nn.Module) and isinstance(form := plan_of(norm), NormForm) and form.gate is None
 
 
 def _is_ours(module: nn.Module) -> bool:

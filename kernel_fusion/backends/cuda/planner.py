@@ -82,21 +82,30 @@ def decode(row: Iterator[int]) -> tuple[Spec, Any]:
     return read(spec, row), read(kernel.access, row)
 
 
-def _answer(key: Any, error: Any, image: Any, name: Any, launch: Any) -> None:
-    # Nothing may be raised through C, so the launcher gets every error.
-    try:
-        row = (key[i] for i in itertools.count())
-        index, (spec, access) = next(row), decode(row)
-        device = Device.of(index)
-        plan, kernel, code = compiled(spec, access, device)
-        for i, number in enumerate(numbers(Launch, launch_of(plan, device))):
-            launch[i] = number
-        image[0], name[0] = _keep(code), _keep(kernel.encode())
-    except BaseException as raised:
-        error[0] = _keep(f"{type(raised).__name__}: {raised}".encode())
+def callback(serve: Callable[[int, Spec, Any], tuple[Launch, str, bytes]]) -> Any:
+    """What C++ calls: `serve` answers a device's index, spec and access with the launch, the name and the code."""
+
+    def answer(key: Any, error: Any, image: Any, name: Any, launch: Any) -> None:
+        # Nothing may be raised through C, so the launcher gets every error.
+        try:
+            row = (key[i] for i in itertools.count())
+            how, kernel, code = serve(next(row), *decode(row))
+            for i, number in enumerate(numbers(Launch, how)):
+                launch[i] = number
+            image[0], name[0] = _keep(code), _keep(kernel.encode())
+        except BaseException as raised:
+            error[0] = _keep(f"{type(raised).__name__}: {raised}".encode())
+
+    return _CALLBACK(answer)
 
 
-_callback = _CALLBACK(_answer)
+def _answer(index: int, spec: Spec, access: Any) -> tuple[Launch, str, bytes]:
+    device = Device.of(index)
+    plan, kernel, code = compiled(spec, access, device)
+    return launch_of(plan, device), kernel, code
+
+
+_callback = callback(_answer)
 
 
 def _keep(data: bytes) -> bytes:

@@ -108,6 +108,10 @@ template <class T> struct StageRows {{
 
 def arguments() -> str:
     """A call's tensors, and conversions between an operator's arguments and a call."""
+    return "\n".join([_tensors(), _conversions(), _questions()])
+
+
+def _tensors() -> str:
     names = {each.kind.cpp: each.kind.names for each in _OPTIONS if each.type == "str" and not _is_activation(each)}
     lists = "".join(
         f"inline constexpr std::string_view k{cpp}Names[] = {{{', '.join(f'{chr(34)}{n}{chr(34)}' for n in known)}}};\n"
@@ -116,9 +120,6 @@ def arguments() -> str:
     accessors = "".join(
         f"  const OptionalTensor& {name}() const {{ return *all[{i}]; }}\n" for i, name in enumerate(TENSORS)
     )
-    parameters = _list([f"{_TYPES[each.type]} {each.name}" for each in ARGUMENTS])
-    given = {each.name: f"&{each.name}" if each.kind == "row" else "o.dropout ? &seed : &kAbsent" for each in ARGUMENTS}
-    fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
     return f"""{lists}
 // Of a call; absent where it does not count.
 struct StageTensors {{
@@ -133,8 +134,13 @@ struct StageTensors {{
     return kAbsent;
   }}
 }};
+"""
 
-using StageArguments = Types<{_list([_TYPES[each.type] for each in ARGUMENTS])}>;
+
+def _conversions() -> str:
+    parameters = _list([f"{_TYPES[each.type]} {each.name}" for each in ARGUMENTS])
+    given = {each.name: f"&{each.name}" if each.kind == "row" else "o.dropout ? &seed : &kAbsent" for each in ARGUMENTS}
+    return f"""using StageArguments = Types<{_list([_TYPES[each.type] for each in ARGUMENTS])}>;
 
 struct Stages {{
   StageOptions options;
@@ -149,8 +155,13 @@ inline Stages stages_of({parameters}) {{
 template <class F> auto with_stages(const StageOptions& o, const StageTensors& t, F&& f) {{
   return f({_list([_argument(each) for each in ARGUMENTS])});
 }}
+"""
 
-// f(every option).
+
+def _questions() -> str:
+    """What is asked of the stages of a call."""
+    fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
+    return f"""// f(every option).
 template <class F> auto with_options(const StageOptions& o, F&& f) {{
   return f({_list([f"o.{each.stage}" for each in _OPTIONS])});
 }}

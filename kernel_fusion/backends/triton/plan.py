@@ -100,7 +100,7 @@ def _warps(elements: int, per_thread: int, warp_size: int) -> int:
     return max(1, min(_MAX_WARPS, max(4, wanted)) * 32 // warp_size)
 
 
-def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_thread: int = _PER_THREAD) -> Plan:
+def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Plan:
     """For kernels that keep a row: softmax, and reductions.
 
     Args:
@@ -108,10 +108,9 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768, per_th
         wide: computed in float64, which takes twice the registers.
         warp_size: of the device, 32 or 64.
         longest: the longest row that is kept whole, in float32.
-        per_thread: elements per thread; fewer if a kernel keeps several values of each.
     """
     block = _block(cols)
-    longest, per_thread = (longest // 2, per_thread // 2) if wide else (longest, per_thread)
+    longest, per_thread = (longest // 2, _PER_THREAD // 2) if wide else (longest, _PER_THREAD)
     looped = block > longest
     if looped:
         block = CHUNK

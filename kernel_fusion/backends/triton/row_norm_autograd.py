@@ -120,21 +120,11 @@ def _through_stages(du: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype) 
     return (du if s.seed is None else chain(du.contiguous(), None, "first", IDENTITY, *dropout)).to(dtype)
 
 
-def staged_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    num_dims: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out_dtype: torch.dtype | None,
-    rms: bool,
-    *stages: Any,
-) -> tuple[Tensor, Tensor]:
+def staged_row_norm(input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     """`kernel_fusion::staged_row_norm` on the Triton kernels."""
+    num_dims, weight, bias, _, weight_offset, out_dtype, rms, *stages = others
     s = Given(*stages)
-    args = (input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *s)
+    args = (input, residual, *others[:7], *s)
     other = other_row(s, residual)
     shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
     foreign = autograd.needs_definition([input, other, weight, bias], [s.seed])

@@ -27,10 +27,27 @@ struct Backend {
   RotaryKernel* rotary = nullptr;  // CUDA has none: Triton's serve it
   RotaryBwdKernel* rotary_bwd = nullptr;
 };
-// clang-format off
-inline constexpr Backend kCpu{c10::DispatchKey::CPU, c10::DeviceType::CPU, forward_cpu, backward_cpu, pointwise_cpu,
-                              pointwise_bwd_cpu, pointwise_bwd_columns_cpu, reduce_cpu, softmax_cpu, softmax_bwd_cpu, rotary_cpu,
+// The CPU's kernel; in a rehearsal CUDA's is looked for before.
+template <auto cpu, auto cuda> struct Rehearsed;
+template <class... Args, void (*cpu)(Args...), void (*cuda)(Args...)> struct Rehearsed<cpu, cuda> {
+  static void run(Args... args) {
+    if (rehearsing()) cuda(args...);
+    cpu(args...);
+  }
+};
+inline constexpr Backend kCpu{c10::DispatchKey::CPU,
+                              c10::DeviceType::CPU,
+                              Rehearsed<&forward_cpu, &forward_cuda>::run,
+                              Rehearsed<&backward_cpu, &backward_cuda>::run,
+                              Rehearsed<&pointwise_cpu, &pointwise_cuda>::run,
+                              Rehearsed<&pointwise_bwd_cpu, &pointwise_bwd_cuda>::run,
+                              Rehearsed<&pointwise_bwd_columns_cpu, &pointwise_bwd_columns_cuda>::run,
+                              Rehearsed<&reduce_cpu, &reduce_cuda>::run,
+                              Rehearsed<&softmax_cpu, &softmax_cuda>::run,
+                              Rehearsed<&softmax_bwd_cpu, &softmax_bwd_cuda>::run,
+                              rotary_cpu,
                               rotary_bwd_cpu};
+// clang-format off
 inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
                                pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda};
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};

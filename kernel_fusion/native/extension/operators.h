@@ -56,6 +56,10 @@ inline constexpr auto check_all_memory = [](const auto&... tensors) { (check_mem
 // Whether the CUDA kernels serve a device (cuda/launcher.cpp).
 bool cuda_enabled(int device);
 
+// Whether CPU tensors stand for tensors on a GPU: then calls also look for the CUDA kernels that they would launch there.
+bool rehearsing();
+inline bool as_on_cuda(const Tensor& t) { return t.is_cuda() || rehearsing(); }
+
 // A floating-point tensor that the kernels of its device can read.
 bool readable(const Tensor& t);
 

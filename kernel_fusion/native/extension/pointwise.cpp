@@ -37,7 +37,7 @@ at::ScalarType result_type(const PointwiseCall& c) { return present(c.b) ? at::r
 bool accepts(const PointwiseCall& c) { return known(c) && present(c.b) == (c.combine != "first"); }
 
 bool has_bits(const PointwiseCall& c) {
-  return c.a.is_cuda() && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
+  return as_on_cuda(c.a) && !present(c.seed) && (c.combine == "first" || c.combine == "add") && has_two_slopes(c.activation);
 }
 
 Tensor reference(const PointwiseCall& c) {

@@ -74,7 +74,7 @@ bool shares_gradient(const PointwiseCall& c) {
 std::string_view of_result(std::string_view activation, const Tensor& operand) {
   if (activation == "relu") return activation;
   const auto type = operand.scalar_type();
-  if (type != at::kFloat && type != at::kDouble && !operand.is_cpu()) return {};
+  if (type != at::kFloat && type != at::kDouble && as_on_cuda(operand)) return {};
   return activation == "tanh" ? "from_tanh" : activation == "sigmoid" ? "from_sigmoid" : "";
 }
 

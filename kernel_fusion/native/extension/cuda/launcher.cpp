@@ -25,6 +25,9 @@ struct KernelPlan {
 using Planner = void (*)(const int* key, const char** error, const char** image, const char** name, Launch* launch);
 std::atomic<Planner> planner{nullptr};
 std::atomic<uint64_t> able_devices{0};  // a bit for each device that can run the kernels
+// In a rehearsal CPU tensors stand for those of a GPU that need not be there: its planner, and its multiprocessors.
+std::atomic<Planner> rehearsal{nullptr};
+std::atomic<int> rehearsed_multiprocessors{0};
 
 struct Hash {
   size_t operator()(const KernelKey& key) const {
@@ -72,6 +75,7 @@ void bind_context(int device) {
 }
 
 driver::Stream stream_of(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
   bind_context(device.index());
   const c10::impl::VirtualGuardImpl pytorch(device.type());
   return static_cast<driver::Stream>(pytorch.getStream(device).native_handle());
@@ -162,30 +166,47 @@ struct RelaxedCapture {
   ~RelaxedCapture() { driver::api().cuThreadExchangeStreamCaptureMode(&mode); }
 };
 
+// What a planner answers. It may compile, and takes Python's lock, so none of ours may be held.
+KernelPlan planned(Planner ask, const KernelKey& key) {
+  KernelPlan plan;
+  ask(key.numbers, &plan.error, &plan.image, &plan.name, &plan.launch);
+  if (plan.error) driver::fail(plan.error);
+  return plan;
+}
+
+const LoadedKernel& kept(const KernelKey& key, std::unique_ptr<LoadedKernel> loaded) {
+  const std::unique_lock lock(table_mutex);
+  return *table.try_emplace(key, std::move(loaded)).first->second;  // another thread's, if it was first
+}
+
+bool is_rehearsed(const KernelKey& key) { return key.device() < 0; }  // a CPU has no number
+
 const LoadedKernel& plan_and_load(const KernelKey& key, driver::Stream stream) {
+  if (is_rehearsed(key)) {
+    const Launch how = planned(rehearsal.load(), key).launch;
+    return kept(key, std::make_unique<LoadedKernel>(LoadedKernel{how, nullptr, rehearsed_multiprocessors * how.cluster}));
+  }
   int capturing = driver::kCaptureStatusNone;
   driver::check(driver::api().cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
   if (capturing != driver::kCaptureStatusNone)
     driver::fail(
         "the first use of a kernel fell inside a CUDA graph capture, which cannot load code. Run the same call, forward "
         "and backward, once before the capture; `kernel-fusion warmup` compiles ahead, so that this takes little time.");
-  KernelPlan plan;
-  planner.load()(key.numbers, &plan.error, &plan.image, &plan.name,
-                 &plan.launch);  // may compile, and takes Python's lock, so none of ours is held
-  if (plan.error) driver::fail(plan.error);
+  const KernelPlan plan = planned(planner.load(), key);
   const RelaxedCapture relaxed;
-  auto loaded = load(key.device(), plan);
-  const std::unique_lock lock(table_mutex);
-  return *table.try_emplace(key, std::move(loaded)).first->second;  // another thread's, if it was first
+  return kept(key, load(key.device(), plan));
 }
 
 }  // namespace
 
 bool cuda_enabled(int device) { return device < 64 && (able_devices.load(std::memory_order_relaxed) >> device & 1) != 0; }
 
+bool rehearsing() { return rehearsal.load(std::memory_order_relaxed) != nullptr; }
+
 OnDevice::OnDevice(c10::Device device) : guard(device), stream(stream_of(device)) {}
 
 int multiprocessors(c10::Device device) {
+  if (device.is_cpu()) return rehearsed_multiprocessors;
   thread_local int known[64] = {};
   const int ordinal = device.index();
   if (ordinal >= 64) return count_multiprocessors(ordinal);
@@ -214,6 +235,7 @@ const LoadedKernel& find_kernel(const KernelKey& key, driver::Stream stream) {
 }
 
 void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::Stream stream, const void* args) {
+  if (!kernel.function) return;
   const Configuration configuration(kernel, grid_x, grid_y, stream);
   void* parameters[] = {const_cast<void*>(args)};
   driver::check(driver::api().cuLaunchKernelEx(&configuration.config, kernel.function, parameters, nullptr),
@@ -227,6 +249,15 @@ void launch(const LoadedKernel& kernel, int64_t grid_x, int64_t grid_y, driver::
 extern "C" __attribute__((visibility("default"))) void kf_set_planner(void* planner, uint64_t devices) {
   kf::planner.store(reinterpret_cast<kf::Planner>(planner));
   kf::able_devices.store(devices);
+}
+
+// Begins a rehearsal, or with no planner ends it.
+extern "C" __attribute__((visibility("default"))) void kf_rehearse(void* planner, int multiprocessors) {
+  const std::unique_lock lock(kf::table_mutex);
+  std::erase_if(kf::table, [](const auto& entry) { return kf::is_rehearsed(entry.first); });
+  kf::generation.fetch_add(1);
+  kf::rehearsed_multiprocessors.store(multiprocessors);
+  kf::rehearsal.store(reinterpret_cast<kf::Planner>(planner));
 }
 
 // Forgets every kernel, so that the next call plans again (tests force other plans). Loaded code stays loaded.

@@ -48,8 +48,8 @@ struct KernelKey {
 
 // A kernel ready to be launched on one device.
 struct LoadedKernel : Launch {
-  driver::Function function;
-  int max_blocks;  // that run at once on the device
+  driver::Function function;  // null in a rehearsal
+  int max_blocks;             // that run at once on the device
 
   // Blocks for this many rows (or columns), while others do the same for `groups` groups in all.
   int64_t grid(int64_t count, int64_t groups = 1) const {

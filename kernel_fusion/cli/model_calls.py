@@ -1,0 +1,127 @@
+"""The calls that a model makes, for `warmup --model`: of a configuration of transformers, or of a function of the user.
+
+A model of transformers has its real sizes and depth, but parameters of one shape are one, so that its layers take the
+memory of one of them. It sees few tokens, since no kernel depends on their number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_leaves
+
+import kernel_fusion as kf
+
+_BATCH, _TOKENS = 2, 8
+
+
+def calls_of(model: str, dtypes: Sequence[torch.dtype]) -> list[Callable[[], object]]:
+    """Functions that make the calls.
+
+    Args:
+        model: a configuration file of transformers, or the folder that has it; or `module:function`.
+        dtypes: that a model of transformers is made in; a function is called once, without arguments.
+
+    Raises:
+        typer.BadParameter: there is no such thing.
+    """
+    if Path(model).exists():
+        return [_steps(_of_configuration(model, dtype), dtype) for dtype in dtypes]
+    module, _, name = model.partition(":")
+    sys.path.insert(0, "")  # as `python -m` has it, and a console script has not
+    try:
+        return [getattr(importlib.import_module(module), name)]
+    except (ImportError, AttributeError, ValueError) as error:
+        expected = "expected a configuration file, its folder, or module:function"
+        raise _refused(f"{expected}, got {model!r}: {error}") from error
+
+
+def _refused(problem: str) -> typer.BadParameter:
+    return typer.BadParameter(problem, param_hint="--model")
+
+
+def _of_configuration(path: str, dtype: torch.dtype) -> Any:
+    """A patched model of transformers."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+    except ImportError as error:
+        raise _refused("a configuration needs transformers (pip install transformers)") from error
+    except (AttributeError, OSError, ValueError) as error:
+        raise _refused(f"{path} is no configuration of a model of transformers: {error}") from error
+    with _default(dtype), _without_parameters():
+        model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+    _fill(model)
+    kf.patch(model)
+    return model
+
+
+def _steps(model: Any, dtype: torch.dtype) -> Callable[[], None]:
+    """Inference, then forward and backward of training."""
+    inputs = _inputs(model, dtype)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model.eval()(**inputs)
+        results = [t for t in tree_leaves(model.train()(**inputs)) if isinstance(t, Tensor) and t.requires_grad]
+        results[0].float().square().mean().backward()
+
+    return step
+
+
+def _inputs(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    tokens, name = torch.ones(_BATCH, _TOKENS, dtype=torch.int64), model.main_input_name
+    if name == "input_ids":
+        return {name: tokens} | ({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})
+    if name == "pixel_values":
+        size = model.config.image_size
+        sides = size if isinstance(size, Sequence) else (size, size)
+        return {name: torch.randn(_BATCH, model.config.num_channels, *sides, dtype=dtype)}
+    raise _refused(f"no inputs are known for {type(model).__name__}, which takes {name}; a module:function can call it")
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Modules that are made in here get parameters without memory, but their buffers."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _fill(model: nn.Module) -> None:
+    """One parameter in place of all that have its shape and dtype."""
+    known: dict[Any, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                kind = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+                if kind not in known:
+                    values = torch.randn(parameter.shape, dtype=parameter.dtype) * 0.02
+                    known[kind] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = known[kind]
