@@ -1,8 +1,7 @@
-"""The rotary embedding's arguments: what they must be, which of them kernels take, and how a result lies in memory.
+"""The rotary embedding's arguments: what they must be, which ones kernels take, and a result's memory layout.
 
-The operator's tensors are query (B, L, H, D) and, if there is one, key (B, L, H', D); weights (D,) of the norm; cos and
-sin (B or 1, L, R / 2), or tables (1, M, R / 2) of which positions (B or 1, L) say the rows. R, `rotary_dim`, is at most
-D.
+The operator's tensors are query (B, L, H, D) and optionally key (B, L, H', D); weights (D,) of the norm; cos and sin (B
+or 1, L, R / 2), or tables (1, M, R / 2) whose rows positions (B or 1, L) choose. R, `rotary_dim`, is at most D.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Rotary(NamedTuple):
 
     @property
     def half(self) -> int:
-        """R / 2, the number of pairs of columns that are rotated."""
+        """R / 2, the number of rotated pairs of columns."""
         return self.cos.shape[-1]
 
     @property
@@ -46,7 +45,7 @@ class Rotary(NamedTuple):
 
 
 def problem(c: Rotary) -> str | None:
-    """What is wrong with the arguments, or None: after the verb's name, which the caller knows, a sentence."""
+    """What is wrong with the arguments, as a sentence to follow the verb's name, or None."""
     return _heads_problem(c) or _table_problem(c) or _positions_problem(c) or _weights_problem(c)
 
 
@@ -116,12 +115,12 @@ def _weights_problem(c: Rotary) -> str | None:
 
 
 def served_by_kernels(c: Rotary) -> bool:
-    """Whether kernels have something to do for these arguments, and the arguments are right."""
+    """Whether the arguments are right and kernels have something to do."""
     return problem(c) is None and c.query.numel() > 0 and (c.key is None or c.key.numel() > 0) and c.half > 0
 
 
 def result_like(x: Tensor) -> Tensor:
-    """Memory for a result: dense, in the order of the strides of `x`, but for the columns, which lie side by side."""
+    """Memory for a result: dense, in the order of the strides of `x`, with contiguous columns."""
     like = torch.empty_like(x)
     if like.stride(-1) == 1 or like.shape[-1] == 1:
         return like
@@ -129,9 +128,9 @@ def result_like(x: Tensor) -> Tensor:
 
 
 def rounds_to(c: Rotary, weight: Tensor | None) -> tuple[bool, bool]:
-    """Of rounding "hf", whether the product with the weight, and what the rotation computes, are rounded.
+    """Whether rounding "hf" rounds the product with the weight, and the result of the rotation.
 
-    The type is the promoted one of all that was multiplied: that of the query, or one that holds what is computed.
+    The type is the promoted one of all factors: the query's, or one that holds the computed values.
     """
     dtype = c.query.dtype
     if c.rounding != "hf" or dtype not in (torch.float16, torch.bfloat16):

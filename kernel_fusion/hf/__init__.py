@@ -8,7 +8,7 @@ Example:
     >>> config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
     >>> model = LlamaModel(config).eval()
     >>> kernel_fusion.hf.kernelize(model)
-    ['layers.0.input_layernorm', 'layers.0.post_attention_layernorm', 'norm']
+    ['layers.0.mlp.act_fn', 'layers.0.input_layernorm', 'layers.0.post_attention_layernorm', 'norm']
 """
 
 from __future__ import annotations

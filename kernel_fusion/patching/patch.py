@@ -68,10 +68,10 @@ def patch(
 
     Example:
         >>> import torch, kernel_fusion as kf
-        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4), 2, enable_nested_tensor=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
         >>> print(kf.patch(model))  # doctest: +NORMALIZE_WHITESPACE
-        TransformerEncoder: 4 modules replaced, 0 left
-          replaced    4 LayerNorm: layer_norm (layers.0.norm1, …)
+        Sequential: 1 modules replaced, 0 left
+          replaced    1 LayerNorm: layer_norm (1)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`patch`: `model` must be a torch.nn.Module, got {type(model).__name__}")

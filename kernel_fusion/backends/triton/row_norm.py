@@ -26,7 +26,7 @@ from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, 
 def _constants(
     weight: Tensor | None, bias: Tensor | None, weight_offset: float, rms: bool, wide: bool, stages: Given
 ) -> dict[str, Any]:
-    """The constants of both directions, but for those of how rows lie."""
+    """The constants of both directions, except those of the rows' layout."""
     drops = stages.seed is not None
     return {
         "has_weight": weight is not None,
@@ -41,11 +41,11 @@ def _constants(
 
 
 class _Grouped(NamedTuple):
-    """Weight and bias, and which rows they are those of.
+    """Weight and bias, and the rows that they belong to.
 
     Attributes:
-        parameters: flat, or those of groups where they lie.
-        pitches: of these, in elements; 0 without groups.
+        parameters: flat, or in place for groups.
+        pitches: their distances in elements; 0 without groups.
     """
 
     groups: Groups
@@ -53,7 +53,7 @@ class _Grouped(NamedTuple):
     pitches: list[int]
 
     def numbers(self, per_group: int, unit: int) -> list[int]:
-        """What the kernels take, for so many programs to a group."""
+        """The kernels' numbers, for `per_group` programs per group."""
         return [per_group, self.groups.step, self.groups.inner, *(pitch // unit for pitch in self.pitches)]
 
 
@@ -77,7 +77,7 @@ def _grouped(input: Tensor, num_dims: int, parameters: Sequence[Tensor | None], 
 
 
 def _in_units(rows: Rows, cols: int, of: _Grouped) -> tuple[int, list[int], list[int]]:
-    """The unit, the lengths (samples, columns, middle, inner) and all strides in it, of two tensors or more."""
+    """The unit, and in it the lengths (samples, columns, middle, inner) and all strides, of at least two tensors."""
     strides = [stride for of in (rows.strides * 2)[: max(2, len(rows.strides))] for stride in of]
     size = unit(cols, *strides, *of.pitches)
     lengths = [rows.count // of.groups.count, cols // size, rows.middle, rows.inner]
@@ -92,7 +92,7 @@ def _takes(
     stages: Given,
     residual: Tensor | bool | None,
 ) -> bool:
-    """Whether the kernels take these tensors, of which `others` and the rows of stages have the input's shape."""
+    """Whether the kernels take these tensors; `others` and the rows of stages have the input's shape."""
     given = stages._asdict()
     if not 1 <= num_dims <= input.dim() or any(given[name] not in names for name, names in NAMES.items()):
         return False
@@ -117,7 +117,7 @@ _PARAMETER_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor 
 
 
 def _with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a parameter for each argument of the stages, of which PyTorch makes the operator's schema."""
+    """The function with a parameter per stage argument, from which PyTorch makes the operator's schema."""
     *own, _ = inspect.signature(function).parameters.values()
     stages = [
         inspect.Parameter(each.name, own[0].kind, default=each.default, annotation=_PARAMETER_TYPES[each.type])
@@ -143,7 +143,7 @@ def forward(
     wants_stats: bool,
     *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, h and the statistics; h is without elements where there is no residual, the statistics where not wanted."""
+    """y, h and the statistics; h is empty without a residual, the statistics if unwanted."""
     s = Given(*stages)
     other = other_row(s, residual)
     takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
@@ -171,7 +171,7 @@ def forward(
         *of.numbers(per_group, size), constants=constants, warps=layout.warps,
     )  # fmt: skip
     bare = other is None and not around(compiled_in(s._asdict()))
-    if rms and bare and input.dim() > 3:  # as in PyTorch, whose LayerNorm gives a contiguous result
+    if rms and bare and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, h, stats
 
@@ -195,13 +195,13 @@ def backward(
     wants: Sequence[bool],
     *stages: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, that of the other row, dweight, dbias; those that are not wanted have no elements.
+    """dx, the other row's gradient, dweight and dbias; unwanted ones are empty.
 
     Args:
-        dy, dh: what arrives at y and at h.
-        h: what was normalised, if it was `stored`; else the input, of which it is computed again.
-        x: the input, where h was stored and there is a pre-activation.
-        bias: where something follows it.
+        dy, dh: the gradients at y and h.
+        h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
+        x: the input, if h was stored and there is a pre-activation.
+        bias: if a stage follows it.
     """
     s = Given(*stages)
     other = other_row(s, None)
@@ -227,14 +227,14 @@ def backward(
 
 
 def _bytes(*tensors: Tensor | None) -> int:
-    """Those of an element of each tensor that is given, all together."""
+    """Bytes per element of all given tensors together."""
     return sum(t.dtype.itemsize for t in tensors if t is not None)
 
 
 def _memory(
     h: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For dx, that of the other row, dweight and dbias, of which the last two have this shape."""
+    """Memory for dx, the other row's gradient, and dweight and dbias, which have this shape."""
     dx, dother, dweight, dbias = (
         torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
         for of, dtype, wanted in zip((h.shape, h.shape, shape, shape), dtypes, wants, strict=True)
@@ -262,7 +262,7 @@ def _launch_backward(
     staged = around(constants)
     sizes = fetched, device.shared_bytes
     layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
-    # Whether the kernel of the rows has registers for the sums; those of long rows are left to a kernel of columns.
+    # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
     sums = wants[2] or wants[3]
     whole = sums and layout.resident > 0
     columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
@@ -296,10 +296,10 @@ def _launch_backward(
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
-    """Add partial rows, those of the first sum before those of the second, into one or two outputs of a row each.
+    """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
 
-    They lie in a flat tensor: of one with a dimension of programs, whose number depends on that of the rows, Inductor
-    would make a copy, as it cannot know the strides.
+    They lie in a flat tensor. Inductor would copy one with a dimension of programs, whose number depends on that of the
+    rows, because it cannot know the strides.
     """
     cols, pair = outputs[0].numel(), len(outputs) == 2
     device = plan.device_of(partials.device)

@@ -9,10 +9,10 @@ namespace kf {
 
 namespace {
 
-// fp64 goes with fp64, the three others with each other.
+// fp64 goes with fp64, the other three with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-// Weight and bias have the normalised dimensions, and those of groups where there are any.
+// Weight and bias have the normalised dimensions, and those of groups.
 template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
   const OptionalTensor& parameter = of_groups(c);
   return present(parameter) ? parameter->sym_sizes() : c.input.sym_sizes().slice(c.input.dim() - c.num_dims);
@@ -30,13 +30,13 @@ template <class Call> bool has_groups(const Call& c) {
   return find_groups<c10::SymInt>(sizes, shape, c.num_dims).has_value();
 }
 
-// As integers where there are no symbols, which is several times faster.
+// Compares integers if there are no symbols, which is faster.
 bool same(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
   const auto x = c10::asIntArrayRefSlowOpt(a), y = c10::asIntArrayRefSlowOpt(b);
   return x && y ? *x == *y : a == b;
 }
 
-// Whether `t`, if there is one, has this shape and goes with the input.
+// Whether `t`, if present, has this shape and goes with the input.
 bool fits(const OptionalTensor& t, const Tensor& input, c10::SymIntArrayRef shape) {
   if (!present(t)) return true;
   return t->device() == input.device() && t->layout() == at::kStrided && mixes(input.scalar_type(), t->scalar_type()) &&
@@ -85,7 +85,7 @@ void define(Tensor& t, const Tensor& input, OptionalDtype dtype) {
 
 namespace {
 
-// The device is known, so the dispatcher is spared from looking for it.
+// The device is known, so the dispatcher need not look for it.
 Tensor empty(const Backend& backend, c10::SymIntArrayRef shape, const Tensor& like, at::ScalarType dtype) {
   return at::_ops::empty_memory_format::redispatch(c10::DispatchKeySet(backend.key), shape, dtype, at::kStrided, like.device(),
                                                    /*pin_memory=*/false, at::MemoryFormat::Contiguous);
@@ -100,7 +100,7 @@ Tensor empty_stats(const Backend& backend, const ForwardCall& c) {
 
 at::ScalarType dtype_of_other(const BackwardCall& c) { return dtype_of(c.row()).value_or(c.input.scalar_type()); }
 
-// Whether the forward that it belongs to would be accepted, and all that is given goes with it.
+// Whether its forward would be accepted, and all arguments go with it.
 bool consistent(const BackwardCall& c) {
   const Tensor& input = c.input;
   const auto type = input.scalar_type(), dy_type = c.dy.scalar_type();
@@ -118,14 +118,14 @@ bool consistent(const BackwardCall& c) {
 
 }  // namespace
 
-// The dispatcher goes by all tensors of a call, also those that it does not use.
+// The dispatcher considers all tensors of a call, also unused ones.
 static void check_device(const Backend& backend, const Tensor& input) {
   TORCH_CHECK(input.device().type() == backend.device,
               "kernel_fusion: expected all tensors to be on the same device, but found ", input.device(), " and ",
               c10::DeviceTypeName(backend.device, /*lower_case=*/true));
 }
 
-// Whether y has the memory format of the input: as in PyTorch, of RMSNorm alone. (LayerNorm gives a contiguous result.)
+// Whether y has the input's memory format: as in PyTorch, only for RMSNorm. (LayerNorm gives a contiguous result.)
 static bool keeps_format(const ForwardCall& call) {
   return call.rms && !call.has_stages() && call.input.dim() > 3 &&
          call.input.suggest_memory_format() != at::MemoryFormat::Contiguous;

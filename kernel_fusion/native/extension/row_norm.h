@@ -1,6 +1,6 @@
 // The row norms. A call is one object, filled once where an operator begins and passed on by reference; the plain norm is the
-// norm with nothing around it. The lists of the operators' arguments stand here and nowhere else: the
-// types of the operators are those of `plain_call`, `staged_call`, `forward_call` and `backward_call`.
+// norm without stages. Only `plain_call`, `staged_call`, `forward_call` and `backward_call` list the operators' arguments and
+// types.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -13,13 +13,13 @@
 
 namespace kf {
 
-// What a norm computes, tensors apart:
+// A norm without its tensors:
 //     h = residual + dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
-// h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded. With kHf norm(h)
-// is rounded to that dtype, or without a residual to x's, and, where there is a weight, the argument of the activation to the
-// promoted dtype of that and the weight's. With a gate there are no other stages:
+// h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded. kHf rounds norm(h) to
+// that dtype (without a residual, to x's) and, with a weight, the activation's argument to the promoted dtype of that and the
+// weight's. With a gate there are no other stages:
 //     y = (norm(x) * (weight_offset + weight) + bias) * gate_activation(gate)
-// or, with `gate_first`, the norm is that of x * gate_activation(gate), which is not rounded.
+// or, with `gate_first`, the norm is of the unrounded x * gate_activation(gate).
 struct Norm : StageOptions {
   int64_t num_dims;
   double weight_offset;
@@ -33,14 +33,14 @@ struct ForwardCall : Norm, StageTensors {
   const OptionalTensor& weight;
   const OptionalTensor& bias;
   double eps;
-  OptionalDtype out_dtype;                   // none: that of the input
+  OptionalDtype out_dtype;                   // none: the input's
   const OptionalTensor& residual = kAbsent;  // of the input's shape
   bool wants_stats = false;
 
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
-  // The row beside the input: that of a stage or the residual, at most one of the two.
+  // The row beside the input: a stage's or the residual, at most one of them.
   const OptionalTensor& other() const { return present(row()) ? row() : residual; }
-  // Another rounding is none, and groups are none.
+  // Another rounding is no stage, and neither are groups.
   bool has_stages() const {
     StageOptions none;
     none.rounding = rounding;
@@ -49,21 +49,21 @@ struct ForwardCall : Norm, StageTensors {
   }
 };
 
-// What backward normalises again is `input`: h where there is a residual, else x.
+// Backward normalises `input` again: h with a residual, else x.
 struct BackwardCall : Norm, StageTensors {
   const Tensor& dy;
   const Tensor& input;
   const Tensor& stats;
   const OptionalTensor& weight;
   OptionalDtype bias_dtype;
-  std::array<bool, 4> wants;   // dx, dweight, dbias, dresidual, which is the gradient of a stage's row where there is one
+  std::array<bool, 4> wants;   // dx, dweight, dbias, and dresidual or the gradient of a stage's row
   at::ScalarType x_dtype;      // of dx
-  const OptionalTensor& dh;    // the gradient that arrives at h, or none
-  const OptionalTensor& x;     // where there are both a residual and a pre-activation: x itself
-  const OptionalTensor& bias;  // where there is an activation, whose argument is computed again, a gate, or groups
+  const OptionalTensor& dh;    // the gradient at h, or none
+  const OptionalTensor& x;     // x itself, with both a residual and a pre-activation
+  const OptionalTensor& bias;  // with an activation, whose argument is recomputed, a gate, or groups
   bool has_residual;
 
-  // The row beside the input: that of a stage or x.
+  // The row beside the input: a stage's, or x.
   const OptionalTensor& other() const { return present(row()) ? row() : x; }
   bool has_other() const { return has_residual || present(row()); }  // whose gradient may be wanted
 };
@@ -75,7 +75,7 @@ template <class Int> struct GroupsOf {
 };
 using Groups = GroupsOf<int64_t>;
 
-// Those of the rows of an input, of parameters of a shape that broadcasts to its; none where dimensions alternate.
+// The groups of an input's rows, for parameters whose shape broadcasts to the input's; none if dimensions alternate.
 template <class Int>
 std::optional<GroupsOf<Int>> find_groups(c10::ArrayRef<Int> input, c10::ArrayRef<Int> parameter, int64_t num_dims) {
   GroupsOf<Int> groups;
@@ -104,9 +104,9 @@ template <class Call> Groups groups_of(const Call& c) {
   return present(parameter) ? find_groups(c.input.sizes(), parameter->sizes(), c.num_dims).value() : Groups();
 }
 
-// weight or bias as its columns lie: those of each group begin a pitch apart.
+// The columns of weight or bias: each group's begin a pitch apart.
 struct GroupRows {
-  Tensor tensor;       // undefined where there is no parameter
+  Tensor tensor;       // undefined without a parameter
   int64_t pitch = 0;   // in elements
   int alignment = 16;  // of the columns of every group, in bytes
 
@@ -146,7 +146,7 @@ template <class... Stages> struct Calls<Types<Stages...>> {
     return {{options, num_dims, weight_offset, rms}, tensors, input, weight, bias, eps, out_dtype, residual};
   }
 
-  // The residual stands behind what every norm has.
+  // The residual comes after every norm's arguments.
   static ForwardCall forward(const Tensor& input, int64_t num_dims, const OptionalTensor& weight, const OptionalTensor& bias,
                              double eps, double weight_offset, OptionalDtype out_dtype, bool rms,
                              const OptionalTensor& residual, Stages... stages) {
@@ -199,10 +199,10 @@ using StagedResult = std::tuple<Tensor, Tensor>;                    // y, h
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;           // y, stats, h
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dweight, dbias, dresidual
 
-// An operator returns defined tensors: without elements where there is no result.
+// An operator returns defined tensors; a missing result is an empty one.
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype);
 
-// What a verb returns: y, or y and h.
+// A verb's result: y, or y and h.
 template <class Result> Result verb_result(Tensor y, Tensor h, const Tensor& input) {
   if constexpr (std::is_same_v<Result, Tensor>) {
     return y;
@@ -212,7 +212,7 @@ template <class Result> Result verb_result(Tensor y, Tensor h, const Tensor& inp
   }
 }
 
-// Whether the kernels can serve a call. What they can't serve goes to the eager definition, which holds the error texts.
+// Whether the kernels can serve a call. Other calls go to the eager definition, which has the error texts.
 bool accepts(const ForwardCall& call);
 
 // The eager definition, kernel_fusion/backends/eager: raises, or serves the call with differentiable PyTorch operations.
@@ -220,9 +220,9 @@ StagedResult reference(const ForwardCall& call);
 
 // ---- Devices ---------------------------------------------------------------------------------------------------------------
 
-// Kernels fill what was allocated, at least one element, and leave alone what is undefined because nobody wants it.
-// h is undefined without a residual. dresidual is the gradient of h, dh included, in the residual's dtype, and dx is made of
-// the same before it is rounded; with a gate it is the gradient of the gate, in the gate's dtype.
+// Kernels fill at least one allocated element, and leave undefined tensors, which nobody wants, alone. h is undefined without a
+// residual. dresidual is the gradient of h, dh included, in the residual's dtype, and dx is made from it before it is rounded;
+// with a gate it is the gate's gradient, in the gate's dtype.
 using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h);
 using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual);
 

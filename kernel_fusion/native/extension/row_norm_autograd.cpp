@@ -1,8 +1,7 @@
 // The verbs at and above autograd: which calls the kernels take, the backward node, autocast.
 //
-// The fused path is left for the eager definition, a composition of ATen operations, wherever a transform must see
-// through the operator: under torch.func, with a forward-mode tangent, and in a backward that is itself differentiated.
-// (Without that, each of the three silently gives wrong results.)
+// If a transform must see through the operator, the eager definition, a composition of ATen operations, serves the call: under
+// torch.func, with a forward-mode tangent, and in a differentiated backward. All three would otherwise be silently wrong.
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -20,7 +19,7 @@ ForwardResult call_forward(const ForwardCall& c) {
   auto result = with_stages(c, c, [&](const auto&... stages) {
     return op.call(c.input, c.num_dims, c.weight, c.bias, c.eps, c.weight_offset, c.out_dtype, c.rms, c.residual, stages...);
   });
-  if (!present(c.residual)) std::get<2>(result) = Tensor();  // which the operator gives no elements
+  if (!present(c.residual)) std::get<2>(result) = Tensor();  // the operator makes it empty
   return result;
 }
 
@@ -32,7 +31,7 @@ BackwardResult call_backward(const BackwardCall& c) {
 
 // ---- The node ------------------------------------------------------------------------------------------------------
 
-// The tensors of a call's stages, as a node has saved them.
+// The tensors of a call's stages, as saved by a node.
 struct UnpackedStages : StageTensors {
   std::array<OptionalTensor, kCount> held;
   explicit UnpackedStages(const std::array<SavedVariable, kCount>& saved) {
@@ -44,18 +43,18 @@ struct UnpackedStages : StageTensors {
   UnpackedStages(const UnpackedStages&) = delete;
 };
 
-// Backward of y, and of h where it is a result that depends on what requires a gradient.
+// Backward of y, and of h if that is a result which depends on something that requires a gradient.
 struct RowNormBackward : SavingNode {
-  // input: what is normalised, as far as it is a tensor: h where there is a residual, else x. bias only for its dtype, an
-  // activation's argument, the gradient of a gate, groups and double backward; it is a parameter, so keeping it costs no
-  // memory. x where there are both a residual and a pre-activation.
+  // input: the normalised tensor: h with a residual, else x. bias is for its dtype, an activation's argument, a gate's
+  // gradient, groups and double backward; keeping a parameter costs no memory. x only with both a residual and a
+  // pre-activation.
   SavedVariable input, weight, bias, stats, x;
   std::array<SavedVariable, StageTensors::kCount> of_stages;
   const Norm norm;
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
   const bool has_residual;
-  bool saves_output = false;  // what is saved as input is h with its history
+  bool saves_output = false;  // the saved input is h with its history
 
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
       : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other())),
@@ -67,7 +66,7 @@ struct RowNormBackward : SavingNode {
     if (has_residual && norm.pre_activation) x = SavedVariable(call.input, /*is_output=*/false);
   }
 
-  // After the history of the results is set, because h may be one of them.
+  // After the results' history is set, because h may be one of them.
   void save(const ForwardCall& call, const Tensor& h) {
     saves_output = h.defined() && h.requires_grad();
     input = SavedVariable(h.defined() ? h : call.input, saves_output);
@@ -86,7 +85,7 @@ struct RowNormBackward : SavingNode {
     });
   }
 
-  // Whether h = residual + x, so that both have the same gradient, up to its dtype.
+  // Whether h = residual + x, so that both have one gradient, up to its dtype.
   bool only_adds() const { return has_residual && norm.pre_activation == 0 && !norm.dropout; }
 
   variable_list gradients(variable_list&& grads) override {
@@ -113,13 +112,13 @@ struct RowNormBackward : SavingNode {
     return list;
   }
 
-  // The gradients as differentiable functions of everything: those of the eager definition, which is run again. Behind h they
-  // reach x and the residual through the history of h, which is this node.
+  // The gradients as differentiable functions of everything, by running the eager definition again. Through h they reach x and
+  // the residual by h's history, which is this node.
   variable_list differentiable(const Tensor& dy, const OptionalTensor& dh, std::array<OptionalTensor, 4> tensors,
                                const StageTensors& stages, const std::array<bool, 4>& wants) const {
-    // Aliases, so that no gradient is also looked for behind what was normalised, which may depend on the parameters too.
+    // Aliases keep gradients from also being looked for behind the normalised tensor, which may depend on the parameters.
     const auto type = tensors[0]->scalar_type();
-    // (With kHf it keeps its type, which says what to round to.)
+    // (With kHf it keeps its dtype, which says what to round to.)
     if (has_residual && !norm.is_hf()) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
     for (auto& t : tensors)
       if (t) t = at::alias(*t);
@@ -137,7 +136,7 @@ struct RowNormBackward : SavingNode {
     return result;
   }
 
-  // y of the input, weight, bias and the row of a stage, in the definition; behind an h there is only what follows it.
+  // y by the definition, from the input, weight, bias and a stage's row; after an h, only the later stages.
   Tensor definition(const std::array<OptionalTensor, 4>& tensors, StageTensors stages, at::ScalarType dtype) const {
     const auto& [input, w, b, row] = tensors;
     for (auto& each : stages.all)
@@ -158,7 +157,7 @@ struct RowNormBackward : SavingNode {
     return differentiate(chain(before.to(total.scalar_type()).contiguous(), norm.pre_activation), {before}, total)[0];
   }
 
-  // dropout(activation(t)) by the definition. Of contiguous t, since the position of an element is its place in memory.
+  // dropout(activation(t)) by the definition. t is contiguous, because an element's position is its place in memory.
   Tensor chain(const Tensor& t, int32_t activation) const {
     const UnpackedStages stages(of_stages);
     return reference(
@@ -175,7 +174,7 @@ void set_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, 
 
 // ---- The verbs -----------------------------------------------------------------------------------------------------
 
-// An argument of a norm under autocast, which returns fp32, as torch.nn's does. Its input is not copied to fp32 first.
+// An argument of a norm under autocast, which returns fp32 like torch.nn's. Its input is not copied to fp32 first.
 template <class Argument> Argument under_autocast(Argument argument, const Tensor& input) {
   if constexpr (std::is_same_v<Argument, OptionalDtype>) {
     const bool narrow = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
@@ -231,7 +230,7 @@ void implement_autograd(torch::Library& m) {
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
+// Specific keys, because the Python stubs occupy the alias `Autograd` (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { implement_autograd(m); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { implement_autograd(m); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { implement_autograd(m); }

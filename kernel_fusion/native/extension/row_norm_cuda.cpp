@@ -1,4 +1,4 @@
-// The CUDA operators: arguments -> key -> launch. Row counts beyond a grid's limit are far beyond a device's memory.
+// The CUDA operators: arguments -> key -> launch. Row counts beyond a grid's limit would not fit a device's memory.
 #include <ATen/ops/empty.h>
 
 #include "backends.h"
@@ -8,7 +8,7 @@
 namespace kf {
 namespace {
 
-// weight or bias, contiguous; its bytes are N elements, so a copy is no cost.
+// weight or bias, contiguous; they are small, so a copy costs nothing.
 Tensor contiguous(const OptionalTensor& t) { return present(t) ? t->contiguous() : Tensor(); }
 
 struct Stats {
@@ -25,8 +25,8 @@ bool repeats_rows(const Tensor& t, int64_t num_dims) {
   return false;
 }
 
-// The rows of a tensor. Kernels read whole units of 16 bytes, but not behind the last row. A tensor that repeats rows,
-// where others end with the last one, is copied.
+// The rows of a tensor. Kernels read whole units of 16 bytes, but nothing after the last row. A tensor that repeats rows is
+// copied if others end with the last one.
 Rows rows_of(const Tensor& t, int64_t num_dims) {
   Rows rows(t, num_dims);
   const bool whole = rows.cols * t.element_size() % 16 == 0;
@@ -41,7 +41,7 @@ RowGroups row_groups(const Groups& groups, const GroupRows& weight, const GroupR
   return {0, groups.step(), groups.inner, weight.pitch, bias.pitch};
 }
 
-// The alignment of the rows of a contiguous tensor of our own making.
+// The alignment of rows of a contiguous tensor that we allocated.
 int own_alignment(int64_t cols, at::ScalarType type) {
   return alignment_of(reinterpret_cast<const void*>(cols * static_cast<int64_t>(c10::elementSize(type))));
 }
@@ -135,7 +135,7 @@ struct BackwardInputs {
       : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)),
         weight(call.weight, call.num_dims, call.grouped), stats(call.stats.contiguous()), groups(groups_of(call)) {
     const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    // The row of a stage asks for it only to have its own gradient.
+    // A stage's row needs it only for its own gradient.
     if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = {call.bias, call.num_dims, call.grouped};
     if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
     if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation))
@@ -230,7 +230,7 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const int64_t num_partials =
       split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles * groups)))
             : grid / kernel.cluster;
-  // Where a group has a single partial row, in the dtype of the gradient, that is the gradient.
+  // If a group has a single partial row in the gradient's dtype, that is the gradient.
   const auto is_sum = [&](const Tensor& t) { return !t.defined() || t.scalar_type() == acc_dtype(call.input); };
   std::optional<PartialRows> partials;
   if (spec.grouped && num_partials == 1 && is_sum(dweight) && is_sum(dbias)) {
@@ -243,7 +243,7 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
     args.partial_pitch = partials->pitch;
   }
   if (wants_dx || wants_dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
-  // The group is the second coordinate of a block, and else it is the slab.
+  // With groups, a block's second coordinate is the group, otherwise the slab.
   if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
   if (!partials) return;
