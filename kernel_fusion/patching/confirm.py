@@ -42,10 +42,10 @@ def confirm(module: nn.Module, form: NormForm, after_sum: bool = False) -> str |
 
 
 def _fused(examination: Examination, form: NormForm, case: Case) -> Function:
-    """The norm of a sum, and the sum, in one pass."""
+    """The norm of a sum, and the sum."""
     return lambda a, b, *parameters: torch.cat(form.add(case, a, b, **examination.parts(form, parameters)))
 
 
 def _with_sum(norm: Function) -> Function:
-    """The same, one after the other."""
+    """The same in two steps."""
     return lambda a, b, *parameters: torch.cat([norm(a + b, *parameters), a + b])
