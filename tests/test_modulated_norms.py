@@ -41,6 +41,7 @@ def test_dtype_mixes(
 
 
 # Grid rationale. As for the bare norms: vectors, tails, warps, clusters, and rows that do not stay on chip.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
 @pytest.mark.parametrize("cols", [8, 17, 64, 1000, 1024, 4096, 4099, 12288, 32768])
 @pytest.mark.parametrize("varies", [(2, 1), (2, 65)], ids=["sample", "token"])
@@ -52,6 +53,7 @@ def test_row_lengths(cols: int, varies: tuple[int, ...], dtype: torch.dtype, tar
         check(ModulatedNormCase(verb, (2, rows, cols), dtype, scale=dtype, shift=dtype, varies=varies), target)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["padded", "unaligned", "transposed", "half", "channels-last", "expanded"])
 @pytest.mark.parametrize("varies", [(5, 1, 1), (3, 4), (3, 1), (5, 3, 4)], ids=str)
 def test_layouts(varies: tuple[int, ...], layout: str, target: Target) -> None:
