@@ -74,7 +74,7 @@ def test_every_option_is_recorded() -> None:
             kf.softmax(x, causal=True, backend="eager"),
             kf.attention_scores(x, x, 2.0, causal=True, normalize=True, backend="eager"),
             kf.rope(x[:, None], y[:, :4], y[:, 4:], interleaved=True, unsqueeze_dim=-2, backend="eager"),
-            *kf.qk_norm_rope(x[:, None], y[:, None], w, w, x[:, :4], y[:, 4:], 0.5, **turning),
+            kf.qk_norm_rope(x[:, None], y[:, None], w, w, x[:, :4], y[:, 4:], 0.5, **turning),
         )
 
     inputs = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)

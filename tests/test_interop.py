@@ -40,8 +40,6 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "sum_squared": lambda x, y, w: kf.sum_squared(x, -1),
     "mean_abs": lambda x, y, w: kf.mean_abs(x),
     "softmax": lambda x, y, w: kf.softmax(x, mask=y),
-    "rope": lambda x, y, w: kf.rope(x[:, None], y[:, :4], y[:, 4:]),
-    "qk_norm_rope": lambda x, y, w: kf.qk_norm_rope(x[:, None], y[:, None], w, w, y[:, :4], x[:, :4]),
     "attention_weights": lambda x, y, w: kf.attention_scores(x, y, normalize=True),
     "ops.elementwise_add_relu": lambda x, y, w: kf.ops.elementwise_add_relu(x, y),
     "ops.elementwise_mul_tanh": lambda x, y, w: kf.ops.elementwise_mul_tanh(x, y),

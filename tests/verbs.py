@@ -315,6 +315,7 @@ _VERBS = (
         {"x": _two_heads},
         lambda x, **o: kf.rope(x, *_angles(x), interleaved=True, **o),
         lambda x: _rotated(x, interleaved=True),
+        row_wise=False,
         reshapes=True,
         by_triton=True,
         views=True,
