@@ -12,6 +12,7 @@ from typing import Any
 from kernel_fusion import compiler, errors, functional, hf, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.functional import (
     NormOutput,
     act_dropout,
@@ -37,6 +38,7 @@ from kernel_fusion.functional import (
     sum_squared,
 )
 from kernel_fusion.functional.explain import Explanation, explain
+from kernel_fusion.functional.results import Quantized
 from kernel_fusion.nn import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -76,6 +78,8 @@ __all__ = [
     "FusedRMSNorm",
     "FusedSoftmax",
     "NormOutput",
+    "Quantize",
+    "Quantized",
     "Report",
     "act_dropout",
     "add_act",

@@ -29,6 +29,9 @@ _KERNELS = {
     ("softmax_fwd", False),
     ("softmax_bwd", False),
     ("row_norm_fwd", True),
+    ("row_norm_codes", False),
+    ("quantize_rows", False),
+    ("quantize_rows", True),
     ("row_norm_bwd", True),
     ("row_norm_bwd_columns", False),
     ("rotary_fwd", False),
@@ -36,6 +39,7 @@ _KERNELS = {
     ("softmax_fwd", True),
     ("softmax_bwd", True),
 }
+_CHAINED = {"row_norm_fwd", "row_norm_codes", "row_norm_bwd", "sum_partials"}
 
 
 # Grid rationale. Three NVIDIA generations and one AMD: every kernel in bf16, fp16 and fp64, every activation. sm_90
@@ -69,7 +73,7 @@ def test_every_kernel_compiles(backend: str, arch: str, which: str, tmp_path: Pa
     assert all(size > 0 and excess == 0 for _, _, size, excess, _ in compiled)
     assert not any(early for *_, early in compiled), "memory is touched before the wait"
     chained = {name for name, *_, early in compiled if early is not None}
-    assert chained == ({"row_norm_fwd", "row_norm_bwd", "sum_partials"} if arch in ("90", "100") else set())
+    assert chained == (_CHAINED if arch in ("90", "100") else set())
     assert {(name, looped) for name, looped, *_ in compiled} == _KERNELS
 
 

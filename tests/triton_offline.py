@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_fusion.backends.triton import plan, pointwise, reduce, rotary, row_norm, serve, softmax
+from kernel_fusion.backends.triton import plan, pointwise, quantize, reduce, rotary, row_norm, serve, softmax
 from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.operators import fallback
 
@@ -35,6 +35,7 @@ _TYPES = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 # AMD's shared memory, of 64 KB, is not used for fetching ahead.
 _DEVICES = {
@@ -67,7 +68,7 @@ def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> l
         pointers = tuple(first if arg is None else arg for arg in args)
         launches.append(Launch(kernel, pointers, warps, registers, constants))
 
-    families = (row_norm, pointwise, reduce, rotary, softmax)
+    families = (row_norm, pointwise, reduce, rotary, softmax, quantize)
     originals = [family.launch for family in families], plan.device_of
     try:
         for family in families:
@@ -183,6 +184,17 @@ def gated(rows: int, cols: int, dtype: torch.dtype) -> None:
         torch.autograd.grad(y, [x, gate, w], torch.zeros_like(y))
 
 
+def quantized(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Norms and gates with every kind of codes and scales."""
+    x, r = torch.zeros(2, rows, cols, dtype=dtype)
+    w, scale = torch.zeros(cols, dtype=dtype), torch.ones(1)
+    kinds = (torch.int8, scale, 0), (torch.float8_e4m3fn, None, 0), (torch.float8_e5m2, None, 128)
+    for codes, keeps in product(kinds, (False, True)):
+        for rms in (False, True):
+            serve("quantized_row_norm", x, r, *codes, keeps, 1, w, w, 1e-5, 0.0, dtype, rms)
+        serve("quantized_gate", x, r, "silu", *codes, keeps)
+
+
 def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
     """Both norms in both directions, bare and with every stage."""
     x, r = torch.zeros(2, rows, cols, dtype=dtype).requires_grad_().unbind()
@@ -220,6 +232,8 @@ def all_launches(arch: str) -> list[Launch]:
     launches += recorded(lambda: norms(3, 2048, torch.float32))
     for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
         launches += recorded(partial(gated, 3, cols, dtype))
+    for cols, dtype in ((320, torch.float16), (4096, torch.bfloat16), (40000, torch.bfloat16), (2048, torch.float32)):
+        launches += recorded(partial(quantized, 3, cols, dtype))
     if arch == "90":
         # Rows in slices; in pieces, fetched ahead; with 16 warps; the longest that are; and those that are read again.
         launches += recorded(lambda: norms(3, 3000, torch.bfloat16))
@@ -237,7 +251,8 @@ def each_kernel(arch: str) -> list[Launch]:
     """One launch of each kernel, and of each that loops over a row."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
-        for launch in record(partial(verbs, rows, cols, torch.bfloat16), _DEVICES[arch]):
+        calls = partial(verbs, rows, cols, torch.bfloat16), partial(quantized, rows, cols, torch.bfloat16)
+        for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
             found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
         found.setdefault((launch.kernel, False), launch)

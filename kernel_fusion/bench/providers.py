@@ -82,7 +82,7 @@ class Provider:
         backend = self.backend if workload.what.has_kernels else None
         with a_kernel_must_run(backend):
             results = self._run(partial(inputs.call, self.function(workload)))
-        with a_kernel_must_run(backend):
+        with a_kernel_must_run(backend if inputs.leaves else None):
             gradients = self._run(partial(inputs.gradients, results))
         named = dict(zip(workload.what.results, (r.detach() for r in results), strict=True))
         return named | dict(zip(inputs.leaves, gradients, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernel_fusion.bench import operations, rotary, stages
+from kernel_fusion.bench import operations, quantised, rotary, stages
 from kernel_fusion.bench.operations import NORMS
 from kernel_fusion.bench.step_models import Steps
 from kernel_fusion.bench.suite import Kind, Norms, Operations, Shape, Shapes, Suite, always, plain
@@ -218,6 +218,18 @@ _RELU_LAYER_NORM = Suite(
     about="LayerNorm of ReLU in one kernel against PyTorch's and CuPy's unfused calls",
 )
 
+_QUANTISED = Suite(
+    "quantised",
+    "Quantised results",
+    "kernels",
+    (Operations(quantised.NORMS, _fixed((16384, 4096))), Operations(quantised.GATES, _fixed((16384, 14336)))),
+    *({"cuda": (_BF16,), "cpu": (_BF16,)},) * 2,
+    quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
+    directions=("forward",),
+    peers=("torch.compile",),
+    about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
+)
+
 _STEPS = Suite(
     "steps",
     "Training steps",
@@ -251,6 +263,7 @@ SUITES = {
         _STAGES,
         _ROPE,
         _RELU_LAYER_NORM,
+        _QUANTISED,
         _memory(),
         _STEPS,
     )

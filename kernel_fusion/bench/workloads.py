@@ -53,6 +53,8 @@ class Inputs:
     def gradients(self, results: Sequence[Tensor], retain_graph: bool = False) -> tuple[Tensor, ...]:
         """The gradients of `leaves`, in order."""
         leaves = tuple(self.leaves.values())
+        if not leaves:
+            return ()
         return torch.autograd.grad(tuple(results), leaves, self.cotangents, retain_graph=retain_graph)
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
@@ -223,7 +225,9 @@ class Workload:
 
         def one_set() -> Inputs:
             tensors = draw.arguments(arguments, shared)
-            return Inputs(tensors, tuple(draw.normal(tuple(r.shape), r.dtype) for r in self._results()))
+            results = self._results()
+            dtypes = (self.dtype if r.dtype.itemsize == 1 else r.dtype for r in results)  # codes get no gradient
+            return Inputs(tensors, tuple(map(draw.normal, (tuple(r.shape) for r in results), dtypes)))
 
         return [one_set() for _ in range(count)]
 

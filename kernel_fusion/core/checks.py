@@ -15,6 +15,7 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
 from kernel_fusion.core.stages import Given
 
@@ -189,9 +190,9 @@ def rounding(verb: str, rounding: str) -> None:
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be the dtype of a result; which of them go with an input is seen with the input."""
+    """Raise unless `value` can be the dtype of a module's result; which go with an input is seen with the input."""
     expected, fits = _KINDS["out_dtype"]
-    if not fits(value):
+    if not fits(value) or isinstance(value, Quantize):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
 
 
@@ -248,7 +249,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dim": ("an int, a sequence of ints or None", lambda v: v is None or _is_size(v)),
     "keepdim": ("a bool", lambda v: hasattr(v, "__bool__")),
     "causal": ("a bool", lambda v: hasattr(v, "__bool__")),
-    "out_dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
+    "out_dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, (torch.dtype, Quantize))),
     "dtype": ("a torch.dtype or None", lambda v: v is None or isinstance(v, torch.dtype)),
 }
 

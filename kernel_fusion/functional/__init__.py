@@ -22,8 +22,9 @@ from kernel_fusion.functional.modulated_norm import (
 )
 from kernel_fusion.functional.pointwise import act_dropout, add_act, bias_act, gated_act, mul_act
 from kernel_fusion.functional.reductions import mean_abs, sum_squared
+from kernel_fusion.functional.results import NormOutput, Quantized
 from kernel_fusion.functional.rotary import qk_norm_rope, rope
-from kernel_fusion.functional.row_norm import NormOutput, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernel_fusion.functional.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
     "NormOutput",
@@ -51,4 +52,5 @@ __all__ = [
 ]
 
 # Named tuples are trees to PyTorch; with a name, programs that return one, or pass it between modules, can be saved.
-pytree._register_namedtuple(NormOutput, serialized_type_name="kernel_fusion.NormOutput")
+for _result in (NormOutput, Quantized):
+    pytree._register_namedtuple(_result, serialized_type_name=f"kernel_fusion.{_result.__name__}")

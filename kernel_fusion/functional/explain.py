@@ -13,9 +13,11 @@ from torch import Tensor
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.modulated_norm import as_norm
+from kernel_fusion.functional.quantized import NO_CUDA
 from kernel_fusion.operators.dispatch import obstacle
 
 
@@ -77,6 +79,8 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
+        if candidate == "cuda" and isinstance(arguments.get("out_dtype"), Quantize):
+            reason = NO_CUDA
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":

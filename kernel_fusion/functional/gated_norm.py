@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.core.stages import Given
-from kernel_fusion.functional import interop
+from kernel_fusion.functional import interop, quantized
 from kernel_fusion.functional.row_norm import Norm, explain_norm, resolved
 from kernel_fusion.operators.dispatch import operator
 
@@ -32,7 +33,7 @@ def gated_rms_norm(
     gate_first: bool = False,
     group_size: int | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     backend: str | None = None,
 ) -> Tensor:
@@ -99,7 +100,7 @@ def gated_layer_norm(
     gate_first: bool = False,
     group_size: int | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     backend: str | None = None,
 ) -> Tensor:
@@ -157,7 +158,11 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
             w, b = (None if t is None else t.unflatten(-1, (-1, group_size)) for t in (w, b))
         affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         options = {"rounding": rounding_for(rounding, input.dtype), "gate_activation": name, "gate_first": first}
-        y: Tensor = serve(x, None, *affine, *Given(gate=g, grouped=grouped, **options))[0]
+        stages = Given(gate=g, grouped=grouped, **options)
+        if isinstance(out_dtype, Quantize):
+            args = x, None, *affine, *stages
+            return quantized.norm(verb, out_dtype, backend, args, g, input.shape)[0]  # type: ignore[return-value]
+        y: Tensor = serve(x, None, *affine, *stages)[0]
         # Nobody else has y, so its other shape need not be a view.
         return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)
     except checks.REFUSALS as error:

@@ -18,6 +18,8 @@ import torch.overrides
 import torch.utils.dlpack
 from torch import Tensor
 
+from kernel_fusion.functional.results import Quantized
+
 # The modules in which a library's `from_dlpack` lies, where that is not the first name of the module of its arrays.
 _HOMES = {"jaxlib": "jax.dlpack", "jax": "jax.dlpack"}
 
@@ -54,6 +56,8 @@ def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:
     result = verb(*(as_tensor(array) for array in arrays))
     if isinstance(result, Tensor):
         return give_back(result.detach())
+    if any(isinstance(part, Quantized) for part in (result, *result)):
+        raise TypeError(f"`{name}`: quantised results are those of tensors, got a {type(arrays[0]).__name__}")
     given = [give_back(tensor.detach()) for tensor in result]
     return type(result)(*given) if hasattr(result, "_fields") else tuple(given)
 

@@ -233,6 +233,7 @@ def _modulated(
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias, *modulation)  # type: ignore[no-any-return]
     scale, shift, gate = modulation
+    checks.out_dtype(verb, norm[5])  # codes of these are not made
     for name, tensor in {"scale": scale, "residual": residual}.items():
         if tensor is None and (name == "scale" or verb.startswith("add_")):
             other = verb.replace("modulated_", "") if name == "scale" else verb[4:]

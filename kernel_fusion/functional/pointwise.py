@@ -9,7 +9,8 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.functional import interop
+from kernel_fusion.core.quantize import Quantize
+from kernel_fusion.functional import interop, quantized
 from kernel_fusion.operators.dispatch import operator
 
 
@@ -125,7 +126,14 @@ def act_dropout(
     return _chain("act_dropout", input, None, "first", activation, p if training else 0.0, backend)
 
 
-def gated_act(gate: Tensor, value: Tensor, activation: str | None, *, backend: str | None = None) -> Tensor:
+def gated_act(
+    gate: Tensor,
+    value: Tensor,
+    activation: str | None,
+    *,
+    out_dtype: Quantize | None = None,
+    backend: str | None = None,
+) -> Tensor:
     r"""A gated activation, in one pass: SwiGLU with "silu", GeGLU with "gelu", ReGLU with "relu".
 
     .. math:: y = \mathrm{activation}(\mathrm{gate}) \cdot \mathrm{value}
@@ -134,6 +142,8 @@ def gated_act(gate: Tensor, value: Tensor, activation: str | None, *, backend: s
         gate, value: as `a` and `b` of :func:`add_act`; the halves of one tensor, `x.chunk(2, -1)`, are read where they
             lie.
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
+        out_dtype: a :class:`Quantize`, which asks for codes and scales along the last dimension; the result is a
+            :class:`Quantized`. None: by PyTorch's rules.
         backend: as for :func:`add_act`.
 
     Returns, raises: as for :func:`add_act`.
@@ -147,7 +157,7 @@ def gated_act(gate: Tensor, value: Tensor, activation: str | None, *, backend: s
         >>> torch.allclose(y, torch.nn.functional.silu(gate) * value, atol=1e-6)
         True
     """
-    return _chain("gated_act", gate, value, "gate", activation, 0.0, backend)
+    return _chain("gated_act", gate, value, "gate", activation, 0.0, backend, out_dtype)
 
 
 # The operands of each verb by the names of its arguments.
@@ -161,23 +171,32 @@ _OPERANDS = {
 
 
 def _chain(
-    verb: str, a: Tensor, b: Tensor | None, combine: str, activation: str | None, p: float, backend: str | None
+    verb: str,
+    a: Tensor,
+    b: Tensor | None,
+    combine: str,
+    activation: str | None,
+    p: float,
+    backend: str | None,
+    out_dtype: Quantize | None = None,
 ) -> Tensor:
     name = checks.activation(verb, "activation", activation)
     if b is None and combine != "first":
         checks.given(verb, _OPERANDS[verb][1], b)
     if not interop.is_tensor(a):
         if interop.records(a):
-            return _recorded(verb, a, b, activation, p, backend)  # type: ignore[no-any-return]
+            return _recorded(verb, a, b, activation, p, backend, out_dtype)  # type: ignore[no-any-return]
 
         def with_tensors(x: Tensor, y: Tensor | None) -> Tensor:
-            return _chain(verb, x, y, combine, name, p, backend)
+            return _chain(verb, x, y, combine, name, p, backend, out_dtype)
 
         return interop.with_tensors(verb, with_tensors, a, b)  # type: ignore[no-any-return]
     if name == IDENTITY and b is None and p == 0.0:
         return a.clone()
     seed = eager.draw_seed(a.device) if p > 0.0 else None
     try:
+        if out_dtype is not None:
+            return quantized.gated(verb, out_dtype, backend, a, b, name)  # type: ignore[arg-type,return-value]
         chain = operator(verb, "pointwise", backend, a, b)
         result: Tensor = chain(a, b, combine, name, 1.0, p, seed)
     except checks.REFUSALS as error:
@@ -186,9 +205,18 @@ def _chain(
     return result
 
 
-def _recorded(verb: str, a: Tensor, b: Tensor | None, activation: str | None, p: float, backend: str | None) -> Any:
+def _recorded(
+    verb: str,
+    a: Tensor,
+    b: Tensor | None,
+    activation: str | None,
+    p: float,
+    backend: str | None,
+    out_dtype: Quantize | None,
+) -> Any:
     """A call of the verb, recorded by its first operand."""
     if verb == "act_dropout":
         return interop.recorded(act_dropout, a, activation, p, backend=backend)
-    options = {"dropout_p": p} if verb == "bias_act" else {}
+    options: dict[str, Any] = {"dropout_p": p} if verb == "bias_act" else {}
+    options |= {"out_dtype": out_dtype} if verb == "gated_act" else {}
     return interop.recorded(globals()[verb], a, b, activation, backend=backend, **options)

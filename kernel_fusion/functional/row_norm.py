@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
-from kernel_fusion.functional import interop
+from kernel_fusion.functional import interop, quantized
+from kernel_fusion.functional.results import NormOutput as NormOutput
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 from kernel_fusion.operators.jagged import has_rows_of
@@ -25,7 +27,7 @@ _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
 # normalized_shape, weight, bias, eps, weight_offset, out_dtype.
-Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | None]
+Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | Quantize | None]
 _Stages = tuple[str | None, str | None, float, str]  # pre_activation, activation, dropout_p, rounding
 
 
@@ -39,7 +41,7 @@ def layer_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     group: Any = None,
     backend: str | None = None,
@@ -60,7 +62,8 @@ def layer_norm(
         pre_activation: applied to x before it is normalised: one of `kernel_fusion.ACTIVATIONS`.
         activation: applied to the result, likewise.
         weight_offset: added to w in the compute type (1.0 for weights stored around zero); needs `weight`.
-        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's. With a :class:`Quantize`
+            the result is a :class:`Quantized`, codes and scales.
         rounding: "once", where y is stored, or "hf", as Hugging Face's norms: the normalised value is rounded to the
             input's dtype, and that times weight plus bias, with a weight, to the promoted dtype of the two. Gradients
             pass straight through both.
@@ -88,7 +91,8 @@ def layer_norm(
         >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
+    staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
+    if staged or type(out_dtype) is Quantize:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         stages = pre_activation, activation, 0.0, rounding
         return _staged("layer_norm", input, None, norm, stages, backend, group).output
@@ -119,7 +123,7 @@ def rms_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     group: Any = None,
     backend: str | None = None,
@@ -137,7 +141,7 @@ def rms_norm(
         bias: b, shape `normalized_shape`, or None for 0.
         pre_activation, activation: as for :func:`layer_norm`.
         weight_offset: added to w in the compute type (1.0 as in Gemma); needs `weight`.
-        out_dtype: dtype of the result. None: float32 under CUDA autocast, else the input's.
+        out_dtype: as for :func:`layer_norm`.
         rounding: as for :func:`layer_norm`; "hf" is what Llama, Mistral, Qwen and T5 of Hugging Face do.
         group: as for :func:`layer_norm`.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
@@ -157,7 +161,8 @@ def rms_norm(
         >>> torch.allclose(kf.rms_norm(x, 16), torch.nn.functional.rms_norm(x, (16,)), atol=1e-6)
         True
     """
-    if pre_activation is not None or activation is not None or rounding != "once" or group is not None:
+    staged = pre_activation is not None or activation is not None or rounding != "once" or group is not None
+    if staged or type(out_dtype) is Quantize:
         norm = normalized_shape, weight, bias, eps, weight_offset, out_dtype
         stages = pre_activation, activation, 0.0, rounding
         return _staged("rms_norm", input, None, norm, stages, backend, group).output
@@ -180,6 +185,7 @@ def rms_norm(
 def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tensor:
     """A norm without stages, of an unusual tensor, by an explicit backend or with arguments that don't fit."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    assert not isinstance(out_dtype, Quantize)  # which counts as a stage
     shape = _sizes(normalized_shape)
     if not _num_normalized_dims(input, shape):
         check_backend_name(backend)
@@ -218,18 +224,6 @@ def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
     return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
-class NormOutput(NamedTuple):
-    """What the `add_*` verbs return.
-
-    Attributes:
-        output: the normalised tensor, in the input's dtype (or `out_dtype`).
-        residual: h = residual + u, what was normalised, in the residual's dtype.
-    """
-
-    output: Tensor
-    residual: Tensor
-
-
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -243,7 +237,7 @@ def add_layer_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     group: Any = None,
     backend: str | None = None,
@@ -302,7 +296,7 @@ def add_rms_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     rounding: str = "once",
     group: Any = None,
     backend: str | None = None,
@@ -361,6 +355,9 @@ def _staged(
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
             args = *args, rounding  # the default costs less where it is left out
+        if isinstance(out_dtype, Quantize):
+            quantized.refuse_group(verb, group)
+            return NormOutput(*quantized.norm(verb, out_dtype, backend, args, None, input.shape))  # type: ignore[arg-type]
         return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "residual": residual}, norm)

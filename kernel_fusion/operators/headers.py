@@ -25,7 +25,7 @@ inline constexpr const char* kSchemas = R"(
 
 def text() -> str:
     """The header."""
-    lines = (f"{name}{schema}\n" for name, schema in (schemas.VERBS | schemas.PARTS).items())
+    lines = (f"{name}{schema}\n" for name, schema in schemas.ALL.items())
     return _FRAME.format(schemas="".join(lines))
 
 

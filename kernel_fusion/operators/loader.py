@@ -124,7 +124,7 @@ def _open() -> ctypes.CDLL:
 
 def _forget_stubs() -> None:
     """Under a tracer's Python dispatcher, operators remember a stub; let them find the new kernels."""
-    for name in schemas.VERBS | schemas.PARTS:
+    for name in schemas.ALL:
         schemas.overload(name)._dispatch_cache.clear()
 
 

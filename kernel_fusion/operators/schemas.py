@@ -58,6 +58,18 @@ PARTS = {
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
+# Quantisation, and the verbs that do it in one pass. No gradient passes: a verb that records one calls its own operator
+# and then `quantize`. `block` columns share a scale, or with 0 a row does; with `scale` given, the second result has no
+# elements, and without `keeps` nor has the third, the result in its own dtype.
+_CODES = "ScalarType dtype, Tensor? scale, int block"
+QUANTIZED = {
+    "quantize": f"(Tensor input, {_CODES}) -> (Tensor values, Tensor scale)",
+    "quantized_row_norm": f"(Tensor input, Tensor? residual, {_CODES}, bool keeps, {_AFFINE}, {stages.SCHEMA}) "
+    "-> (Tensor values, Tensor scale, Tensor output, Tensor residual)",
+    "quantized_gate": f"(Tensor gate, Tensor value, str activation, {_CODES}, bool keeps) "
+    "-> (Tensor values, Tensor scale, Tensor output)",
+}
+ALL = VERBS | PARTS | QUANTIZED
 # The eager definitions as operators for C++; they decompose into ATen under every transform.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
@@ -75,7 +87,7 @@ def overload(name: str) -> Any:
     return getattr(torch.ops.kernel_fusion, name).default
 
 
-for _name, _schema in (VERBS | PARTS).items():
+for _name, _schema in ALL.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
 for _name, (_schema, _definition) in _REFERENCES.items():
     library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)

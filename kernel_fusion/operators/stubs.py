@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernel_fusion.core import arguments
 from kernel_fusion.errors import BuildError
-from kernel_fusion.operators import fallback, loader, schemas
+from kernel_fusion.operators import fallback, loader, quantized, schemas
 
 # The devices with kernels in the extension ("meta" stands for tracing).
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
@@ -57,6 +57,17 @@ def _part_stub(name: str) -> Callable[..., Any]:
     return stub
 
 
+def _quantized_stub(name: str) -> Callable[..., Any]:
+    operator = schemas.overload(name)
+
+    def stub(*args: Any) -> Any:
+        if args[0].device.type == "cpu" and args[0].layout == torch.strided and loader.load():
+            return operator(*args)
+        return arguments.checked(operator, quantized.DEFINITIONS[name])(*args)
+
+    return stub
+
+
 def _kind(t: Tensor) -> str:
     return f"{'nested ' if t.is_nested else ''}{t.layout} on {t.device}".removeprefix("torch.")
 
@@ -64,5 +75,7 @@ def _kind(t: Tensor) -> str:
 for _name in schemas.VERBS:
     for _key in ("Autograd", "CompositeExplicitAutograd"):
         schemas.library.impl(_name, _verb_stub(_name), _key)
+for _name in schemas.QUANTIZED:
+    schemas.library.impl(_name, _quantized_stub(_name), "CompositeExplicitAutograd")
 for _name in schemas.PARTS:
     schemas.library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")

@@ -71,6 +71,7 @@ _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "reduce": _reduce,
     "softmax": _softmax,
     "qk_norm_rope": lambda *args: None,
+    **dict.fromkeys(schemas.QUANTIZED, lambda *args: None),
 }
 for _name in _RULES:
     register(_name)

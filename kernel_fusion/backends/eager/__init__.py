@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kernel_fusion.backends.eager.dropout import draw_seed, dropout
 from kernel_fusion.backends.eager.pointwise import pointwise
+from kernel_fusion.backends.eager.quantize import quantize
 from kernel_fusion.backends.eager.reduce import reduce
 from kernel_fusion.backends.eager.rotary import qk_norm_rope
 from kernel_fusion.backends.eager.row_norm import after_norm, before_norm, pytorch_row_norm, row_norm, staged_row_norm
@@ -22,6 +23,7 @@ __all__ = [
     "pointwise",
     "pytorch_row_norm",
     "qk_norm_rope",
+    "quantize",
     "reduce",
     "row_norm",
     "softmax",

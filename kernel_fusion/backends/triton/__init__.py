@@ -21,7 +21,7 @@ def serve(name: str, *args: Any) -> Any:
     input, num_dims, weight, bias, eps, offset, out_dtype = args
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype)).eps
-    if out_dtype is None and _under_autocast(input):
+    if out_dtype is None and under_autocast(input):
         out_dtype = torch.float32
     staged = torch.ops.kernel_fusion.triton_staged_row_norm.default
     rms = name == "rms_norm"
@@ -29,7 +29,7 @@ def serve(name: str, *args: Any) -> Any:
     return staged(input, None, *norm)[0]
 
 
-def _under_autocast(input: Tensor) -> bool:
+def under_autocast(input: Tensor) -> bool:
     """Whether a norm returns float32, as PyTorch's do under autocast on a GPU."""
     device = input.device.type
     narrow = input.dtype in (torch.float16, torch.bfloat16)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernel_fusion.backends.triton.pointwise import pointwise
+from kernel_fusion.backends.triton.quantize import quantize, quantized_gate, quantized_row_norm
 from kernel_fusion.backends.triton.reduce import reduce
 from kernel_fusion.backends.triton.rotary import qk_norm_rope
 from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
@@ -27,6 +28,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "qk_norm_rope": qk_norm_rope,
 }
+# Operators on the kernels themselves, through which no gradient passes; they are defined where they stand.
+QUANTIZED = (quantize, quantized_row_norm, quantized_gate)
 
 
 def define(library: torch.library.Library, schemas: Mapping[str, str]) -> None:

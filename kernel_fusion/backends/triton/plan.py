@@ -282,6 +282,15 @@ def chain(cols: int | None, warp_size: int) -> Plan:
     return Plan(max(1, 1024 // block), block, _warps(1024, 8, warp_size))
 
 
+def quantize(cols: int, itemsize: int, divided: bool, warp_size: int) -> Plan:
+    """For codes: a row in one block, as for softmax; or in parts, `divided`, where none needs another."""
+    if not divided:
+        return row_plan(cols, itemsize > 4, warp_size)
+    block = max(128, min(4096, _power_of_two(cols)))
+    rows = max(1, _SHORT_TILE // block)
+    return Plan(rows, block, _warps(rows * block, _PER_THREAD, warp_size), looped=cols > block)
+
+
 @dataclass(frozen=True)
 class RotaryPlan:
     """The layout of the rotary embedding.

@@ -116,7 +116,7 @@ def _are_statistics(stats: Tensor, h: Tensor, num_dims: int, rms: bool) -> bool:
 _PARAMETER_TYPES = {"str": str, "float": float, "bool": bool, "Tensor?": Tensor | None}
 
 
-def _with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a parameter per stage argument, from which PyTorch makes the operator's schema."""
     *own, _ = inspect.signature(function).parameters.values()
     stages = [
@@ -129,7 +129,7 @@ def _with_stages(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_fwd", mutates_args={})
-@_with_stages
+@with_stages
 def forward(
     input: Tensor,
     residual: Tensor | None,
@@ -145,39 +145,21 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and the statistics; h is empty without a residual, the statistics if unwanted."""
     s = Given(*stages)
-    other = other_row(s, residual)
-    takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
-    tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
-    require("triton_row_norm_fwd", tensors, takes and out_dtype in checks.FLOATING)
-    of = _grouped(input, num_dims, [weight, bias], s.grouped)
-    tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
-    cols = product(input.shape[input.dim() - num_dims :])
+    require_forward("triton_row_norm_fwd", input, residual, num_dims, weight, bias, out_dtype, s)
+    count = product(input.shape[: input.dim() - num_dims])
     y = torch.empty(input.shape, dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
-    stats = input.new_empty(((1 if rms else 2) * wants_stats, rows.count), dtype=compute_dtype(input.dtype))
-    device = plan.device_of(input.device)
-    layout = plan.norm_forward(cols, input.dtype.itemsize, device.warp_size, rms)
-    size, lengths, strides = _in_units(rows, cols, of)
-    constants = RowNormForward(
-        eps=eps, **_constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s),
-        has_residual=residual is not None, stats=wants_stats, flat=rows.simple, unit=size,
-        **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
-        chained=device.chained, releases=layout.releases,
-    )  # fmt: skip
-    per_group = -(-lengths[0] // layout.rows)
-    launch(
-        fwd_kernel, (per_group * of.groups.count,),
-        tensors[0], tensors[-1], *of.parameters, s.seed, y, h, stats, *lengths, *strides,
-        *of.numbers(per_group, size), constants=constants, warps=layout.warps,
-    )  # fmt: skip
-    bare = other is None and not around(compiled_in(s._asdict()))
+    stats = input.new_empty(((1 if rms else 2) * wants_stats, count), dtype=compute_dtype(input.dtype))
+    norm = num_dims, weight, bias, eps, weight_offset, rms
+    launch_forward(fwd_kernel, input, residual, norm, s, [y, h, stats], stats=wants_stats)
+    bare = other_row(s, residual) is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
     return y, h, stats
 
 
 @torch.library.triton_op("kernel_fusion::triton_row_norm_bwd", mutates_args={})
-@_with_stages
+@with_stages
 def backward(
     dy: Tensor,
     dh: Tensor | None,
@@ -224,6 +206,59 @@ def backward(
     dh = None if dh is None else dh.contiguous()
     _launch_backward([*read, dh, *of.parameters, s.seed, stats], results, numbers, of, fetched, wants, constants)
     return results
+
+
+def require_forward(
+    operator: str,
+    input: Tensor,
+    residual: Tensor | None,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    s: Given,
+) -> None:
+    """Raise unless forward's kernels take these."""
+    takes = _takes(input, num_dims, [weight, bias], [residual], s, residual)
+    tensors = [input, residual, weight, bias, *(getattr(s, name) for name in TENSORS)]
+    require(operator, tensors, takes and out_dtype in checks.FLOATING)
+
+
+def forward_plan(input: Tensor, num_dims: int, rms: bool) -> plan.Plan:
+    """How forward of this input runs."""
+    cols = product(input.shape[input.dim() - num_dims :])
+    return plan.norm_forward(cols, input.dtype.itemsize, plan.device_of(input.device).warp_size, rms)
+
+
+def launch_forward(
+    kernel: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    norm: tuple[int, Tensor | None, Tensor | None, float, float, bool],
+    s: Given,
+    results: Sequence[Tensor | None],
+    **constants: Any,
+) -> None:
+    """Launch a kernel of forward, which fills `results`; `constants` are those that say which."""
+    num_dims, weight, bias, eps, weight_offset, rms = norm
+    other, wide = other_row(s, residual), input.dtype == torch.float64
+    of = _grouped(input, num_dims, [weight, bias], s.grouped)
+    tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
+    cols = product(input.shape[input.dim() - num_dims :])
+    layout, device = forward_plan(input, num_dims, rms), plan.device_of(input.device)
+    size, lengths, strides = _in_units(rows, cols, of)
+    compiled = RowNormForward(
+        eps=eps, **_constants(weight, bias, weight_offset, rms, wide, s), **constants,
+        has_residual=residual is not None, flat=rows.simple, unit=size,
+        **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
+        chained=device.chained, releases=layout.releases,
+    )  # fmt: skip
+    per_group = -(-lengths[0] // layout.rows)
+    launch(
+        kernel, (per_group * of.groups.count,),
+        tensors[0], tensors[-1], *of.parameters, s.seed, *results, *lengths, *strides, *of.numbers(per_group, size),
+        constants=compiled, warps=layout.warps,
+    )  # fmt: skip
 
 
 def _bytes(*tensors: Tensor | None) -> int:

@@ -8,6 +8,7 @@
 #include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
+#include "cpu/quantize.h"
 #include "cpu/tasks.h"
 
 namespace kf {
@@ -332,6 +333,33 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
                }
              };
            });
+}
+
+void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to) {
+  const Rows x(call.input, call.num_dims);
+  const Runs runs(call, x.rows);  // one, of one group
+  const auto acc = acc_dtype(call.input);
+  const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
+  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type;
+  const bool interleaved = bare && x_type == Dtype::kBFloat16;
+  const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
+      bias(call.bias, call.num_dims, runs, 0.0, interleaved);
+  const cpu::Forward args{x.data(), weight.first, bias.first, nullptr, nullptr, nullptr, x.cols,
+                          x.layout, call.eps,     call.rms,   x_type,  y_type,  false};
+  const StagedForward staged(call, h);
+  const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(call.y_dtype()));
+  prefer_huge_pages(h);
+  quantize_rows_of(quantization(quantize, call.y_dtype(), x.rows, x.cols, to), quantize.keeps ? &y : nullptr, [&] {
+    return [&, w = Prepared(weight, acc), b = Prepared(bias, acc)](char* out, int64_t begin, int64_t end) mutable {
+      cpu::Forward mine = args;
+      mine.weight = w.of(0);
+      mine.bias = b.of(0);
+      // Where row 0 would be.
+      mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
+      if (bare) cpu::kernels().forward(mine, begin, end);
+      else cpu::kernels().forward_staged(mine, staged.args, begin, end);
+    };
+  });
 }
 
 void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {

@@ -18,6 +18,9 @@ pointwise_fwd(Tensor a, Tensor? b, str combine, str activation, float scale, flo
 pointwise_bwd(Tensor dy, Tensor a, Tensor? b, str combine, str activation, float scale, float dropout_p, Tensor? seed, bool[2] output_mask) -> (Tensor da, Tensor db)
 softmax_bwd(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor
 qk_norm_rope_bwd(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? positions, float? eps, float weight_offset, bool interleaved, str rounding, bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)
+quantize(Tensor input, ScalarType dtype, Tensor? scale, int block) -> (Tensor values, Tensor scale)
+quantized_row_norm(Tensor input, Tensor? residual, ScalarType dtype, Tensor? scale, int block, bool keeps, int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms, str pre_activation='identity', str activation='identity', float dropout_p=0.0, Tensor? seed=None, str rounding='once', Tensor? gate=None, str gate_activation='identity', bool gate_first=False, bool grouped=False) -> (Tensor values, Tensor scale, Tensor output, Tensor residual)
+quantized_gate(Tensor gate, Tensor value, str activation, ScalarType dtype, Tensor? scale, int block, bool keeps) -> (Tensor values, Tensor scale, Tensor output)
 )";
 
 }  // namespace kf

@@ -94,6 +94,8 @@ class RowNormForward(RowNorm):
     Attributes:
         eps: what is added to the variance.
         stats: whether mean and rstd are written.
+        codes, largest, group, given: as in `Codes`, of y; no name where it is not quantised.
+        keeps: whether y is written.
     """
 
     eps: float
@@ -103,6 +105,11 @@ class RowNormForward(RowNorm):
     slices: int
     early: bool
     releases: bool
+    codes: str = ""
+    largest: float = 0.0
+    group: int = 0
+    given: bool = False
+    keeps: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -237,3 +244,33 @@ class Rotary(Constants):
     dkey: bool = False
     dweight: bool = False
     dkey_weight: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Codes(Constants):
+    """Quantisation.
+
+    Attributes:
+        codes: their type, by PyTorch's name; largest: the largest code.
+        group: columns that share a scale; 0: all of a row, or where it is given.
+        given: whether it is.
+        keeps: whether what is quantised is written, too.
+        unit: what lengths and strides count, in elements.
+        flat: whether rows have one stride.
+        exact: whether blocks divide rows, so that no column needs a mask.
+        looped: whether rows are read a block at a time.
+        gated: whether it is activation(a) * b, or else a.
+        activation: its name.
+    """
+
+    codes: str
+    largest: float
+    group: int
+    given: bool
+    keeps: bool
+    unit: int
+    flat: bool
+    exact: bool
+    looped: bool
+    gated: bool = False
+    activation: str = "identity"

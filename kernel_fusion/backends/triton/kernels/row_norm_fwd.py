@@ -22,6 +22,7 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
+from kernel_fusion.backends.triton.kernels.quantize import store_codes
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
     of_all,
@@ -190,7 +191,8 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
     """y and h of rows that are read a block at a time, twice; and their mean and rstd."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     x_row, other_row, y_row = rows
-    y_ptr, h_ptr = results
+    y_ptr = results[0]
+    h_ptr = results[1]
     mean, rstd = _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C)
     for start in range(0, num_cols, C.block):
         at = start + col
@@ -211,14 +213,15 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
 
 @triton.jit
 def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
-    """y and h of rows that registers hold; and their mean and rstd."""
+    """y, or its codes, and h of rows that registers hold; and their mean and rstd."""
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces
     x_row, other_row, y_row = rows
-    y_ptr, h_ptr = results
+    y_ptr, h_ptr, codes = results
     hs = ()
     affines = ()
     lasts = ()
+    ys = ()
     for i in tl.static_range(PIECES):
         at = i * C.block + col
         col_mask = within(at, num_cols, C.exact)
@@ -256,7 +259,12 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
             else:
                 row = lasts[i]
             y = y * factor(row, C)
-        store(y_ptr, y_offset, y, mask)
+        if C.keeps:
+            store(y_ptr, y_offset, y, mask)
+        if C.codes != "":
+            ys = ys + (tl.where(mask, y.to(y_ptr.dtype.element_ty).to(tl.float32), 0.0),)
+    if C.codes != "":
+        store_codes(ys, codes, y_row, row_mask, start, col, num_cols, C)
     return mean, rstd
 
 
@@ -291,6 +299,54 @@ def row_norm_fwd(
 
     `num_rows` is that of samples, each of which has a row in every group.
     """
+    pointers = (x_ptr, other_ptr, seed_ptr)
+    results = (y_ptr, h_ptr, (y_ptr, y_ptr, num_rows))
+    lengths = (num_rows, col_units, middle, inner)
+    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
+    _forward(pointers, (weight_ptr, bias_ptr), results, stats_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
+
+
+@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
+def row_norm_codes(
+    x_ptr,
+    other_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    h_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    col_units,
+    middle,
+    inner,
+    x0,
+    x1,
+    x2,
+    o0,
+    o1,
+    o2,
+    per_group,
+    sample_step,
+    group_step,
+    weight_pitch,
+    bias_pitch,
+    C: tl.constexpr,
+):
+    """Codes of y, their scales unless they are given, and h; y, if C.keeps. Rows are whole."""
+    pointers = (x_ptr, other_ptr, seed_ptr)
+    results = (y_ptr, h_ptr, (codes_ptr, scales_ptr, num_rows))
+    lengths = (num_rows, col_units, middle, inner)
+    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
+    _forward(pointers, (weight_ptr, bias_ptr), results, y_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
+
+
+@triton.jit
+def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, o_strides, of_groups, C: tl.constexpr):
+    """What both kernels do."""
+    num_rows, col_units, middle, inner = lengths
+    per_group, sample_step, group_step, weight_pitch, bias_pitch = of_groups
     ROWS: tl.constexpr = C.rows
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
@@ -304,14 +360,13 @@ def row_norm_fwd(
     row = row_of(sample, group, (sample_step, group_step), C)
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
-    x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
+    x_row = row_offset(row, (middle, inner), x_strides, C.unit, C.flat)
+    other_row = row_offset(row, (middle, inner), o_strides, C.unit, C.flat)
     rows = (x_row, other_row, row * num_cols)
-    pointers = (x_ptr, other_ptr, seed_ptr)
+    weight_ptr, bias_ptr = affine_pointers
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     parameters = (weight, bias)
-    results = (y_ptr, h_ptr)
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
     if C.looped:

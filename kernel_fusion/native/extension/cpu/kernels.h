@@ -301,6 +301,23 @@ struct Rotary {
 using RotaryForward = void(const Rotary&, int64_t begin, int64_t end);
 using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* const (&dweights)[2]);
 
+// ---- Quantisation ----------------------------------------------------------------------------------------------------------
+
+enum class Codes : int { kInt8, kE4m3, kE5m2 };
+
+// Of `rows` rows of `cols` columns.
+struct Quantization {
+  Dtype type;  // of what is quantised
+  Codes codes;
+  int64_t rows, cols, block;  // columns that share a scale; 0: all
+  const float* given;         // the scale; null: each row, or block of it, has its own
+  uint8_t* values;            // contiguous
+  float* scales;              // of block b of a row at b * rows + row
+};
+// Rows [begin, end), which lie in v from row `first` on.
+using QuantizeRows = void(const Quantization&, const void* v, const RowLayout& layout, int64_t begin, int64_t end,
+                          int64_t first);
+
 // ---- One instruction set ---------------------------------------------------------------------------------------------------
 
 struct Kernels {
@@ -326,6 +343,7 @@ struct Kernels {
   SoftmaxBackwardRows* softmax_bwd;
   RotaryForward* rotary;
   RotaryBackward* rotary_bwd;
+  QuantizeRows* quantize_rows;
 };
 
 // The kernels for this machine's instruction set, within ATEN_CPU_CAPABILITY.

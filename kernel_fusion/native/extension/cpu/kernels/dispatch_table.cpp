@@ -25,13 +25,14 @@ SoftmaxForwardRows softmax;
 SoftmaxBackwardRows softmax_bwd;
 RotaryForward rotary;
 RotaryBackward rotary_bwd;
+QuantizeRows quantize_rows;
 
 extern const Kernels kernels;
 // clang-format off
 const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
                       forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
-                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd, rotary, rotary_bwd};
+                      reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd, rotary, rotary_bwd, quantize_rows};
 // clang-format on
 
 }  // namespace CPU_CAPABILITY

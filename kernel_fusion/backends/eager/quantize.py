@@ -1,0 +1,44 @@
+"""Quantisation: codes and scales of a tensor's last dimension, and the gradient of what they stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.quantize import LARGEST, num_scales
+
+
+def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """The definition: contiguous codes, and the scales of rows or of blocks of so many columns.
+
+    With a given `scale`, the second result has no elements. NaN has the code NaN, or 0 where codes are integers; a row
+    or block that contains NaN or an infinity has it as its scale.
+    """
+    v = input.to(torch.float32)
+    if scale is not None:
+        return _codes(v, scale.reshape(()), dtype).contiguous(), v.new_empty(0)
+    cols = input.shape[-1]
+    blocks = num_scales(cols, block)
+    width = block or max(cols, 1)
+    v = torch.nn.functional.pad(v, (0, blocks * width - cols)).unflatten(-1, (blocks, width))
+    s = _scales(v.abs().amax(-1), dtype)
+    codes = _codes(v, s[..., None], dtype).flatten(-2)[..., :cols]
+    return codes.contiguous(), _by_columns(s) if block else s
+
+
+def _by_columns(s: Tensor) -> Tensor:
+    """The same, laid out as `empty_scales` does."""
+    return s.movedim(-1, 0).clone(memory_format=torch.contiguous_format).movedim(0, -1)
+
+
+def _scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    # By a tensor: PyTorch multiplies by the reciprocal of a number on GPUs, which rounds twice.
+    s = amax / torch.full_like(amax, LARGEST[dtype])
+    return torch.where(s == 0.0, 1.0, s)
+
+
+def _codes(v: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    clamped = (v / s).clamp(-LARGEST[dtype], LARGEST[dtype])
+    if dtype == torch.int8:
+        clamped = clamped.round().nan_to_num(0.0)
+    return clamped.to(dtype)

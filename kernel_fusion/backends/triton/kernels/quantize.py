@@ -1,0 +1,178 @@
+"""Codes and scales of rows, of a tensor or of activation(gate) * value: backends/eager/quantize.py is the definition.
+
+A program has ROWS rows, a block of columns at a time; a row that is longer (LOOPED) is read twice where it has one
+scale. Codes are made in integers, which every GPU has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
+
+# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
+LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
+
+
+@triton.jit
+def magnitude(v):
+    """|v| as an integer, which orders floats as they are, with NaN above all."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr):
+    """The scale of what has this largest magnitude."""
+    s = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, LARGEST, tl.float32))
+    return tl.where(s == 0.0, 1.0, s)
+
+
+@triton.jit
+def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """The code of y, at most the largest or NaN; what has no leading 1 is rounded by a sum of the code's last digit."""
+    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    LEAST_NORMAL: tl.constexpr = (127 - BIAS + 1) << 23
+    SUM: tl.constexpr = (127 - BIAS + SHIFT + 1) << 23
+    REBIAS: tl.constexpr = ((BIAS - 127) << 23) + (1 << (SHIFT - 1)) - 1
+    bits = magnitude(y)
+    digits = tl.full(bits.shape, SUM, tl.int32).to(tl.float32, bitcast=True)
+    small = (bits.to(tl.float32, bitcast=True) + digits).to(tl.int32, bitcast=True) - SUM
+    normal = (bits + REBIAS + ((bits >> SHIFT) & 1)) >> SHIFT
+    code = tl.where(bits < LEAST_NORMAL, small, normal)
+    code = tl.where(bits > 0x7F800000, 0x7F, code)
+    return code | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def encode(v, s, C: tl.constexpr):
+    """The codes of v, as bytes."""
+    y = tl.div_rn(v, s)
+    y = tl.where(y < -C.largest, -C.largest, y)  # NaN stays
+    y = tl.where(y > C.largest, C.largest, y)
+    if C.codes == "int8":
+        # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
+        code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
+    elif C.codes == "float8_e4m3fn":
+        code = _float8(y, 4, 3)
+    else:
+        code = _float8(y, 5, 2)
+    return (code & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def store_codes(vs, pointers, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
+    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's."""
+    codes_ptr, scales_ptr, num_rows = pointers
+    HEIGHT: tl.constexpr = vs[0].shape[0]
+    WIDTH: tl.constexpr = vs[0].shape[1]
+    row = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)[:, None]
+    s = tl.full([1, 1], 1.0, tl.float32)
+    if C.given:
+        s = s * tl.load(scales_ptr)
+    elif C.group == 0:
+        largest = magnitude(vs[0])
+        for i in tl.static_range(1, len(vs)):
+            largest = tl.maximum(largest, magnitude(vs[i]))
+        largest = tl.max(largest, axis=1)[:, None]
+        if C.slices > 1:
+            largest = tl.max(largest, axis=0)[:, None]
+        s = scale_of(largest, C.largest)
+        tl.store(scales_ptr + row, s, mask=row_mask)
+    for i in tl.static_range(len(vs)):
+        at = i * C.block + col
+        if C.group > 0:
+            block = (i * C.block + start) // C.group
+            last = tl.cdiv(num_cols, C.group)
+            codes = _quantize_blocks(vs[i], block, (num_rows, row), row_mask, last, scales_ptr, C, HEIGHT, WIDTH)
+        else:
+            codes = encode(vs[i], s, C)
+        tl.store(codes_ptr + v_row + at, codes, mask=row_mask & within(at, num_cols, C.exact))
+
+
+@triton.jit
+def _tile(pointers, offsets, mask, C: tl.constexpr):
+    """v of a tile, in float32, as its own type has it; and that, to be kept."""
+    a_ptr, b_ptr = pointers
+    v = load(a_ptr, offsets[0], mask, C.wide)
+    if C.gated:
+        v = value(v, C.activation) * load(b_ptr, offsets[1], mask, C.wide)
+    v = v.to(a_ptr.dtype.element_ty)
+    return v.to(tl.float32), v
+
+
+@triton.jit
+def _quantize_blocks(
+    v, block, place, row_mask, num_blocks, scales_ptr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Codes of a tile of WIDTH columns, C.group of which share a scale. `place` is that of the scales of block 0."""
+    GROUP: tl.constexpr = C.group
+    BLOCKS: tl.constexpr = WIDTH // C.group
+    parts = tl.reshape(v, [ROWS, BLOCKS, GROUP])
+    s = scale_of(tl.max(magnitude(parts), axis=2), C.largest)
+    at = block + tl.arange(0, BLOCKS)[None, :]
+    num_rows, row = place
+    tl.store(scales_ptr + at * num_rows + row, s, mask=row_mask & (at < num_blocks))
+    codes = encode(parts, tl.broadcast_to(s[:, :, None], [ROWS, BLOCKS, GROUP]), C)
+    return tl.reshape(codes, [ROWS, WIDTH])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def quantize_rows(
+    a_ptr,
+    b_ptr,
+    scale_ptr,
+    y_ptr,
+    values_ptr,
+    scales_ptr,
+    num_rows,
+    col_units,
+    middle,
+    inner,
+    a0,
+    a1,
+    a2,
+    b0,
+    b1,
+    b2,
+    C: tl.constexpr,
+):
+    """Codes; scales, if none is given; and v, if C.keeps. Lengths and strides count units."""
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    num_cols = col_units * C.unit
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = row < num_rows
+    col = tl.arange(0, BLOCK)[None, :]
+    a_row = row_offset(row, (middle, inner), (a0, a1, a2), C.unit, C.flat)
+    b_row = row_offset(row, (middle, inner), (b0, b1, b2), C.unit, C.flat)
+    s = tl.full([ROWS, 1], 1.0, tl.float32)
+    if C.given:
+        s = s * tl.load(scale_ptr)
+    if C.looped and not C.given and C.group == 0:
+        largest = tl.zeros([ROWS, BLOCK], tl.int32)
+        for start in range(0, num_cols, BLOCK):
+            at = start + col
+            mask = row_mask & within(at, num_cols, C.exact)
+            v, _ = _tile((a_ptr, b_ptr), (a_row + at, b_row + at), mask, C)
+            largest = tl.maximum(largest, magnitude(v))
+        s = scale_of(tl.max(largest, axis=1)[:, None], C.largest)
+        tl.store(scales_ptr + row, s, mask=row_mask)
+    for start in range(0, num_cols, BLOCK):
+        at = start + col
+        mask = row_mask & within(at, num_cols, C.exact)
+        v, kept = _tile((a_ptr, b_ptr), (a_row + at, b_row + at), mask, C)
+        if C.keeps:
+            store(y_ptr, row * num_cols + at, kept, mask)
+        if C.group > 0:
+            num_blocks = tl.cdiv(num_cols, C.group)
+            place = (num_rows, row)
+            codes = _quantize_blocks(v, start // C.group, place, row_mask, num_blocks, scales_ptr, C, ROWS, BLOCK)
+        else:
+            if not C.given and not C.looped:
+                s = scale_of(tl.max(magnitude(v), axis=1)[:, None], C.largest)
+                tl.store(scales_ptr + row, s, mask=row_mask)
+            codes = encode(v, s, C)
+        tl.store(values_ptr + row * num_cols + at, codes, mask=mask)

@@ -1,0 +1,129 @@
+"""Quantised results: the operators on the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.backends.triton import plan
+from kernel_fusion.backends.triton.kernels.constants import Codes
+from kernel_fusion.backends.triton.kernels.quantize import quantize_rows
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_codes
+from kernel_fusion.backends.triton.launch import launch, row_tile
+from kernel_fusion.backends.triton.layout import rows_of, unit
+from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, require_forward, with_stages
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import CODES as ACTIVATIONS
+from kernel_fusion.core.arguments import floating, require
+from kernel_fusion.core.quantize import BLOCK, LARGEST, empty_scales
+from kernel_fusion.core.stages import Given
+
+
+@torch.library.triton_op("kernel_fusion::triton_quantize", mutates_args={})
+def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the rows of a tensor."""
+    require("triton_quantize", [input, scale], floating(input) and _fits(input, dtype, scale, block))
+    if input.dim() == 0:
+        values, scales = quantize(input[None], dtype, scale, block)
+        return values.reshape(()), scales
+    values, scales, _ = _launch([input], {}, (dtype, scale, block, False))
+    return values, scales
+
+
+@torch.library.triton_op("kernel_fusion::triton_quantized_gate", mutates_args={})
+def quantized_gate(
+    gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of activation(gate) * value, and that where it is kept."""
+    alike = gate.shape == value.shape and gate.dtype == value.dtype and gate.dim() > 0
+    takes = alike and activation in ACTIVATIONS and floating(gate) and _fits(gate, dtype, scale, block)
+    require("triton_quantized_gate", [gate, value, scale], takes)
+    return _launch([gate, value], {"gated": True, "activation": activation}, (dtype, scale, block, keeps))
+
+
+@torch.library.triton_op("kernel_fusion::triton_quantized_row_norm", mutates_args={})
+@with_stages
+def quantized_row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    block: int,
+    keeps: bool,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype,
+    rms: bool,
+    *stages: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of a norm's y; that where it is kept; and h, without elements where there is no residual."""
+    s, norm = Given(*stages), (num_dims, weight, bias, eps, weight_offset, rms)
+    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    fits = _fits(input, dtype, scale, block) and (num_dims == 1 or scale is not None)
+    require("triton_quantized_row_norm", [input, scale], fits)
+    require_forward("triton_quantized_row_norm", input, residual, num_dims, weight, bias, out_dtype, s)
+    cols = int(input.shape[-1])
+    group = block if scale is None and cols > block else 0  # one block is a row
+    layout = forward_plan(input, num_dims, rms)
+    if layout.looped or (group and layout.block // layout.slices % group):
+        y, h, _ = forward(input, residual, *norm[:5], out_dtype, rms, False, *s)
+        return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
+    values, scales = _empty(input, dtype, scale, block)
+    y = torch.empty(input.shape if keeps else (0,), dtype=out_dtype, device=input.device)
+    h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
+    results = y, h, values.view(torch.uint8), scales if scale is None else scale
+    launch_forward(
+        row_norm_codes, input, residual, norm, s, results, stats=False, codes=_name(dtype), largest=LARGEST[dtype],
+        group=group, given=scale is not None, keeps=keeps,
+    )  # fmt: skip
+    return values, scales, y, h
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _empty(like: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """Memory for codes and scales."""
+    values = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return values, empty_scales(like, block) if scale is None else like.new_empty(0, dtype=torch.float32)
+
+
+def _fits(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> bool:
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+        return False
+    return dtype in LARGEST and block in (0, BLOCK) and (input.dim() > 0 or scale is not None)
+
+
+def _launch(
+    tensors: list[Tensor], source: dict[str, Any], codes: tuple[torch.dtype, Tensor | None, int, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, scale, block, keeps = codes
+    first = tensors[0]
+    values, scales = _empty(first, dtype, scale, block)
+    y = first.new_empty(first.shape if keeps else 0)
+    if first.numel() == 0:
+        return values, scales.fill_(1.0), y
+    tensors, rows = rows_of(tensors, 1)
+    cols = first.shape[-1]
+    device = plan.device_of(first.device)
+    group = block if scale is None else 0
+    layout = plan.quantize(int(cols), first.dtype.itemsize, group > 0 or scale is not None, device.warp_size)
+    strides = [stride for of in (rows.strides * 2)[:2] for stride in of]
+    size = unit(cols, *strides)
+    constants = Codes(
+        **source, **row_tile(layout, cols), codes=_name(dtype), largest=LARGEST[dtype],
+        group=group, given=scale is not None, keeps=keeps, unit=size, flat=rows.simple, looped=layout.looped,
+        wide=first.dtype == torch.float64,
+    )  # fmt: skip
+    launch(
+        quantize_rows, (-(-rows.count // layout.rows),),
+        tensors[0], tensors[-1], scale, y, values.view(torch.uint8), scales, rows.count, cols // size, rows.middle,
+        rows.inner, *(stride // size for stride in strides), constants=constants, warps=layout.warps,
+    )  # fmt: skip
+    return values, scales, y

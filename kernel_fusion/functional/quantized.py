@@ -1,0 +1,135 @@
+"""Quantised results: what the verbs return where `out_dtype` is a `Quantize`.
+
+Where no gradient is recorded, one operator computes and quantises, and the result in its own dtype reaches memory only
+if it is wanted. Else the differentiable operator of the verb comes first, and its result is quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from kernel_fusion.backends import eager
+from kernel_fusion.backends.availability import is_foreign
+from kernel_fusion.backends.triton import under_autocast
+from kernel_fusion.config import check_backend_name, state
+from kernel_fusion.core import checks
+from kernel_fusion.core.quantize import Quantize
+from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.functional.results import Quantized
+from kernel_fusion.operators import schemas
+from kernel_fusion.operators.dispatch import operator, unavailable_reason
+
+NO_CUDA = "quantised results have no CUDA C++ kernels yet; those of 'triton' serve them"
+
+
+def norm(
+    verb: str, quantize: Quantize, backend: str | None, args: tuple[Any, ...], row: Tensor | None, shape: Sequence[int]
+) -> tuple[Quantized, Tensor]:
+    """The quantised result of a norm with its stages, and h.
+
+    Args:
+        args: those of the operator `staged_row_norm`, with `quantize` for `out_dtype`.
+        row: what is read beside input and residual.
+        shape: of the result; the operator's has groups of columns apart.
+    """
+    input, residual, num_dims = args[:3]
+    if quantize.per != "tensor" and num_dims != 1:
+        expected = f"`out_dtype` with per={quantize.per!r} goes with a `normalized_shape` of one dimension"
+        raise ValueError(f"`{verb}`: {expected}, got {num_dims}")
+    out_dtype = torch.float32 if under_autocast(input) else input.dtype
+    args = tuple(out_dtype if arg is quantize else arg for arg in args)
+    route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, *args[3:5], row))
+    fits = checks.parameters_fit(input.shape[input.dim() - num_dims :], *args[3:5]) and input.numel() > 0
+    if route.fused and fits and input.shape == shape:
+        values, scale, v, h = route.operator("quantized_row_norm")(*args[:2], *_options(quantize), *args[2:])
+        return _result(quantize, values, scale, v), h
+    y, h = route.serve(*args)
+    if y.shape != shape:
+        y = torch.ops.aten._unsafe_view(y.contiguous(), shape)  # nobody else has y
+    return _of(quantize, route, y), h
+
+
+def refuse_group(verb: str, group: Any) -> None:
+    """Raise where a rank has a part of each row, and would not know the largest value of the whole."""
+    if group is not None:
+        raise ValueError(f"`{verb}`: `out_dtype` quantises whole rows, and does not go with a `group`")
+
+
+def gated(
+    verb: str, quantize: Quantize, backend: str | None, gate: Tensor, value: Tensor, activation: str
+) -> Quantized:
+    """The quantised result of a gated activation."""
+    route = _route(verb, "pointwise", backend, quantize, (gate, value))
+    if route.fused and gate.dim() > 0 and gate.shape == value.shape and gate.dtype == value.dtype:
+        return _result(quantize, *route.operator("quantized_gate")(gate, value, activation, *_options(quantize)))
+    y = route.serve(gate, value, "gate", activation, 1.0, 0.0, None)
+    if y.dim() == 0 and quantize.per != "tensor":
+        raise ValueError(f"`{verb}`: `out_dtype` with per={quantize.per!r} needs a dimension, and the result has none")
+    return _of(quantize, route, y)
+
+
+class _Route(NamedTuple):
+    """What serves a call: the backend, None being the device's own; the verb's operator; and whether one may do all."""
+
+    backend: str | None
+    serve: Callable[..., Any]
+    fused: bool
+
+    def operator(self, name: str) -> Callable[..., Any]:
+        """The operator `name` of `schemas.QUANTIZED`, or its definition."""
+        if self.backend == "eager":
+            return eager.quantize
+        overload = schemas.overload(f"triton_{name}" if self.backend == "triton" else name)
+        return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
+
+
+def _route(verb: str, name: str, backend: str | None, quantize: Quantize, tensors: tuple[Tensor | None, ...]) -> _Route:
+    input, scale = tensors[0], quantize.scale
+    assert input is not None
+    for tensor in (*tensors, scale):
+        if tensor is not None and is_foreign(tensor):
+            raise TypeError(f"`{verb}`: quantised results are those of plain tensors, got {type(tensor).__name__}")
+    if input.dtype not in checks.FLOATING:
+        raise TypeError(f"`{verb}`: quantised results are those of floating-point tensors, got {input.dtype}")
+    if scale is not None and scale.device != input.device:
+        raise RuntimeError(
+            f"`{verb}`: expected all tensors to be on the same device, but the `scale` of `out_dtype` is on "
+            f"{scale.device} and the input is on {input.device}"
+        )
+    wanted = _backend(verb, backend, input)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    fused = wanted != "eager" and not recorded and forward_ad._current_level < 0
+    return _Route(wanted, operator(verb, name, wanted, *tensors), fused)
+
+
+def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
+    """The backend that was asked for, or Triton on a GPU, where it has the only kernels; None for the device's own."""
+    check_backend_name(backend)
+    wanted = backend or state.backend
+    if wanted == "cuda":
+        raise BackendUnavailableError(f"`{verb}`: backend 'cuda' was requested, but {NO_CUDA}")
+    if wanted is None and input.device.type in ("cuda", "xpu"):
+        return "triton" if unavailable_reason("triton", input.device) is None else "eager"
+    return wanted
+
+
+def _of(quantize: Quantize, route: _Route, y: Tensor) -> Quantized:
+    """A result, quantised, by an operator of its own."""
+    values, scale = route.operator("quantize")(y.detach(), quantize.dtype, quantize.scale, quantize.block)
+    return _result(quantize, values, scale, y)
+
+
+def _options(quantize: Quantize) -> tuple[Any, ...]:
+    """The arguments that the operators have for it."""
+    return quantize.dtype, quantize.scale, quantize.block, quantize.unquantized
+
+
+def _result(quantize: Quantize, values: Tensor, scale: Tensor, v: Tensor) -> Quantized:
+    given = quantize.scale
+    return Quantized(values, scale if given is None else given.reshape(()), v if quantize.unquantized else None)

@@ -1,0 +1,67 @@
+"""What verbs return that is more than a tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernel_fusion.core.quantize import BLOCK, LARGEST
+
+
+class NormOutput(NamedTuple):
+    """What the `add_*` verbs return.
+
+    Attributes:
+        output: the normalised tensor, in the input's dtype (or `out_dtype`), or a :class:`Quantized`.
+        residual: h = residual + u, what was normalised, in the residual's dtype.
+    """
+
+    output: Tensor
+    residual: Tensor
+
+
+class Quantized(NamedTuple):
+    """What a verb returns where `out_dtype` is a :class:`Quantize`.
+
+    Attributes:
+        values: the codes, contiguous, of the shape of the result.
+        scale: what a code is multiplied by, float32: a single number, as it was given; or (\\*, 1), one for each row;
+            or (\\*, ceil(N / 128)), one for each block of columns, where the scales of neighbouring rows are neighbours
+            in memory.
+        unquantized: v, where it was asked for; else None.
+    """
+
+    values: Tensor
+    scale: Tensor
+    unquantized: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        r"""What the codes stand for, in float32.
+
+        .. math:: \hat v = \mathrm{code} \cdot s
+
+        Where `unquantized` is there, gradients pass straight through to it, and to the arguments of the verb: wherever
+        v was not clamped, which under scales of rows and blocks is everywhere. Without it there is no gradient.
+
+        Example:
+            >>> import torch, kernel_fusion as kf
+            >>> x = torch.randn(4, 256, requires_grad=True)
+            >>> quantize = kf.Quantize(torch.float8_e4m3fn, per=128, unquantized=True)
+            >>> kf.rms_norm(x, 256, out_dtype=quantize).dequantize().square().sum().backward()
+            >>> x.grad.shape
+            torch.Size([4, 256])
+        """
+        scale = self.scale
+        if scale.dim() > 0 and scale.shape[-1] != 1:
+            scale = scale.repeat_interleave(BLOCK, -1)[..., : self.values.shape[-1]]
+        result = self.values.to(torch.float32) * scale
+        if self.unquantized is None:
+            return result
+        v = self.unquantized.to(torch.float32)
+        if self.scale.dim() == 0:
+            limit = self.scale * LARGEST[self.values.dtype]
+            v = v.clamp(-limit, limit)
+        # The difference is 0, but NaN for an infinity; subtracting it leaves the value and passes the gradient on.
+        return result - torch.nan_to_num(v.detach() - v)

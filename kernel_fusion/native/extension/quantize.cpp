@@ -1,0 +1,120 @@
+// The operators of quantised results on the CPU: checks, allocation, registration. Shapes for tracing come from Python
+// (operators/meta.py), and so does what serves other devices (operators/quantized.py).
+#include "quantize.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "backends.h"
+
+namespace kf {
+
+Quantized::Quantized(const Quantize& quantize, const Tensor& like) {
+  values = at::empty(like.sizes(), like.options().dtype(quantize.dtype), at::MemoryFormat::Contiguous);
+  const auto floats = like.options().dtype(at::kFloat);
+  if (present(quantize.scale)) {
+    scales = at::empty({0}, floats);
+    return;
+  }
+  const auto leading = like.sizes().slice(0, like.dim() - 1);
+  c10::SmallVector<int64_t, 6> shape(leading.begin(), leading.end());
+  if (quantize.block) shape.insert(shape.begin(), ceil_div(like.size(-1), quantize.block));
+  else shape.push_back(1);
+  scales = at::empty(shape, floats);
+  if (quantize.block) scales = scales.movedim(0, -1);
+}
+
+namespace {
+
+void check(const Quantize& q, const Tensor& input) {
+  TORCH_CHECK_VALUE(q.dtype == at::kChar || q.dtype == at::kFloat8_e4m3fn || q.dtype == at::kFloat8_e5m2,
+                    "kernel_fusion: codes are int8, float8_e4m3fn or float8_e5m2, not ", q.dtype);
+  TORCH_CHECK_VALUE(q.block >= 0, "kernel_fusion: `block` must not be negative, got ", q.block);
+  TORCH_CHECK(input.dim() > 0 || present(q.scale), "kernel_fusion: a scale of rows needs a dimension");
+  if (!present(q.scale)) return;
+  check_memory(q.scale);
+  TORCH_CHECK(q.scale->scalar_type() == at::kFloat && q.scale->numel() == 1 && q.scale->device() == input.device(),
+              "kernel_fusion: `scale` must be one float32 number on the device of the input");
+}
+
+std::tuple<Tensor, Tensor> results(Quantized&& quantized) { return {std::move(quantized.values), std::move(quantized.scales)}; }
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& input, at::ScalarType dtype, const OptionalTensor& scale, int64_t block) {
+  const Quantize q{dtype, scale, block};
+  check(q, input);
+  check_memory(input);
+  TORCH_CHECK(readable(input), "kernel_fusion::quantize: arguments that its kernels do not take");
+  Quantized to(q, input);
+  if (input.numel()) quantize_cpu(input, q, to);
+  else to.scales.fill_(1.0);  // of rows without columns
+  return results(std::move(to));
+}
+
+// A result that was computed apart, and its codes.
+std::tuple<Tensor, Tensor, Tensor> quantized(Tensor y, const Quantize& q) {
+  auto [values, scales] = quantize(y, q.dtype, q.scale, q.block);
+  if (!q.keeps) y = at::empty({0}, y.options());
+  return {std::move(values), std::move(scales), std::move(y)};
+}
+
+using QuantizedNorm = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
+  check(q, call.input);
+  TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
+              call.num_dims);
+  if (!accepts(call) || call.input.numel() == 0 || groups_of(call).count > 1) {
+    static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm", staged_call);
+    auto [y, h] = call_operator(op, call);
+    return std::tuple_cat(quantized(std::move(y), q), std::tuple(std::move(h)));
+  }
+  with_tensors(call, check_all_memory);
+  const auto options = call.input.options();
+  Tensor y = q.keeps ? at::empty(call.input.sizes(), options.dtype(call.y_dtype()), at::MemoryFormat::Contiguous)
+                     : at::empty({0}, options.dtype(call.y_dtype()));
+  Tensor h = present(call.residual)
+                 ? at::empty(call.input.sizes(), options.dtype(call.residual->scalar_type()), at::MemoryFormat::Contiguous)
+                 : at::empty({0}, options);
+  Quantized to(q, call.input);
+  quantized_row_norm_cpu(call, q, y, h, to);
+  return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y), std::move(h)));
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantized_gate(const Tensor& gate, const Tensor& value, std::string_view activation,
+                                                  at::ScalarType dtype, const OptionalTensor& scale, int64_t block,
+                                                  bool keeps) {
+  const Quantize q{dtype, scale, block, keeps};
+  check(q, gate);
+  const PointwiseCall call{gate, value, "gate", activation, 1.0, 0.0, kAbsent};
+  const bool alike = gate.sizes() == value.sizes() && gate.scalar_type() == value.scalar_type();
+  if (!accepts(call) || !alike || gate.numel() == 0 || gate.dim() == 0)
+    return quantized(accepts(call) ? pointwise(kCpu, call) : reference(call), q);
+  check_all_memory(gate, value);
+  Tensor y = keeps ? at::empty(gate.sizes(), gate.options(), at::MemoryFormat::Contiguous) : at::empty({0}, gate.options());
+  Quantized to(q, gate);
+  quantized_gate_cpu(gate, value, code_of(activation), q, y, to);
+  return std::tuple_cat(results(std::move(to)), std::tuple(std::move(y)));
+}
+
+// The operator of the norms, whose last arguments are those of the stages.
+template <class> struct NormOperator;
+template <class... Stages> struct NormOperator<Types<Stages...>> {
+  static QuantizedNorm run(const Tensor& input, const OptionalTensor& residual, at::ScalarType dtype,
+                           const OptionalTensor& scale, int64_t block, bool keeps, int64_t num_dims,
+                           const OptionalTensor& weight, const OptionalTensor& bias, double eps, double weight_offset,
+                           OptionalDtype out_dtype, bool rms, Stages... stages) {
+    return quantized_row_norm(
+        staged_call(input, residual, num_dims, weight, bias, eps, weight_offset, out_dtype, rms, stages...),
+        {dtype, scale, block, keeps});
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) {
+  m.impl("quantize", quantize);
+  m.impl("quantized_row_norm", NormOperator<StageArguments>::run);
+  m.impl("quantized_gate", quantized_gate);
+}
+
+}  // namespace kf

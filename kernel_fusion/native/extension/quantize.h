@@ -1,0 +1,31 @@
+// Quantised results: codes, and scales of rows or of blocks of columns (backends/eager/quantize.py). No gradient passes.
+#pragma once
+
+#include "pointwise.h"
+#include "row_norm.h"
+
+namespace kf {
+
+// What an operator is asked for.
+struct Quantize {
+  at::ScalarType dtype;
+  const OptionalTensor& scale;  // none: of each row, or
+  int64_t block;                // of so many of its columns, if it is not 0
+  bool keeps = true;            // the result in its own dtype, too
+};
+
+// The results: contiguous codes, and scales, that of block b of row r at b * rows + r; without elements where one is given.
+struct Quantized {
+  Tensor values, scales;
+  Quantized(const Quantize& quantize, const Tensor& like);
+};
+
+// Those of the rows of v, its last dimension.
+void quantize_cpu(const Tensor& v, const Quantize& quantize, Quantized& to);
+// Those of a norm's y, and h as in `ForwardKernel`; y is defined where it is kept.
+void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to);
+// Those of activation(gate) * value, of one shape and type; y likewise.
+void quantized_gate_cpu(const Tensor& gate, const Tensor& value, int32_t activation, const Quantize& quantize, Tensor& y,
+                        Quantized& to);
+
+}  // namespace kf
