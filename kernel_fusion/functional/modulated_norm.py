@@ -15,6 +15,7 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks, groups
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop
@@ -249,6 +250,7 @@ def _modulated(
         w, b, offset = _affine(verb, input, norm, scale, shift)
         w, b, grouped = _in_groups(verb, input, shape, w, b)
         out_dtype = norm[5]
+        assert not isinstance(out_dtype, Quantize)
         if gate is not None:
             assert residual is not None
             out_dtype = _out_dtype(input, residual, out_dtype)
@@ -268,6 +270,7 @@ def _affine(
 ) -> tuple[Tensor, Tensor | None, float]:
     """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in."""
     _, weight, bias, _, weight_offset, out_dtype = norm
+    assert not isinstance(out_dtype, Quantize)
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     if weight is None and bias is None:
         return scale, shift, 1.0
