@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ class FusedGatedAct(nn.Module):
         activation: one of `kernel_fusion.ACTIVATIONS`, or None.
         dim: the dimension in which one input holds both, the gate first: `gate, value = input.chunk(2, dim)`. (In
             `torch.nn.GLU` the gate is the second half.)
-        features: n, the size of the output in that dimension. One input is refused if it has not 2n. A process group
-            of several ranks requires it of one input: half of a rank's columns is the gate only if it has all of them.
+        features: n, the size of the output in that dimension. One input is refused if it has not 2n, as a rank's part
+            has under tensor parallelism. Without it such a part is refused in training, and a warning in inference.
 
     Shape: input with 2n elements in dimension `dim`, output with n; or gate and value of shapes that broadcast, output
     of their common shape. The halves are read where they lie.
@@ -97,7 +98,7 @@ class FusedGatedAct(nn.Module):
     Raises:
         ValueError: an unknown activation.
         RuntimeError, IndexError: an input that has no two halves, in the words of `torch.nn.GLU`; RuntimeError: it has
-            not 2n elements there, or `features` is needed and was not given.
+            not 2n elements there, or is known to be a rank's part whose halves lie on different ranks.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -130,28 +131,42 @@ class FusedGatedAct(nn.Module):
 
 def _halves(input: Tensor, dim: int, features: int | None) -> tuple[Tensor, ...]:
     checks.tensor("gated_act", "gate", input)
-    if isinstance(input, Tensor):  # no size is known of a proxy
-        if input.dim() == 0 or input.size(dim) % 2:
-            nn.functional.glu(input, dim)  # raises, in PyTorch's words
-        _check_whole(input, dim, features)
-    if is_dtensor(input):
-        from kernel_fusion.distributed.halves import halves
-
-        return halves(input, dim)  # type: ignore[arg-type]
-    return input.chunk(2, dim)
-
-
-def _check_whole(input: Tensor, dim: int, features: int | None) -> None:
-    """Raise of a rank's part of a packed tensor; without gradients nothing but its size tells it from a whole one."""
-    if features is None:
-        if not is_dtensor(input) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                "`gated_act`: several ranks may have parts of one packed `gate`, whose halves are not gate and value; "
-                "`FusedGatedAct(..., features=n)` says how many elements the output has, and then refuses a part"
-            )
-    elif input.size(dim) != 2 * features:
+    if isinstance(input, Tensor) and (input.dim() == 0 or input.size(dim) % 2):  # no size is known of a proxy
+        nn.functional.glu(input, dim)  # raises, in PyTorch's words
+    if isinstance(input, Tensor) and features is not None and input.size(dim) != 2 * features:
         raise RuntimeError(
             f"`gated_act`: packed `gate` must have 2 * features = {2 * features} elements in dimension {dim}, got "
             f"{input.size(dim)}; if they are a rank's part, keep them a DTensor: "
             "`kernel_fusion.distributed.PackedColwiseParallel(parts=2, use_local_output=False)`"
+        )
+    if is_dtensor(input):
+        from kernel_fusion.distributed.halves import halves
+
+        return halves(input, dim)  # type: ignore[arg-type]
+    if isinstance(input, Tensor) and features is None and not torch.compiler.is_compiling():
+        _look_for_part(input, dim)
+    return input.chunk(2, dim)
+
+
+def _look_for_part(input: Tensor, dim: int) -> None:
+    """Raise of what autograd knows to be a rank's part of a projection whose halves lie on different ranks.
+
+    Without gradients a part cannot be told from the whole, and several ranks are warned.
+    """
+    node: Any = input.grad_fn
+    while type(node).__name__ == "BackwardHookFunctionBackward":  # the linear layer has hooks
+        node = node.next_functions[0][0]
+    spec = getattr(node, "dtensor_spec", None)
+    for placement in () if spec is None else spec.placements:
+        if placement.is_shard(dim % input.dim()) and getattr(placement, "split_factor", 1) == 1:
+            raise RuntimeError(
+                f"`gated_act`: `gate` is this rank's part of a DTensor sharded in dimension {dim}, and its halves are "
+                "not parts of the halves of that; `kernel_fusion.distributed.PackedColwiseParallel(parts=2)` shards "
+                "each half by itself"
+            )
+    if node is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            "`FusedGatedAct` of one packed input cannot tell a rank's part of it, whose halves are not gate and value, "
+            "from the whole; `features=n`, the size of the output, makes it sure and ends this warning",
+            stacklevel=4,
         )
