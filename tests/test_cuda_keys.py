@@ -147,7 +147,7 @@ def test_keys_are_what_cpp_writes(tmp_path: Path) -> None:
 def test_arguments_lie_as_the_compiler_has_them(tmp_path: Path) -> None:
     """Sizes and offsets of the structs that the Python launcher fills."""
     structs = {name: each for name, each in python_launch.args_structs().items() if hasattr(each, "_fields_")}
-    assert set(structs) == {"RowLayout", "RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
+    assert set(structs) == {"RowLayout", "RowGroups", "RowNormFwdArgs", "RowNormBwdArgs", "SumPartialsArgs"}
 
     def layout() -> Iterator[tuple[str, int]]:
         for name, struct in structs.items():

@@ -177,7 +177,7 @@ def test_options_of_nvidias_devices(traced: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: seen)
     x = torch.zeros(1)
-    constants = SumPartials(wide=False, rows=1, block=16, pair=False)
+    constants = SumPartials(wide=False, rows=1, block=16, pair=False, many=False)
     chained = replace(constants, chained=True)
     launch.launch(kernel, (1,), x, constants=chained, warps=8, registers=128)
     extra = {} if traced else {"launch_pdl": True, "maxnreg": 128}

@@ -34,8 +34,8 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
     """
     leading = list(input[: len(input) - num_dims])
     own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
-    # Whether the parameters have each dimension, of those with several rows.
-    has = [(size != 1, rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
+    # Whether the parameters have each dimension that has several rows; a tracer's comparison is no bool.
+    has = [(bool(size != 1), rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
     if sum(a != b for (a, _), (b, _) in pairwise(has)) > 1:
         return None
     count = inner = 1
