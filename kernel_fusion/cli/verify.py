@@ -76,7 +76,7 @@ def verify(
 
 
 def _by_verb(verdicts: Sequence[_Verdict]) -> Table:
-    """A line per verb and dtype: the number of compared tensors, and the one closest to its budget."""
+    """A line per verb and dtype: the number of compared tensors, and the error closest to its budget, with whose it is."""
     verbs, dtypes = (dict.fromkeys(getattr(v.case, name) for v in verdicts) for name in ("verb", "dtype"))
     rows = []
     for verb, dtype in product(verbs, dtypes):
@@ -88,7 +88,7 @@ def _by_verb(verdicts: Sequence[_Verdict]) -> Table:
         share = ("–", "") if worst is None else (f"{worst.excess:.3f}", worst.name)
         failed = sum(verdict.failed for verdict in own)
         rows.append((verb, shown_dtype(dtype), str(len(found)), *share, f"{failed} FAIL" if failed else "pass"))
-    columns = ("verb", "dtype", "tensors", "largest error ÷ budget", "of", "")
+    columns = ("verb", "dtype", "tensors", "error ÷ budget", "worst", "")
     return Table("Forward and backward against float64", columns, tuple(rows))
 
 
