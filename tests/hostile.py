@@ -202,7 +202,7 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
              "pre_activation": call["pre_activation"], "activation": call["activation"], "dropout_p": 0.0,
              "seed": None, "stored": call["has_residual"],
              "wants": [True, call["output_mask"][3], True, call["bias"] is not None],
-             **{name: call[name] for name in ("rounding", "gate", "gate_activation", "gate_first")}}
+             **{name: call[name] for name in ("rounding", "gate", "gate_activation", "gate_first", "grouped")}}
             for call in calls["row_norm_bwd"]
         ],
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
@@ -350,6 +350,7 @@ _DEFINITIONS: dict[str, Callable[..., Any]] = {
     "row_norm_bwd": _row_norm_bwd,
     "pointwise_bwd": _pointwise_bwd,
     "softmax_bwd": _softmax_bwd,
+    "qk_norm_rope_fwd": lambda **call: torch.ops.kernel_fusion.qk_norm_rope_reference(**call),
     "qk_norm_rope_bwd": _qk_norm_rope_bwd,
 }
 

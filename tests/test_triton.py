@@ -25,6 +25,7 @@ from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case, PointwiseCase, ReduceCase, RowNormCase, SoftmaxCase, StagedNormCase
+from kernel_fusion.testing.rotary import RotaryCase
 from kernel_fusion.testing.row_norms import GatedNormCase, Inputs, ModulatedNormCase
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -91,8 +92,12 @@ def _own_cases() -> Iterator[Case]:
 
 
 def _affordable(case: Case) -> bool:
-    """On a GPU all; in the interpreter those that take about a second, which leaves every verb, dtype and stage."""
-    return DEVICE == "cuda" or (case.draws <= 4 and math.prod(case.shape) <= 17000)
+    """On a GPU all; in the interpreter those that take about a second, which leaves every verb, dtype and stage.
+
+    The interpreter cuts bf16 off where a GPU rounds, which the fp32 gradient of a weight after a rounding shows.
+    """
+    cut_off = isinstance(case, RotaryCase) and case.rounding == "hf" and (case.dtype, case.weight) == (BF16, F32)
+    return DEVICE == "cuda" or (case.draws <= 4 and math.prod(case.shape) <= 17000 and not cut_off)
 
 
 def _with_marks(case: Case) -> Any:

@@ -179,7 +179,7 @@ def gated(rows: int, cols: int, dtype: torch.dtype) -> None:
     for rms, first, whole in product((False, True), repeat=3):
         shape = (cols,) if whole else (4, cols // 4)
         tensors = [x.unflatten(-1, shape), None, 1, w.view(shape), w.view(shape), 1e-5, 0.0, None, rms]
-        stages = "identity", "identity", 0.0, None, "once", gate.unflatten(-1, shape), "silu", first
+        stages = "identity", "identity", 0.0, None, "once", gate.unflatten(-1, shape), "silu", first, not whole
         y = serve("staged_row_norm", *tensors, *stages)[0]
         torch.autograd.grad(y, [x, gate, w], torch.zeros_like(y))
 

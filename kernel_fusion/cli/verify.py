@@ -76,7 +76,7 @@ def verify(
 
 
 def _by_verb(verdicts: Sequence[_Verdict]) -> Table:
-    """A line per verb and dtype: the number of compared tensors, and the error closest to its budget, with whose it is."""
+    """A line per verb and dtype: the number of compared tensors, the error closest to its budget, and whose."""
     verbs, dtypes = (dict.fromkeys(getattr(v.case, name) for v in verdicts) for name in ("verb", "dtype"))
     rows = []
     for verb, dtype in product(verbs, dtypes):

@@ -20,7 +20,8 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def _takes(c: Rotary) -> bool:
-    return served_by_kernels(c) and c.query.shape[-1] <= plan.LONGEST_HEAD
+    pairs = c.key is not None or c.key_weight is None  # else nothing has looked at the weight
+    return served_by_kernels(c) and pairs and c.query.shape[-1] <= plan.LONGEST_HEAD
 
 
 def _readable(t: Tensor | None) -> Tensor | None:
