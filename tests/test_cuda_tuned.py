@@ -56,6 +56,8 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"gate": "bf16", "gate_activation": "silu"},
     {"gate": "f32", "gate_activation": "silu"},
     {"gate": "f32", "gate_activation": "silu", "gate_first": True, "rounding": "hf"},
+    {"grouped": True},
+    {"residual": "bf16", "grouped": True},
 )
 
 
