@@ -13,7 +13,7 @@ _PRODUCT = [dict(zip("abcd", values, strict=True)) for values in product("01", "
 _CASES = [factors({"case": case}) for case in cases.cases(quick=True)]
 
 
-@pytest.mark.parametrize(("rows", "most"), [(_PRODUCT, 24), (_CASES, 240)], ids=["product", "cases"])
+@pytest.mark.parametrize(("rows", "most"), [(_PRODUCT, 24), (_CASES, len(_CASES) // 3)], ids=["product", "cases"])
 @pytest.mark.parametrize("strength", [1, 2])
 def test_every_combination_is_there(rows: list[dict[str, str]], most: int, strength: int) -> None:
     """For any one or two factors, few rows have all values that occur together, and the same rows each time."""

@@ -66,7 +66,7 @@ def _qk_norm_rope(keys: int) -> Operation:
 
 
 _ROPE = _rope()
-# By tokens and columns: 32 heads of the query and 8 of the key, as in Qwen3 8B; 24 of each, as in video models.
+# Keys are tokens and columns: 32 heads of the query and 8 of the key, as in Qwen3 8B; 24 of each, as in video models.
 OPERATIONS: dict[tuple[int, int], tuple[Operation, ...]] = {
     (4096, 32 * _HEAD): (_ROPE, replace(_qk_norm_rope(4), name="norm+rope of query and fewer keys")),
     (27030, 24 * _HEAD): (_ROPE, _qk_norm_rope(1)),

@@ -1,6 +1,6 @@
 """Quantised results: what the verbs return where `out_dtype` is a `Quantize`.
 
-Where no gradient is recorded, one operator computes and quantises, and the result in its own dtype reaches memory only
+If no gradient is recorded, one operator computes and quantises, and the result in its own dtype reaches memory only
 if it is wanted. Else the differentiable operator of the verb comes first, and its result is quantised.
 """
 

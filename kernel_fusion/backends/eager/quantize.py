@@ -32,7 +32,7 @@ def _by_columns(s: Tensor) -> Tensor:
 
 
 def _scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    # By a tensor: PyTorch multiplies by the reciprocal of a number on GPUs, which rounds twice.
+    # Tensors divide: by a number, PyTorch multiplies by the reciprocal on GPUs, which rounds twice.
     s = amax / torch.full_like(amax, LARGEST[dtype])
     return torch.where(s == 0.0, 1.0, s)
 

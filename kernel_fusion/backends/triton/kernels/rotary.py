@@ -208,7 +208,7 @@ def _heads_bwd(
         terms = _times(g, _all_rounded(n, x_ptr.dtype.element_ty, C.rounding == "hf"))
     if DX:
         _store_columns(dx_ptr, at[2] + head * (strides[2] * C.unit), mask, dx, ROWS, C)
-    # Where there is no head, n may be infinite.
+    # A missing head may have an infinite n.
     return tl.where(mask, terms[0], 0.0), tl.where(mask, terms[1], 0.0), tl.where(mask, terms[2], 0.0)
 
 

@@ -119,7 +119,7 @@ template <class T> void rotary_heads(const Rotary& c, const RotaryHeads& h, int6
   }
 }
 
-// Of one head: dx, if it is wanted, and dweight in room.dweight; g is in room.row.
+// One head's: dx, if it is wanted, and dweight in room.dweight; g is in room.row.
 template <class T>
 void norm_backward(const Rotary& c, const RotaryHeads& h, const T* x, T* dx, bool wants_dweight, Room<T>& room) {
   using A = AccOf<T>;
