@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernel_fusion import compiler, errors, functional, hf, kernels, nn, ops
+from kernel_fusion import errors, functional, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.core.quantize import Quantize
@@ -52,7 +52,10 @@ from kernel_fusion.nn import (
     FusedRMSNorm,
     FusedSoftmax,
 )
-from kernel_fusion.patching import Report, patch, unpatch
+
+if TYPE_CHECKING:
+    from kernel_fusion import compiler, hf
+    from kernel_fusion.patching import Report, patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -60,8 +63,11 @@ __version__ = "0.1.0"
 # reads neither.
 CUDA_AVAILABLE: bool
 EXTENSION_LOADED: bool
-# Imported when read, because no call needs it.
+# Imported when read, because no call needs them.
 bench: ModuleType
+onnx: ModuleType
+_MODULES = ("bench", "compiler", "hf", "onnx")
+_PATCHING = ("Report", "patch", "unpatch")
 
 __all__ = [
     "ACTIVATIONS",
@@ -117,8 +123,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("bench", "onnx"):
+    if name in _MODULES:
         return importlib.import_module(f"kernel_fusion.{name}")
+    if name in _PATCHING:
+        return getattr(importlib.import_module("kernel_fusion.patching"), name)
     if name == "EXTENSION_LOADED":
         from kernel_fusion.operators import loader
 
