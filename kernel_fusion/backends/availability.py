@@ -41,7 +41,7 @@ def why_not_cuda(device: torch.device | None) -> str | None:
 
 
 def why_not_triton(device: torch.device | None) -> str | None:
-    """Why the Triton kernels cannot run on `device` (None: anywhere here), or None."""
+    """The same for the Triton kernels."""
     if not _has_triton():
         return "the package triton is not installed (it comes with PyTorch's GPU builds)"
     return None if triton_is_interpreted() else _no_device_for_triton(device)
@@ -72,7 +72,7 @@ def refusal(input: Tensor) -> str | None:
 
 
 def is_dtensor(input: object) -> bool:
-    """Whether `input` is spread over ranks. Its slow module is not imported for that."""
+    """Whether `input` is a DTensor, without importing that slow module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(input, module.DTensor)
 
@@ -90,6 +90,6 @@ def is_foreign(input: Tensor) -> bool:
 
 
 def _is_on_its_way(input: Tensor) -> bool:
-    """Whether a collective may still be writing `input`, for which PyTorch's operators wait."""
+    """Whether a collective may still be writing `input`; PyTorch's operators wait for it."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(input, module.AsyncCollectiveTensor)

@@ -1,7 +1,6 @@
-"""Tensors that are spread over ranks: sharding rules of every operator, parallel styles, norms of spread rows.
+"""Tensors spread over ranks: sharding rules, parallel styles, norms of spread rows.
 
-Verbs and modules take DTensors without any of this being imported. What is for users are the styles; to import them is
-to import `torch.distributed.tensor`, which takes half a second, so `import kernel_fusion` does not.
+`import kernel_fusion` skips this, because `torch.distributed.tensor` takes half a second.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Which dimension of an operator's tensors is which: all that a sharding rule has to say.
+"""Sharding rules: the axis of each dimension of an operator's tensors, and which axes are free.
 
-A rule numbers the axes of a call and names, for each tensor, the axis of each of its dimensions. The rest follows from
-which axes are free, so that ranks may have different parts of them and run the operator on those. A tensor with such
-an axis is sharded; another argument is the same on all ranks, and its gradient is a sum over them; and a result without
-the axis is such a sum, too.
+Ranks may have different parts of a free axis. An argument without that axis is the same on all ranks, and its gradient
+is a sum over them; so is a result without it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from kernel_fusion.core.spec import ROWS, VERBS
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
 
 _GROUPED = FIRST + [each.name for each in ARGUMENTS].index("grouped")
-# The axis of each dimension of a tensor; None is a dimension of size 1 that belongs to none.
+# The axis of each dimension; None for a dimension of size 1 without one.
 Axes = tuple[int | None, ...]
 
 
@@ -32,11 +30,11 @@ class Call:
 
     Attributes:
         sizes: of the axes.
-        operands: the axes of the tensors among the arguments, by their positions; those that are None are left out.
-        results: the axes of the results; None where nobody reads it.
-        free: the axes that may be sharded.
-        joined: those that may be if ranks exchange sums along them.
-        seed: the position of the seed of dropout.
+        operands: the axes of each tensor argument, by position.
+        results: the axes of each result; None for one that nobody reads.
+        free: axes that may be sharded.
+        joined: axes that may be if ranks exchange sums along them.
+        seed: the position of dropout's seed.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +46,7 @@ class Call:
 
 
 def layer_norm(*args: Any) -> Call:
-    """Rows may be anywhere, and so may parts of a row that are joined; weight and bias lie along a row."""
+    """Rows are free, columns joined; weight and bias lie along a row."""
     return _norm(args, {"input": 0, "weight": 2, "bias": 3}, num_dims=args[1], rms=False)
 
 
@@ -58,10 +56,7 @@ def rms_norm(*args: Any) -> Call:
 
 
 def staged_row_norm(*args: Any) -> Call:
-    """As for layer_norm; residual and gate are rows as well, and h is one where there is a residual.
-
-    Weight and bias of groups of rows lie along the leading dimensions that they have.
-    """
+    """As layer_norm; residual, gate and h are rows too, and grouped weights have leading dimensions."""
     positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4} | {name: PLACES[name] for name in ROWS}
     grouped = len(args) > _GROUPED and args[_GROUPED]
     return _norm(args, positions, num_dims=args[2], rms=args[8], grouped=grouped, seed=PLACES["seed"])
@@ -86,13 +81,13 @@ def _norm(
 
 
 def _broadcast_axes(t: Tensor, sizes: Sequence[int]) -> Axes:
-    """The axes of the dimensions of a tensor that broadcasts to these sizes, each an axis."""
+    """The axes of a tensor that broadcasts to these sizes."""
     first = len(sizes) - t.dim()
     return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
 
 
 def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: bool) -> None:
-    """Raise of shapes that don't fit: ranks whose parts fit by chance would go on, and wait for the others."""
+    """Raise if shapes do not fit: ranks whose parts fit by chance would go on and hang."""
     input, weight, bias = given["input"], given.get("weight"), given.get("bias")
     for name, prefix in VERBS.items():
         checks.other_row(prefix + ("rms_norm" if rms else "layer_norm"), name, input, given.get(name))
@@ -104,7 +99,7 @@ def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: boo
 
 
 def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
-    """Every axis is free; an operand lacks those along which it is broadcast."""
+    """Every axis is free."""
     sizes = tuple(a.shape if b is None else torch.broadcast_shapes(a.shape, b.shape))
     operands = {i: _broadcast_axes(t, sizes) for i, t in enumerate((a, b)) if t is not None}
     everything = tuple(range(len(sizes)))
@@ -113,7 +108,7 @@ def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
 
 def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
     """Every axis is free: sums of parts are parts of the sum."""
-    torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words, of dimensions that there are not
+    torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words, if `dim` does not exist
     everything = tuple(range(input.dim()))
     gone = {d % input.dim() for d in dim} if dim and everything else set(everything)
     kept: Axes = tuple(None if axis in gone else axis for axis in everything if keepdim or axis not in gone)
@@ -128,7 +123,7 @@ def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
 
 
 def qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest: Any) -> Call:
-    """Examples, tokens and heads are free; a table of which positions say the rows is the same everywhere."""
+    """Examples, tokens and heads are free; a table read by positions is the same on all ranks."""
     c = Rotary(query, key, weight, None, *rest)
     if text := problem(c):
         raise RuntimeError(f"`{'rope' if c.eps is None else 'qk_norm_rope'}`: {text}")

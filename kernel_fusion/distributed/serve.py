@@ -1,7 +1,6 @@
-"""Runs an operator on DTensors: every rank runs it on its part, with the kernels of its device.
+"""Runs an operator on DTensors: every rank runs it on its part, by the rules of axes.py.
 
-The rules are in axes.py. Parts are taken and put together by PyTorch's own `to_local` and `from_local`, which tell
-autograd what the gradients are; so forward and backward of a part are those of a plain tensor, kernels included.
+PyTorch's `to_local` and `from_local` tell autograd what the gradients are, so a part is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ def serve(name: str, local: Callable[..., Any], backend: str | None, *args: Any)
     """The operator `name` of DTensors.
 
     Args:
-        local: serves the same operator for plain tensors, by the backend.
-        backend: that was asked for, or None.
-        args: those of the operator, by position.
+        local: the operator for plain tensors, by the backend.
+        backend: the one that was asked for, or None.
+        args: the operator's, by position.
 
     Raises:
         RuntimeError: DTensors and tensors are mixed, meshes differ, or shapes don't fit.
     """
-    if name == "qk_norm_rope" and args[1] is not None:  # which may have another number of heads, spread as those are
+    if name == "qk_norm_rope" and args[1] is not None:  # query and key may differ in heads and placements
         query, key, query_weight, key_weight, *rest = args
         (of_query, _), (of_key, _) = (
             serve(name, local, backend, x, None, weight, None, *rest)
@@ -68,7 +67,7 @@ def _mesh(name: str, tensors: list[Tensor]) -> DeviceMesh:
 
 
 def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor among DTensors is the same on all ranks where PyTorch's own operators take it for that."""
+    """Take a plain tensor as replicated if PyTorch's own operators would."""
     if isinstance(tensor, DTensor):
         return tensor
     if tensor.numel() != 1 and not DTensor._op_dispatcher._allow_implicit_replication:
@@ -82,7 +81,7 @@ def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def _local_call(
     name: str, local: Callable[..., Any], backend: str | None, call: Call, shards: Shards
 ) -> Callable[..., Any]:
-    """What a rank runs on its part: the operator itself, but where parts are not computed as wholes are."""
+    """What a rank runs on its part: usually the operator itself."""
     if joined := shards.along(call.joined):
         groups = tuple(shards.mesh.get_group(mesh_dim) for mesh_dim in joined)
         return hidden.operator(name, backend, groups)
@@ -102,7 +101,7 @@ def _reduce_part(
     kind: str,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The share of a rank in a mean is that of its elements; a part may have none, and must still have a gradient."""
+    """Weigh a rank's mean by its share of the elements; an empty part still has a gradient."""
     gone = [d for d in range(part.dim()) if d not in (call.results[0] or ())]
     whole, mine = 1, 1
     for d in gone:
@@ -125,7 +124,7 @@ def _softmax_part(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """A row knows by its own number what `causal` leaves out, and a rank with some of the rows numbers them anew."""
+    """Mask by the row's number in the whole tensor: `local` would count this rank's rows from 0."""
     rows = len(call.sizes) - 2
     if not causal or not shards.along(frozenset([rows])):
         return local(part, mask, scale, causal)

@@ -1,8 +1,7 @@
-"""Which part of each axis this rank has: chosen from how the arguments lie, so that as little as may be is moved.
+"""Which part of each axis this rank has, chosen so that little is moved.
 
-In each dimension of the mesh at most one axis is sharded, the first that a large argument has sharded already. What
-lies otherwise is brought there as PyTorch's own operators do: a part of what a rank has whole costs nothing, a sum over
-ranks is scattered or, where nothing is sharded, added up everywhere, and the rest is gathered or exchanged.
+Each dimension of the mesh shards at most one axis: one that the largest possible argument has sharded already. The
+other arguments are redistributed.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from kernel_fusion.distributed.axes import Axes, Call
 
-# Odd, so that all multiples of it up to 2^64 are different: 2^64 / golden ratio.
+# 2^64 / golden ratio; odd, so its first 2^64 multiples differ.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Part:
-    """The axis that a dimension of the mesh shards, in so many interleaved pieces (1: in one)."""
+    """The axis that a dimension of the mesh shards, and in how many interleaved pieces."""
 
     axis: int
     pieces: int = 1
 
     def placement(self, dim: int) -> Placement:
-        """That of a tensor whose dimension `dim` is the axis."""
+        """The placement of a tensor whose dimension `dim` is the axis."""
         return Shard(dim) if self.pieces == 1 else _StridedShard(dim, split_factor=self.pieces)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What each dimension of the mesh shards: a part, or None where all ranks along it compute the same."""
+    """The part that each dimension of the mesh shards; None if all ranks along it compute the same."""
 
     mesh: DeviceMesh
     parts: tuple[Part | None, ...]
 
     @classmethod
     def chosen(cls, call: Call, operands: dict[int, DTensor], mesh: DeviceMesh) -> Shards:
-        """Those that move least."""
+        """The shards that the largest arguments have already."""
         by_size = sorted(operands, key=lambda i: -elements(operands[i]))
 
         def part(mesh_dim: int) -> Part | None:
             for i in by_size:
                 axes = call.operands[i]
                 found = _part_of(operands[i].placements[mesh_dim], axes)
-                # Rows are spread because they are, not because a weight is: that is gathered.
+                # A sharded weight alone does not spread rows: it is gathered.
                 allowed = call.free | call.joined if len(axes) == len(call.sizes) else call.free
                 if found is not None and found.axis in allowed:
                     return found
@@ -60,17 +59,16 @@ class Shards:
         return cls(mesh, tuple(map(part, range(mesh.ndim))))
 
     def placements(self, axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
-        """How a tensor of these axes lies, if it is `otherwise` along the axes that it does not have."""
+        """The placements of a tensor of these axes: `otherwise` for sharded axes that it lacks."""
         return tuple(
             Replicate() if part is None else part.placement(axes.index(part.axis)) if part.axis in axes else otherwise
             for part in self.parts
         )
 
     def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
-        """This rank's part of an argument; what ranks share has a gradient that is the sum of theirs.
+        """This rank's part of an argument; the gradient of a shared one is the sum over ranks.
 
-        A small one that all ranks have whole is sliced after autograd has been told so, and its gradient is such a sum
-        too: that of a slice taken by PyTorch would be gathered at once.
+        A small replicated argument is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
         """
         placements, grads = self.placements(axes, Replicate()), self.placements(axes, Partial())
         sharded = [m for m, part in enumerate(self.parts) if part is not None and part.axis in axes]
@@ -84,7 +82,7 @@ class Shards:
         return _laid_out(tensor, placements).to_local(grad_placements=grads)
 
     def whole(self, result: torch.Tensor, axes: Axes, sizes: Sequence[int]) -> DTensor:
-        """The tensor of which `result` is this rank's part, or its share of a sum."""
+        """The DTensor of which `result` is this rank's part, or its share of a sum."""
         shape = torch.Size(1 if axis is None else sizes[axis] for axis in axes)
         placements = self.placements(axes, Partial())
         stride = _dense_strides(shape, result)
@@ -95,7 +93,7 @@ class Shards:
         return tuple(m for m, part in enumerate(self.parts) if part is not None and part.axis in axes)
 
     def seed(self, seed: torch.Tensor) -> torch.Tensor:
-        """The seed of this rank's part, which is another for every part and the same for copies of it."""
+        """The seed of this rank's part; copies of a part have the same."""
         index = 0
         for mesh_dim, part in enumerate(self.parts):
             if part is not None:
@@ -104,7 +102,7 @@ class Shards:
         return seed + (step - 2**64 if step >= 2**63 else step)
 
     def slice(self, tensor: torch.Tensor, dim: int, axis: int | None) -> torch.Tensor:
-        """This rank's part of a dimension that is the axis."""
+        """This rank's part along `axis`."""
         for mesh_dim, part in enumerate(self.parts):
             if part is not None and part.axis == axis:
                 world, rank = self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim)
@@ -123,7 +121,7 @@ def _chunk(tensor: torch.Tensor, dim: int, world: int, rank: int) -> torch.Tenso
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """How many different ones there are: those along which it was expanded count once."""
+    """The number of elements; an expanded dimension counts once."""
     return math.prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
 
 
@@ -135,7 +133,7 @@ def _part_of(placement: Placement, axes: Axes) -> Part | None:
 
 
 def _dense_strides(shape: torch.Size, like: torch.Tensor) -> tuple[int, ...]:
-    """Strides without gaps, in the order of those of `like`."""
+    """Gapless strides, ordered as in `like`."""
     strides, size = [1] * len(shape), 1
     order: list[Any] = sorted(range(len(shape)), key=lambda d: (like.stride(d), -d))
     for d in range(len(shape) - 1, -1, -1) if like.is_contiguous() else order:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 class ResidualSequenceParallel(SequenceParallel):
     r"""`SequenceParallel` for norms with two inputs: the residual, or the gate, is sharded as the input is.
 
-    PyTorch's style hands on the first input alone. Both are given by position; a tensor is this rank's part, a DTensor
-    is brought to the sequence dimension: one that is to be added up (the output of a rowwise linear layer with
+    PyTorch's style hands on only the first input. Give both by position. A tensor is this rank's part. A DTensor is
+    redistributed to the sequence dimension; a partial sum (the output of a rowwise linear layer with
     `output_layouts=Partial()`) by a reduce-scatter.
 
     Args:
@@ -54,15 +54,15 @@ class ResidualSequenceParallel(SequenceParallel):
 class FeatureParallel(ParallelStyle):
     r"""Every input, parameter and output of a module is sharded in its last dimension.
 
-    For what stands between a columnwise and a rowwise linear layer, :class:`kernel_fusion.FusedBiasAct` and
-    :class:`kernel_fusion.FusedGatedAct` of gate and value, which then send nothing; and for norms of rows that are
-    spread over the ranks, which send one small all-reduce in each direction.
+    Use it between a columnwise and a rowwise linear layer: :class:`kernel_fusion.FusedBiasAct` and
+    :class:`kernel_fusion.FusedGatedAct` of gate and value then send nothing. Norms of rows that are spread over the
+    ranks send one small all-reduce in each direction.
 
     Args:
-        use_local_output: give back this rank's parts as tensors, as `ColwiseParallel` does, instead of DTensors.
+        use_local_output: return this rank's parts as tensors, as `ColwiseParallel` does, instead of DTensors.
 
-    Inputs are given by position; a tensor is this rank's part. Dropout is different on each rank, also where all have
-    the same seed.
+    Give inputs by position; a tensor is this rank's part. Dropout differs between ranks even if all have the same
+    seed.
 
     Raises:
         TypeError: an input is no tensor.
@@ -103,17 +103,17 @@ class FeatureParallel(ParallelStyle):
 class PackedColwiseParallel(ColwiseParallel):
     r"""`ColwiseParallel` for a linear layer whose output holds several things side by side, each sharded by itself.
 
-    Of `nn.Linear(d, 2 * n)` that gives a gate and a value, each rank gets a part of the gate and the same part of the
-    value; `ColwiseParallel` gives the first ranks the gate and the others the value. A gate and a value stay a DTensor
-    (`use_local_output=False`), of which :class:`kernel_fusion.FusedGatedAct` halves each rank's columns.
+    If `nn.Linear(d, 2 * n)` makes a gate and a value, each rank gets a part of the gate and the same part of the
+    value; `ColwiseParallel` would give the first ranks the gate and the others the value. Keep the output a DTensor
+    (`use_local_output=False`) for :class:`kernel_fusion.FusedGatedAct`, which then halves each rank's columns.
 
     Args:
         parts: how many things the output holds, of one size: 2 for gate and value, 3 for query, key and value.
         input_layouts, use_local_output: as in `ColwiseParallel`.
 
-    The state dict has the weight in the order of `nn.Linear`, sharded by rows. Optimizer states are in the order of
-    the ranks' parts, and PyTorch's distributed checkpoints refuse those. Under FSDP2, :func:`fsdp_placement` is needed
-    for state dicts, and a bias has none.
+    The state dict has the weight in the order of `nn.Linear`, sharded by rows. Optimizer states have the order of
+    the ranks' parts, and PyTorch's distributed checkpoints refuse them. Under FSDP2 state dicts need
+    :func:`fsdp_placement`, which cannot serve a bias.
 
     Raises:
         NotImplementedError: the module is no `nn.Linear`; or PyTorch, older than 2.13, cannot redistribute such parts.
@@ -168,7 +168,7 @@ def _shard_parameters(module: nn.Module, device_mesh: DeviceMesh, placement: Pla
 
 
 def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Each rank's rows as neighbours, which is what distributed checkpoints can say of a DTensor."""
+    """Put each rank's rows side by side, the only layout that distributed checkpoints can describe."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
             inner = value.device_mesh.ndim - 1  # outer dimensions of the mesh are FSDP2's
@@ -176,7 +176,7 @@ def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """As the module has them; a tensor that is no DTensor is spread by whoever loads it."""
+    """Lay DTensors out as the module's; whoever loads a plain tensor spreads it."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
             state[prefix + key] = _laid_out(value, getattr(module, key).placements)
@@ -186,8 +186,8 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """Where FSDP2 shards a parameter: packed weights by columns, which leaves the order of their rows alone.
 
     Give it to PyTorch's `fully_shard` as `shard_placement_fn` where layers are sharded by `PackedColwiseParallel`.
-    FSDP2 itself shards rows, and then says of interleaved ones what is not so: training is right, but checkpoints
-    would not be, and `state_dict` raises.
+    By itself FSDP2 shards rows, and describes interleaved rows wrongly: training is right, but checkpoints would be
+    wrong, so `state_dict` raises.
 
     Args:
         parameter: of a module that is about to be sharded.
@@ -205,7 +205,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def _laid_out(value: DTensor, placements: Any) -> DTensor:
-    """By way of the whole, since PyTorch exchanges no interleaved parts."""
+    """Gather, then shard: PyTorch exchanges no interleaved parts."""
     if sum(isinstance(p, (Shard, _StridedShard)) and p.dim == 0 for p in value.placements) > 1:
         raise RuntimeError(
             "PackedColwiseParallel: the state dict of a packed weight whose rows FSDP2 shards would be in another "

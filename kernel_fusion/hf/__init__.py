@@ -1,4 +1,4 @@
-"""Hugging Face `kernels`: our layers in models that look layers up, such as those of transformers.
+"""Hugging Face `kernels`: our layers in models that look up layers by name, as transformers' do.
 
 Call `register` once, then `from_pretrained(..., use_kernels=True)`; or `kernelize` an existing model.
 
@@ -56,7 +56,7 @@ class Layer:
 
 
 def mapping() -> dict[str, dict[str, Layer]]:
-    """Each layer on each device, as the mappings of `kernels` want it."""
+    """Each layer on each device, in the form that `kernels` takes."""
     return {name: dict.fromkeys(_DEVICES, Layer(name)) for name in LAYERS}
 
 

@@ -23,10 +23,10 @@ class _Layer(nn.Module):
 
 
 class RMSNorm(_Layer):
-    """The norm of Llama and most others, and OLMo's, which rounds once."""
+    """The norm of Llama and most others, and of OLMo, which rounds once."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        """Normalise with the rounding of the layer's class."""
+        """Normalise, rounding as the layer's class does."""
         weight, eps = self.weight, self.variance_epsilon
         rounding = rounding_of(type(self), _norm)
         mixed = rounding == "hf" and weight.dtype != hidden_states.dtype  # the product is promoted
@@ -47,7 +47,7 @@ class RMSNormGated(_Layer):
     """The norm of gated delta nets, multiplied by an activation of the gate."""
 
     def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        """Normalise and gate with the rounding of the layer's class."""
+        """Normalise and gate."""
         weight, eps, activation = self.weight, self.variance_epsilon, self.activation
         rounding = rounding_of(type(self), _gated)
         return gated_rms_norm(
@@ -109,10 +109,10 @@ def _gated(rounding: str, x: Tensor, weight: Tensor, gate: Tensor | None = None)
 
 
 def rounding_of(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
-    """The `rounding`, "hf" or "once", with which `definition` agrees with the layers of a class.
+    """The `rounding` with which `definition` computes what layers of the class do.
 
     Raises:
-        RuntimeError: neither agrees, so the layer cannot serve the class.
+        RuntimeError: neither "hf" nor "once" does.
     """
     if kind not in _roundings:
         _roundings[kind] = _tried(kind, definition)
@@ -137,7 +137,7 @@ def _tried(kind: type[nn.Module], definition: Callable[..., Tensor]) -> str:
     rows = (x, x.flip(0)) if definition is _gated else (x,)
     theirs = kind.forward(layer, *rows)
     for rounding in ("hf", "once"):
-        # The wrong rounding changes a fifth of all elements, another summation order one in a thousand.
+        # The wrong rounding changes a fifth of the elements, another order of sums 0.1 %.
         if theirs.dtype == x.dtype and (definition(rounding, x, weight) != theirs).double().mean() < 0.01:
             return rounding
     raise RuntimeError(f"kernel_fusion.hf: {kind.__name__} computes another norm than the layer that is to serve it")
