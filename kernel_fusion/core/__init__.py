@@ -1,1 +1,1 @@
-"""Shared by every layer: specs of what is computed, and checks of arguments."""
+"""What every layer shares."""

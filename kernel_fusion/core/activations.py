@@ -1,7 +1,6 @@
-"""The activations: name, definition, and the order that native/shared/activations.h repeats.
+"""The activations. Eager computes these definitions, and tests compare with them.
 
-Eager computes a row here, and every test compares with it. Kernels compute the struct of the same name in the header. A
-new activation is one of each.
+Kernels compute the struct of the same name in native/shared/activations.h, whose order is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 
 def _squareplus(x: Tensor) -> Tensor:
-    """(x + sqrt(x^2 + 4)) / 2; for negative x 2 / (sqrt(x^2 + 4) - x), because the sum would cancel."""
+    """(x + sqrt(x^2 + 4)) / 2; for negative x 2 / (sqrt(x^2 + 4) - x), which cancels nothing."""
     two, negative = torch.full_like(x, 2), x < 0
     above, below = torch.where(negative, 0, x), torch.where(negative, x, 0)
     return torch.where(negative, 2 / (torch.hypot(below, two) - below), above / 2 + torch.hypot(above, two) / 2)
@@ -39,8 +38,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squareplus": _squareplus,
 }
 
-# `IDENTITY` stands for no activation. "sign" is the slope of |x|, for `mean_abs`. The last two have, at the result y of
-# a tanh or sigmoid, the slopes of those: backward then needs only y.
+# "sign" is the slope of |x|, for `mean_abs`. The last two have, at a result y of tanh or sigmoid, the slope of that:
+# backward then needs only y.
 IDENTITY = "identity"
 _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     IDENTITY: lambda x: x,

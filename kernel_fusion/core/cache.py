@@ -1,9 +1,8 @@
 """A folder of compiled artefacts that can be trusted: private, atomic, and checked before use.
 
-An entry is a payload and a trailer with its key and SHA-256; a shared library still loads with trailing bytes. A file
-that is truncated, damaged, made for another key, or writable by another user is a miss. Entries are checked and used
-through one file descriptor, because a path may change meanwhile. A failed write, on a full disk for example, is a miss
-too: it costs time, never correctness.
+An entry is a payload and a trailer with its key and SHA-256; a shared library still loads with trailing bytes. Whatever
+is damaged, of another key, or writable by others is a miss. Entries are checked and used through one file descriptor,
+because a path may change meanwhile. A failed write is a miss too.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _MAGIC = b"kernel_fusion cache entry 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TRAILER_BYTES = 2 * _DIGEST_BYTES + len(_MAGIC)
 _TEMPORARY = ".tmp-"
-_STALE_S = 3600  # older temporary files have no writer any more
+_STALE_S = 3600  # of older temporary files the writer is dead
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def digest(*parts: str | bytes) -> str:
-    """Hexadecimal SHA-256 of the parts, each with its length, so that different lists differ."""
+    """Hexadecimal SHA-256 of the parts and their lengths."""
     h = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -41,7 +40,7 @@ def digest(*parts: str | bytes) -> str:
 
 
 def seal(payload: bytes, key: str) -> bytes:
-    """The file content for `payload` under the hexadecimal `key`."""
+    """The file content of an entry."""
     return payload + bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
 
 
@@ -60,11 +59,11 @@ class Cache:
     suffix: str
 
     def path(self, key: str) -> Path:
-        """The path of the entry of `key`, existing or not."""
+        """The path of an entry, existing or not."""
         return cache_dir() / self.kind / (key + self.suffix)
 
     def read(self, key: str) -> bytes | None:
-        """The payload of `key`, or None without a trusted entry."""
+        """The payload, or None without a trusted entry."""
         try:
             file, payload = self._open(key)
         except OSError:
@@ -73,7 +72,7 @@ class Cache:
         return payload
 
     def open(self, key: str) -> int | None:
-        """A descriptor of the checked entry of `key`, or None without a trusted one."""
+        """A descriptor of the checked entry, or None."""
         try:
             return self._open(key)[0]
         except OSError:
@@ -94,7 +93,7 @@ class Cache:
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
-        """Store `payload` by an atomic rename; returns the path, or None on failure."""
+        """Store `payload` atomically; returns the path, or None on failure."""
         try:
             path = self.path(key)
             replace_file(self.folder() / path.name, seal(payload, key))
@@ -103,7 +102,7 @@ class Cache:
         return path
 
     def export(self, folder: Path, key: str, payload: bytes) -> None:
-        """Store `payload` in another cache folder, readable by all users; OSError on failure."""
+        """Store `payload` in another cache folder, readable by all users; raises OSError."""
         path = folder / self.kind / (key + self.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, seal(payload, key))
@@ -137,11 +136,11 @@ class Cache:
         return [path for path in paths if name.fullmatch(path.name) and path.is_file()]
 
     def size(self) -> int:
-        """Total bytes of the entries."""
+        """Their bytes."""
         return sum(path.stat().st_size for path in self.entries())
 
     def keep(self, count: int) -> None:
-        """Delete all but the `count` last used entries, and the leftovers of killed writers."""
+        """Delete all but the `count` last used entries, and what killed writers left."""
         with suppress(OSError):
             by_use = sorted(self.entries(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in (*by_use[count:], *self._left_behind(_STALE_S)):
@@ -165,10 +164,10 @@ CUBINS = Cache("cubin", ".cubin")
 
 
 def open_private(path: Path) -> tuple[int, bytes]:
-    """A descriptor and the content of a file that only this user or root could have written.
+    """A descriptor and the content of a file that only this user or root can write.
 
     Raises:
-        OSError: there is no such file, or it cannot be trusted.
+        OSError: it is missing or not trusted.
     """
     folder = trusted(path.parent)
     file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never wait for a pipe
@@ -184,11 +183,7 @@ def open_private(path: Path) -> tuple[int, bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically, for its owner only.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file atomically, for its owner only; raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -209,11 +204,11 @@ def make_private_dir(path: Path) -> None:
 def trusted(folder: Path) -> Path:
     """The real path of `folder`, which only this user and root can change or replace.
 
-    Checked from the root down, because nobody else can replace the contents of a folder that passed.
+    It is checked from the root down: nobody else can replace the contents of a folder that passed.
 
     Raises:
-        PermissionError: others can change `folder` or a parent; the message says which.
-        OSError: there is no such folder.
+        PermissionError: others can change `folder` or the named parent.
+        OSError: it does not exist.
     """
     real = Path(os.path.realpath(folder, strict=True))
     for part in (*reversed(real.parents), real):
@@ -235,7 +230,7 @@ def _us() -> set[int]:
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether a group has this user only: many systems make such groups, writable by default."""
+    """Whether this user is the group's only member, as of the default group on many systems."""
     import grp
     import pwd
 
@@ -248,7 +243,7 @@ def _is_own_group(group: int) -> bool:
 
 @lru_cache
 def _outsiders() -> frozenset[int]:
-    """The user that stands for root, and others, in a container whose user namespace does not map root."""
+    """The user id that stands for unmapped users, root among them, in a container's user namespace."""
     try:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,8 +1,7 @@
 """Argument checks of the verbs.
 
-Wrong shapes are left to PyTorch, for its words. Everything PyTorch does not know (our mixes of dtypes, `weight_offset`,
-`out_dtype`) is refused here and nowhere else. The C++ operators send calls that they cannot serve to the eager
-definition, which runs these checks.
+PyTorch refuses wrong shapes, in its words. What PyTorch does not know (mixed dtypes, `weight_offset`, `out_dtype`) is
+refused here alone: C++ sends calls that it cannot serve to the eager definition, which runs these checks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def given(verb: str, argument: str, value: object) -> None:
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor, or a proxy of `torch.fx` for one."""
+    """Raise unless `value` is a tensor or a `torch.fx` proxy for one."""
     if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
 
@@ -42,7 +41,7 @@ def matrices(verb: str, **tensors: object) -> None:
             tensor(verb, name, value)
         elif value.dim() < 2:
             raise RuntimeError(f"`{verb}`: `{name}` must have at least two dimensions, got shape {list(value.shape)}")
-        elif value.dtype not in FLOATING:  # PyTorch's integer product takes the scale for an integer
+        elif value.dtype not in FLOATING:  # PyTorch would make the scale an integer
             choices = " or ".join(map(_short, FLOATING))
             raise RuntimeError(f"`{verb}`: `{name}` must be {choices}, got {_short(value.dtype)}")
 
@@ -50,7 +49,7 @@ def matrices(verb: str, **tensors: object) -> None:
 def one_device(first: Tensor, *others: Tensor | None) -> None:
     """Raise, as PyTorch's pointwise operations do, unless all are on one device; numbers of the CPU go anywhere.
 
-    PyTorch's products and in-place masking check no device if a tensor is on "meta".
+    PyTorch's products and in-place masking do not check this on "meta".
     """
     for other in others:
         if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
@@ -69,7 +68,7 @@ def mask(verb: str, mask: Tensor) -> None:
 
 
 def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """The mask, broadcast without a copy to what it masks; raise if it does not broadcast."""
+    """The mask as a broadcast view; raise if it does not broadcast."""
     try:
         return torch.broadcast_to(mask, shape)
     except RuntimeError as error:
@@ -80,7 +79,7 @@ def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def not_float8(operation: str, *dtypes: torch.dtype) -> None:
-    """Raise, in PyTorch's words, on float8, which most of its operations do not compute in."""
+    """Raise, in PyTorch's words, on float8, in which PyTorch rarely computes."""
     for dtype in dtypes:
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
@@ -92,7 +91,7 @@ def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | N
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
-    """The shape of weight and bias: the normalised one, or that of groups of rows, which broadcasts to the input's."""
+    """The shape of weight and bias: normalised, or with leading dimensions that groups of rows share."""
     shape = list(input.shape[max(0, input.dim() - num_dims) :])
     given = next((p for p in parameters if p is not None), None)
     if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
@@ -110,7 +109,7 @@ def row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """Raise unless devices and dtypes go together and `weight_offset` has a weight to go with."""
+    """Raise unless devices and dtypes go together and `weight_offset` has a weight."""
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_companion(verb, name, parameter, input)
@@ -129,7 +128,7 @@ def staged_row_norm(
     out_dtype: torch.dtype | None,
     rms: bool,
 ) -> None:
-    """Raise unless the tensors of a norm and its stages go together; of the shapes, only the other row's is checked."""
+    """Raise unless a norm's tensors and stages go together; no shape but the other row's is checked."""
     rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
     verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
@@ -139,7 +138,7 @@ def staged_row_norm(
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:
-    """Raise unless another row has the input's shape and device, and a dtype that goes with the input's."""
+    """Raise unless another row has the input's shape and device, and a fitting dtype."""
     if other is None:
         return
     if other.shape != input.shape:
@@ -150,7 +149,7 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
 
 
 def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, num_dims: int) -> None:
-    """Raise unless a tensor ends with the normalised dimensions, broadcasts over others, and goes with the input."""
+    """Raise unless a tensor ends with the normalised dimensions, broadcasts over the others, and fits the input."""
     if value is None:
         return
     tensor(verb, argument, value)
@@ -166,7 +165,7 @@ def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, nu
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
-    """The activation's name, or "identity" for None; raise if it is unknown."""
+    """The activation's name, "identity" for None; raise if unknown."""
     if name is None or name == IDENTITY:
         return IDENTITY
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -176,7 +175,7 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 
 
 def group_size(verb: str, shape: Sequence[int], size: int) -> None:
-    """Raise unless there is one normalised dimension and groups of `size` columns divide it."""
+    """Raise unless there is one normalised dimension that `size` divides."""
     if len(shape) != 1:
         raise ValueError(f"`{verb}`: `group_size` goes with a `normalized_shape` of one dimension, got {list(shape)}")
     if size < 1 or shape[0] % size:
@@ -190,7 +189,7 @@ def rounding(verb: str, rounding: str) -> None:
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be the dtype of a module's result; which go with an input is seen with the input."""
+    """Raise unless `value` can be a result's dtype, whatever the input."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value) or isinstance(value, Quantize):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
@@ -236,7 +235,6 @@ def _is_size(value: Any) -> bool:
     return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
 
 
-# Types of refusals that `explain` can explain.
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
 # What each number, shape or dtype must be, in words and as a test.
@@ -257,10 +255,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
     """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
 
-    It runs after a call has failed, so successful calls pay for no check. The type is that of PyTorch's refusal.
+    It runs after a failure, so successful calls pay nothing. The type is that of PyTorch's refusal.
 
     Args:
-        tensors: by argument name; None explains nothing.
+        tensors: by argument name, or None.
         broadcast: whether their shapes must broadcast.
         others: numbers, shapes and dtypes, by the names of `_KINDS`.
     """
@@ -300,7 +298,7 @@ def _broadcast(*shapes: Sequence[int]) -> bool:
 
 
 def _check_companion(verb: str, name: str, other: Tensor, input: Tensor) -> None:
-    """Raise unless another tensor is on the input's device, in a dtype that goes with its."""
+    """Raise unless another tensor has the input's device and a fitting dtype."""
     if other.device != input.device:
         raise RuntimeError(
             f"`{verb}`: expected all tensors to be on the same device, but `{name}` is on {other.device} and "

@@ -1,7 +1,7 @@
 """Dataclasses that cross to C++ as rows of integers.
 
-The annotations of such a dataclass describe it completely: a field is a number, a flag, one of `Names`, a tuple of
-these, or such a dataclass again. `numbers` and `read` convert, and backends/cuda/headers.py writes the structs.
+A field's annotation says what it is: a number, a flag, one of `Names`, a tuple of these, or such a dataclass again.
+backends/cuda/headers.py writes the structs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Names(NamedTuple):
     """An enumeration; a name's position is its code.
 
     Attributes:
-        cpp: its name in C++; None if it has only codes there.
+        cpp: its name in C++, or None.
         names: in the order of their codes.
         enumerators: their names in C++, if different.
         optional: whether None has a code, -1.
@@ -77,7 +77,7 @@ def kinds(owner: type) -> dict[str, Any]:
 
 @cache
 def marks(owner: type) -> dict[str, Any]:
-    """The additional remarks in fields' annotations, by field."""
+    """What fields' annotations say further."""
     found = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
         args = get_args(hint)
@@ -99,7 +99,7 @@ def _kind(hint: Any) -> Any:
 
 
 def numbers(kind: Any, value: Any) -> list[int]:
-    """A value as integers; for a dataclass the fields of `kind`, which may be a base class."""
+    """A value as integers; `kind` may be a base class of a dataclass."""
     if is_struct(kind):
         return [n for name, each in kinds(kind).items() for n in numbers(each, getattr(value, name))]
     if isinstance(kind, Several):
@@ -108,7 +108,7 @@ def numbers(kind: Any, value: Any) -> list[int]:
 
 
 def read(kind: Any, row: Iterator[int]) -> Any:
-    """The value of a kind that the next integers stand for."""
+    """The value that the next integers stand for."""
     if is_struct(kind):
         return kind(**{name: read(each, row) for name, each in kinds(kind).items()})
     if isinstance(kind, Several):
@@ -117,7 +117,7 @@ def read(kind: Any, row: Iterator[int]) -> Any:
 
 
 def count(kind: Any) -> int:
-    """How many integers a value of a kind has."""
+    """The number of integers."""
     if is_struct(kind):
         return sum(map(count, kinds(kind).values()))
     return kind.length * count(kind.kind) if isinstance(kind, Several) else 1
@@ -129,6 +129,6 @@ def literal(kind: Any, value: Any) -> str:
 
 
 def constants(of: Any, *names: str) -> dict[str, str]:
-    """Fields of a dataclass as kernel constants: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
+    """Fields as kernel constants: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
     values = {constant(name): literal(kinds(of.__class__)[name], getattr(of, name)) for name in names}
     return {name: f"kf::{value}" if "::" in value else value for name, value in values.items()}

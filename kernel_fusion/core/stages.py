@@ -1,7 +1,6 @@
 """Operators' arguments for the stages around a norm, derived from `Stages` in core/spec.py.
 
-A name, a flag or a row is one argument, dropout is two. Schemas, checks, the definition and Triton use these; C++ uses
-what backends/cuda/headers.py writes.
+A name, a flag or a row is one argument, dropout is two. backends/cuda/headers.py writes the C++ half.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from kernel_fusion.core.fields import Names, kinds, marks
 from kernel_fusion.core.spec import ALONE, ROWS, Stages, dtype_name
 
-FIRST = 9  # the position of the first one in `staged_row_norm`
+FIRST = 9  # its position in `staged_row_norm`
 
 
 class Argument(NamedTuple):
@@ -38,7 +37,7 @@ class Argument(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """The tensor whose option it is; without that tensor it is ignored."""
+        """The tensor whose option it is, ignored without it."""
         if self.type == "float":
             return "seed"
         return next((row for row in ROWS if self.name.startswith(f"{row}_")), None)
@@ -60,30 +59,29 @@ def _arguments() -> Iterator[Argument]:
 
 ARGUMENTS = tuple(_arguments())
 TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
-# The values that name arguments may have.
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
 ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
-# The positions of tensors among the arguments of `staged_row_norm`.
+# Positions among the arguments of `staged_row_norm`.
 PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
 _tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
 
 class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
-    """An operator's stage arguments, by name and in order, with defaults."""
+    """An operator's stage arguments, in order, with defaults."""
 
     __slots__ = ()
 
 
 def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments from a verb's, by name; `seed` is True if one would be drawn."""
+    """An operator's arguments from a verb's; `seed` is True if one would be drawn."""
     given = {each.name: each.default for each in ARGUMENTS}
     given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
     return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
 
 
 def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Stages` for named arguments, which may omit defaults."""
+    """The fields of `Stages` for arguments, which may omit defaults."""
     found = {}
     for each in ARGUMENTS:
         value = given.get(each.name, each.default)
@@ -99,7 +97,7 @@ def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | None:
-    """A given argument that cannot go with a given row, and that row; `residual` is a tensor or True."""
+    """An argument that cannot go with a given row, and that row; `residual` is a tensor or True."""
     for row, goes_with in ALONE.items():
         if given.get(row) is None:
             continue

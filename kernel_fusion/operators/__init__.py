@@ -1,7 +1,6 @@
-"""The operators `torch.ops.kernel_fusion.*`: schemas, tracing, `torch.vmap`, loading, and the choice of a backend.
+"""The operators `torch.ops.kernel_fusion.*`. Importing any module here defines them all.
 
-Importing any module here defines them all. Schemas are in Python, so that `import kernel_fusion` builds nothing and
-`torch.export.load` works in a fresh process. `stubs` replaces the C++ kernels until `loader` has loaded them.
+`stubs` replaces the C++ kernels until `loader` has loaded them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses what serves a call of a verb.
 
-PyTorch's dispatcher makes the automatic choice, among the extension's kernels and the stubs. This module handles
-explicit requests, which get their backend or an error with the reason, and tensors that none of our kernels reads.
+PyTorch's dispatcher chooses among the extension's kernels and the stubs. Handled here are explicit requests, and
+tensors that no kernel reads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     """The callable for a call of `verb`: the operator `name`, which chooses by device, or the definition.
 
     Args:
-        backend: as the user gave it; None takes that of `use_backend`.
-        tensors: all that the verb reads, or None. Without a named backend, those that kernels do not take go to the
-            definition.
+        backend: as the user gave it; None means that of `use_backend`.
+        tensors: all that the verb reads, or None.
 
     Raises:
         TypeError: a member of `tensors` is no tensor.
@@ -53,7 +52,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
 
 
 def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Callable[..., Any]:
-    """The callable for these tensors and this backend; None is the automatic choice."""
+    """The callable for these tensors; backend None chooses automatically."""
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":
@@ -65,7 +64,7 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
 
 
 def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """The callable for DTensors: on each rank, the one for its parts."""
+    """The callable for DTensors, which runs on each rank's parts."""
     from kernel_fusion.distributed.serve import serve  # imports torch.distributed.tensor
 
     with torch.no_grad():
@@ -74,19 +73,18 @@ def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tenso
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the operators handle an argument themselves: PyTorch's own tensors, and None."""
+    """Whether the operators themselves handle an argument."""
     return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
 
 
 def _by_device(name: str) -> Callable[..., Any]:
-    """The operator `name`, which chooses by device."""
-    # The object behind an overload is faster to call, but torch.compile knows only overloads.
+    # An overload's inner object is faster to call, but torch.compile knows only overloads.
     overload = _OVERLOADS[name]
     return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
 
 
 def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Why `backend`, which has kernels, cannot serve `verb` of these tensors, or None."""
+    """Why `backend`, which has kernels, cannot serve `verb` of these tensors."""
     device = None
     for tensor in tensors:
         if tensor is None:
@@ -103,9 +101,7 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
 
 
 def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
-    """Why backend `name` cannot run `verb` on `device` (default: anywhere on this machine), or None. Loads the
-    extension.
-    """
+    """Why backend `name` cannot run `verb` on `device` (None: anywhere here), or None. Loads the extension."""
     if name == "eager":
         return None
     if name == "cpu":
@@ -125,5 +121,5 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
     return reason
 
 
-# As torch.compiler.assume_constant_result, without importing the compiler: a tracer must not follow into the loader.
+# As torch.compiler.assume_constant_result, whose import is slow: tracers must not follow into the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

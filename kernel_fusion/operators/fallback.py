@@ -1,4 +1,4 @@
-"""Serves calls without kernels in the extension: by Triton, CUDA kernels launched from Python, or the definition."""
+"""Serves calls without the extension's kernels: by Triton, CUDA kernels launched from Python, or the definition."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from kernel_fusion.backends import availability, triton
 from kernel_fusion.core import checks
 from kernel_fusion.operators import schemas, vmap
 
-# The verbs whose CUDA kernels need no extension.
 LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
-# The verbs that have no CUDA kernels; on every GPU Triton's serve them.
+# On every GPU, Triton's kernels serve these.
 WITHOUT_CUDA_KERNELS = ("rope", "qk_norm_rope")
 
 
 def serve(verb: str, *args: Any) -> Any:
-    """The verb, by whatever can run on the device of its operator's arguments without the extension."""
+    """Call the verb by the best that runs on this device without the extension."""
     on_gpu = args[0].device.type in ("cuda", "xpu")
     return (serve_on_gpu if on_gpu else schemas.reference_call)(verb, *args)
 
@@ -51,7 +50,7 @@ def _launch_from_python(verb: str, *args: Any) -> Any:
 
 @cache
 def define_triton() -> None:
-    """Define the Triton backend's operators at first need, because they import Triton."""
+    """Define the Triton backend's operators, at first need because they import Triton."""
     from kernel_fusion.backends.triton import operators
 
     operators.define(schemas.library, schemas.VERBS)
@@ -60,7 +59,7 @@ def define_triton() -> None:
 
 
 def take_over(device: str) -> None:
-    """Let the Triton kernels serve the verbs on a device type for which the extension's cannot run."""
+    """Let Triton's kernels serve the verbs on a device type that the extension cannot."""
     define_triton()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that the extension's kernels are replaced

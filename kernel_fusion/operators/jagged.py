@@ -1,6 +1,6 @@
-"""Jagged nested tensors: our kernels read their rows, which lie one after another in `values()`.
+"""Jagged nested tensors: our kernels read their rows in `values()`; results have the same offsets.
 
-Results are jagged with the same offsets. PyTorch serves calls that mix rows of several examples.
+PyTorch serves calls that mix rows of several examples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_fusion.core.stages import PLACES
 
 
 def has_rows(value: Any) -> bool:
-    """Whether `value` is a jagged tensor whose `values()` are exactly the rows of its examples."""
+    """Whether `value` is a jagged tensor whose `values()` are exactly its examples' rows."""
     jagged = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
     return jagged and value.lengths() is None and value._ragged_idx == 1
 
@@ -27,7 +27,7 @@ def has_rows_of(value: Any, num_dims: int) -> bool:
 
 
 def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[Any, ...], *args: Any) -> Any:
-    """Call the operator `name` on the values of jagged arguments, if it treats every row alike.
+    """Call the operator `name` on the values of jagged tensors, if it treats every row alike.
 
     Args:
         choose: gives the callable for certain tensors.

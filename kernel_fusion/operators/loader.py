@@ -1,4 +1,4 @@
-"""Loads the C++ extension once per process, when first needed, and reports it if that fails."""
+"""Loads the C++ extension once per process, at first need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """The parent's loading thread does not exist here and would never release the lock."""
+    """Renew the lock: the parent's loading thread does not exist here and would never release it."""
     global _lock
     _lock = threading.RLock()
 
@@ -37,7 +37,7 @@ def is_loaded() -> bool:
 
 
 def load() -> bool:
-    """Load the extension, building it if necessary. Returns False, with one warning per process, on failure."""
+    """Load the extension, building it if necessary; on failure warn once per process and return False."""
     global _library, _error
     if _library is not None:
         return True
@@ -61,11 +61,7 @@ def error() -> str | None:
 
 
 def library() -> ctypes.CDLL:
-    """The loaded extension, for its C functions.
-
-    Raises:
-        BuildError: it cannot be loaded.
-    """
+    """The loaded extension; raises BuildError without one."""
     if not load():
         raise BuildError(str(_error))
     assert _library is not None
@@ -73,16 +69,12 @@ def library() -> ctypes.CDLL:
 
 
 def launches(counter: str) -> int:
-    """How often kernels ran in this process; `counter` is "cpu_forward", "cpu_backward" or "cuda_launch"."""
+    """How often kernels ran in this process, by a name of `COUNTERS`."""
     return int(library().kf_count(COUNTERS.code(counter)))
 
 
 def cpu_variant() -> str:
-    """The build of the CPU kernels that this process runs, one of `build.cpu_variants`.
-
-    Raises:
-        BuildError: the extension cannot be loaded.
-    """
+    """The build of the CPU kernels in use, one of `build.cpu_variants`; raises BuildError without the extension."""
     return str(library().kf_cpu_variant().decode())
 
 
@@ -90,8 +82,7 @@ def use_cpu_variant(name: str) -> None:
     """Make all threads run the build `name` of the CPU kernels, for measurements and tests.
 
     Raises:
-        ValueError: this machine cannot run it, or the loaded library lacks it (`kernel-fusion warmup --any-cpu` builds
-            all).
+        ValueError: this machine cannot run it, or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
         BuildError: the extension cannot be loaded.
     """
     if not library().kf_use_cpu_variant(name.encode()):
@@ -102,12 +93,9 @@ def use_cpu_variant(name: str) -> None:
 
 
 def keep_memory(largest: int | None) -> None:
-    """Reuse the freed memory of CPU tensors up to a size; larger ones get new memory each time.
+    """Reuse the freed memory of CPU tensors of up to `largest` bytes; None restores PyTorch's allocator.
 
-    Only for measurements: the system gets nothing back before the next call of this function.
-
-    Args:
-        largest: in bytes; None restores PyTorch's allocator.
+    Only for measurements: the system gets nothing back before the next call.
 
     Raises:
         BuildError: the extension cannot be loaded.
@@ -123,13 +111,13 @@ def _open() -> ctypes.CDLL:
 
 
 def _forget_stubs() -> None:
-    """Under a tracer's Python dispatcher, operators remember a stub; let them find the new kernels."""
+    """Make operators look for the new kernels: under a Python dispatcher they remember a stub."""
     for name in schemas.ALL:
         schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner if CUDA kernels can run; without it, its CUDA operators are eager."""
+    """Give the extension its planner if CUDA kernels can run; without it, its CUDA operators run the definition."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     able = [device.index for device in devices if availability.why_not_cuda(device) is None]
     if able:

@@ -25,22 +25,22 @@ _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, 
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
-    # Both norms with stages. The result `residual` is h, empty without a residual. With `grouped`, weight and bias, of
-    # one shape, have leading dimensions that broadcast to the input's.
+    # The result `residual` is h, empty without a residual. `grouped`: weight and bias have leading dimensions, which
+    # broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
-    # The rotary embedding of query and key, of the RMSNorm of each head where there is an `eps`. A result is laid out
-    # in the order of the strides of its argument; that of an absent key has no elements.
+    # With an `eps`, of the RMSNorm of each head. A result keeps its argument's order of strides; an absent key's is
+    # empty.
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
-# The parts of verbs below autograd. `stats` is fp32 (fp64 for fp64) of shape (2, *rows), mean and rstd; for RMSNorm (1,
-# *rows), rstd. It is one tensor, because one allocation is cheaper than two. Unwanted results are empty. Backward
-# normalises `input` again, which is h with a residual, else x. It also takes x with both a residual and a
-# pre-activation, and bias with an activation or a gate. `dresidual` is the gradient of the other row, residual or gate.
+# The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
+# *rows); one tensor costs one allocation. Unwanted results are empty. Backward normalises `input` again: h with a
+# residual, else x. It also takes x with both a residual and a pre-activation, and bias with an activation or a gate.
+# `dresidual` is the gradient of the residual or the gate.
 PARTS = {
     # PyTorch's cached graphs call these by position, so new arguments come last.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
@@ -49,18 +49,18 @@ PARTS = {
     "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
-    # `bits` is what backward needs of a and b for an activation with two slopes: which one. Backward takes the bits, or
-    # a result that reveals the slope, as the operand of a chain of one.
+    # `bits` say which slope, for an activation with two. Backward takes them, or a result that reveals the slope, as
+    # the operand of a chain of one.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
-    # Query and key, of which the statistics are computed again, are there if there is a norm.
+    # With a norm, backward takes query and key and computes their statistics again.
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
-# Quantisation, and the verbs that do it in one pass. No gradient passes: a verb that records one calls its own operator
-# and then `quantize`. `block` columns share a scale, or with 0 a row does; with `scale` given, the second result has no
-# elements, and without `keeps` nor has the third, the result in its own dtype.
+# Quantisation. These have no gradient: a verb that needs one calls its own operator, then `quantize`. `block` columns
+# share a scale, 0: a row. With `scale` given, the second result is empty. `keeps` asks for the third, the result in
+# its own dtype.
 _CODES = "ScalarType dtype, Tensor? scale, int block"
 QUANTIZED = {
     "quantize": f"(Tensor input, {_CODES}) -> (Tensor values, Tensor scale)",
@@ -70,7 +70,7 @@ QUANTIZED = {
     "-> (Tensor values, Tensor scale, Tensor output)",
 }
 ALL = VERBS | PARTS | QUANTIZED
-# The eager definitions as operators for C++; they decompose into ATen under every transform.
+# Definitions for C++; they decompose into ATen under every transform.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
@@ -83,7 +83,7 @@ library = torch.library.Library("kernel_fusion", "DEF")
 
 
 def overload(name: str) -> Any:
-    """The overload of the operator `name`, which tracers know."""
+    """The operator's overload, which tracers know."""
     return getattr(torch.ops.kernel_fusion, name).default
 
 
@@ -95,12 +95,12 @@ for _name, (_schema, _definition) in _REFERENCES.items():
 
 
 def default_eps(input: Tensor) -> float:
-    """The meaning of rms_norm's `eps=None`: the machine epsilon of the compute type."""
+    """The value of rms_norm's `eps=None`: the compute type's machine epsilon."""
     return torch.finfo(compute_dtype(input.dtype)).eps
 
 
 def reference_call(name: str, *args: Any) -> Any:
-    """Call the eager definition of the verb `name` with an operator's arguments."""
+    """Call a verb's eager definition with an operator's arguments."""
     if f"{name}_reference" in _REFERENCES:
         definition: Any = _REFERENCES[f"{name}_reference"][1]
         return definition(*args)
@@ -111,7 +111,7 @@ def reference_call(name: str, *args: Any) -> Any:
 
 
 def bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments in the schema's order with defaults, which the dispatcher omits at the end."""
+    """All arguments in the schema's order: the dispatcher omits defaults at the end."""
     arguments = operator._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

@@ -1,7 +1,7 @@
 """The operators' rules for `torch.vmap`.
 
-A batched input is one call with more rows. Everything else (a batched weight or mask, dropout, whose elements have
-positions) is a call per example, because a rule cannot vmap the PyTorch operations inside.
+A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example,
+because a rule cannot vmap the PyTorch operations inside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
-    """Whether an argument with this entry of `in_dims` is batched; the entry of a list of numbers is a list of None."""
+    """Whether an entry of `in_dims` marks a batched argument; for a list of numbers it is a list of None."""
     return isinstance(dim, int)
 
 
@@ -32,7 +32,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 
 def register(name: str, prefix: str = "") -> None:
-    """Give a rule to the operator of the verb `name`, or to a backend's own, called `prefix` + `name`."""
+    """Give the verb's operator a rule, or a backend's own, called `prefix` + `name`."""
     rows = _RULES[name]
     operator = schemas.overload(prefix + name)
 
