@@ -1,4 +1,4 @@
-// bf16 in vectors of the accumulator type without moving elements between lanes. Compiled once per instruction set.
+// bf16 vectors as vectors of the accumulator type, without moving elements between lanes.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -14,26 +14,25 @@ namespace {
 
 using at::vec::Vectorized;
 
-// A bf16 of a row whose pairs hold the even elements in one vector and the odd ones in the other: both already lie in the upper
-// halves of 32-bit words, so no element changes its lane. Accumulators for such a row are stored in that order, at::vec's
-// deinterleave2.
+// A bf16 whose pairs hold the even elements in one vector and the odd ones in the other: each already lies in the upper half of
+// a 32-bit word. Accumulators of such rows have that order, at::vec's deinterleave2.
 struct Interleaved : c10::BFloat16 {
   using c10::BFloat16::BFloat16;
 };
 using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
 
-// T as seen by a loop whose operands and results all have that type.
+// T in loops whose operands and results all have that type.
 template <class T> using Alike = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Interleaved, T>;
 
-// Both vectors of such a pair as bf16, to nearest, ties to even. A NaN stays one only if its lower 16 bits are zero, as they
-// are from bf16 or arithmetic: checking for others would cost two instructions in seven.
+// Both vectors of a pair as bf16, to nearest, ties to even. A NaN survives only with lower 16 bits of zero, as from bf16 or
+// arithmetic: checking for others would cost two instructions more.
 KF_INLINE Vectorized<int32_t> interleaved_bits(const Vectorized<float>& a, const Vectorized<float>& b) {
-#if defined(CPU_CAPABILITY_AVX512)  // 7 instructions; the compiler makes 10 of the formula
+#if defined(CPU_CAPABILITY_AVX512)  // three instructions fewer than the formula
   const auto rounded = [](const Vectorized<float>& half) {
     const __m512i bits = _mm512_castps_si512(half), up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     return _mm512_mask_sub_epi32(up, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), up, _mm512_set1_epi32(-1));
   };
-  const __m512i upper_half = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);  // of each word, its bytes in a lane of 16
+  const __m512i upper_half = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);  // bytes of a 16-byte lane
   return _mm512_mask_shuffle_epi8(rounded(b), 0x3333333333333333, rounded(a), upper_half);
 #else
   const auto rounded = [](const Vectorized<float>& half) {

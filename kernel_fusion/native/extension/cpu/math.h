@@ -1,9 +1,9 @@
-// Elementary functions for shared/activations.h on SIMD vectors. For files that are compiled once per instruction set.
+// Elementary functions for shared/activations.h on SIMD vectors; compiled once per instruction set.
 //
-// Those of float are inlined, because a call per vector costs more than the arithmetic. They are off by at most 1.5 ulp, erf by
-// 3 ulp of 1, or 5 beside its power (tests/test_cpu_math.py); results below the smallest normal number may be zero. NaN keeps
-// its bits or comes from arithmetic, so it survives cpu/interleaved.h's rounding to bf16, unlike that of at::vec's minimum and
-// maximum. Those of double are at::vec's (Sleef, 1 ulp).
+// Those of float are inlined, because a call costs more than the arithmetic. They are off by at most 1.5 ulp, erf by 3 ulp of
+// 1, or 5 beside its power (tests/test_cpu_math.py); subnormal results may be zero. NaN keeps its bits or comes from
+// arithmetic, as cpu/interleaved.h's rounding needs, unlike NaN from at::vec's minimum and maximum. Those of double are
+// at::vec's (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -16,13 +16,12 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
-// Shared by both types.
 template <class A> struct VectorMath {
   using V = at::vec::Vectorized<A>;
   static V of(double c) { return V(static_cast<A>(c)); }
   static V sqrt(V x) { return x.sqrt(); }
   static V reciprocal(V x) { return x.reciprocal(); }
-#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move a comparison from its mask register to a vector and back
+#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move the comparison's mask to a vector and back
   static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
   static KF_INLINE V where_ge(V a, V b, V yes, V no) { return where<_CMP_GE_OQ>(a, b, yes, no); }
   static KF_INLINE V where_eq(V a, V b, V yes, V no) { return where<_CMP_EQ_OQ>(a, b, yes, no); }
@@ -51,7 +50,7 @@ template <class A> struct Math : VectorMath<A> {
   }
 };
 
-// The polynomials have the least relative error on their interval.
+// The polynomials have the least relative error.
 template <> struct Math<float> : VectorMath<float> {
   using I = at::vec::Vectorized<int32_t>;
 
@@ -72,7 +71,7 @@ template <> struct Math<float> : VectorMath<float> {
 
   // For x from 0 on.
   static KF_INLINE V log1p(V x) {
-    // 1 + x = 2^n m with m between sqrt(1/2) and sqrt(2); what the sum loses is added to m.
+    // 1 + x = 2^n m with m between sqrt(1/2) and sqrt(2); m gets what the sum loses.
     constexpr int32_t kRootHalf = 0x3f3504f3;
     const V sum = of(1) + x, lost = x - (sum - of(1));
     const I bits = as_int(sum) - I(kRootHalf), n = bits >> I(23);
@@ -96,7 +95,7 @@ template <> struct Math<float> : VectorMath<float> {
     return where_gt(size, of(0.55), with_sign(far, x), near);  // NaN: near
   }
 
-  // x P(x^2) / Q(x^2), and 1 from where that is the nearest number: all terms of the sums have one sign, so nothing cancels.
+  // x P(x^2) / Q(x^2), then 1: all terms of the sums have one sign, so nothing cancels.
   static KF_INLINE V erf(V x) {
     const V square = x * x, size = x.abs();
     const V p = polynomial(square, 1.1283791455f, 1.9077820680e-01f, 5.2789503349e-02f, 3.7793561964e-03f, 2.8480102903e-04f,
@@ -124,12 +123,12 @@ template <> struct Math<float> : VectorMath<float> {
 
  private:
   static constexpr int32_t kOne = 127 << 23;                                 // the bits of 1.0f
-  static constexpr double kLn2High = 0.693359375, kLn2Low = -2.12194440e-4;  // the first has few bits: n times it is exact
+  static constexpr double kLn2High = 0.693359375, kLn2Low = -2.12194440e-4;  // n times the first is exact
 
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // 2^n (1 + e), for x between -87 and 88, not NaN: n is added to the exponent. With AVX-512 up to 104, and for NaN.
+  // 2^n (1 + e) by adding n to the exponent, for x between -87 and 88; with AVX-512 up to 104, and NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -139,8 +138,7 @@ template <> struct Math<float> : VectorMath<float> {
 #endif
   }
 
-  // The same for all lower x: 0 if the result is below the smallest normal number. Scaling to such numbers is very slow, so
-  // those lanes are left out.
+  // The same, and 0 below the smallest normal number: scaling to subnormals is very slow.
   static KF_INLINE V exp_or_zero(V x) {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -165,12 +163,11 @@ template <> struct Math<float> : VectorMath<float> {
   };
 };
 
-// For results rounded to bf16: a shorter Phi, with which x Phi(x) is off by an eighth of half an ulp of bf16, of the result or,
-// in the tail, of 1/64 of its argument, as in native/kernels/math.cuh.
+// For results rounded to bf16: with this shorter Phi, x Phi(x) is off by an eighth of half an ulp of bf16, or in the tail of
+// 1/64 of its argument, as in native/kernels/math.cuh.
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 struct RoughMath : Math<float> {
-  // 1/2 + x P(x^2), with the P of eleven terms that has the least such error for x up to 4.8. Beyond, it leaves [0, 1] before
-  // 4.9.
+  // 1/2 + x P(x^2), where P has the least such error for x up to 4.8; it leaves [0, 1] before 4.9.
   static KF_INLINE V normal_cdf(V x) {
     const V near = at::vec::clamp(x, of(-4.9), of(4.9)), centred = at::vec::fmadd(near * near, of(2 / (4.8 * 4.8)), of(-1));
     const V p = polynomial(centred, 0.147212625f, -0.0729774311f, 0.052911479f, -0.0406244285f, 0.030689422f, -0.0218282081f,

@@ -1,4 +1,4 @@
-// How the CPU operators prepare the memory that they fill.
+// Memory that CPU operators fill.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +14,8 @@ namespace kf {
 // The address of a tensor, null if undefined.
 inline const char* bytes(const at::Tensor& t) { return static_cast<const char*>(t.defined() ? t.const_data_ptr() : nullptr); }
 
-// Asks for huge pages under a large result that is about to be written completely. The C library returns a freed result of this
-// size to the system, so the next one faults in every page again, which takes several times as long as the work. Below 4 MB
-// freed memory is reused. A kernel without huge pages ignores this.
+// Asks for huge pages under a large result. The C library returns such memory to the system when it is freed, so the next
+// result faults in every page, which takes several times as long as the work. Below 4 MB freed memory is reused.
 inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #ifdef __linux__
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20, kLeast = 2 * kHugePage;
@@ -27,15 +26,15 @@ inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #endif
 }
 
-// Whether to write a result past the caches. A call that moves `bytes` keeps nothing of the result in them anyway, and a line
-// that is not kept need not be read before it is written. Many threads have the caches of all their cores.
+// Whether to write a result past the caches: a call that moves `bytes` leaves nothing of it there, and unread lines need not be
+// fetched. Many threads have all their cores' caches.
 inline bool past_caches(size_t bytes, int64_t threads = 1) {
-  constexpr size_t kCache = size_t{32} << 20;  // of a core; sysconf counts the whole socket
-  constexpr size_t kOwn = size_t{7} << 19;     // of a core when all of them work
+  constexpr size_t kCache = size_t{32} << 20;  // of a core; sysconf counts a socket
+  constexpr size_t kOwn = size_t{7} << 19;     // of a core when all work
   return bytes >= std::max(kCache, static_cast<size_t>(threads) * kOwn);
 }
 
-// Whether it fills the caches so much that hardly all of it stays there.
+// Whether hardly all of it stays in the caches.
 inline bool nearly_past_caches(size_t bytes) { return past_caches(2 * bytes); }
 
 }  // namespace kf

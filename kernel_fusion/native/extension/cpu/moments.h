@@ -1,7 +1,7 @@
-// Mean and variance of a row in one pass over stretches that stay in the L1 cache. Compiled once per instruction set.
+// Mean and variance of a row in one pass over stretches that stay in the L1 cache.
 //
-// Each stretch has a mean and squared deviations from it; Chan's formula joins them in double, so mean/std = 1e4 and long rows
-// lose nothing. The row length alone decides the order of every sum.
+// Chan's formula joins the stretches' means and squared deviations in double, so mean/std = 1e4 and long rows lose nothing. The
+// row length alone decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ template <class T> KF_INLINE Sums<AccOf<T>, 1> squares_of(const T* x, int64_t n)
   });
 }
 
-// Sums of x - center and of its square over [0, n).
+// Sums of x - center and its square.
 template <class T> KF_INLINE Sums<AccOf<T>, 2> sums_around(const T* x, int64_t n, AccOf<T> center) {
   const auto centers = both(center);
   return lanes_over<AccOf<T>, 2>(n, [&](int64_t i, auto& sums, auto part) {
@@ -41,7 +41,7 @@ struct Moments {
   double mean, variance;
 };
 
-// The number of first elements whose mean is the center; the others are probably near it.
+// How many first elements have the center as their mean.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
 // Their sum, in lanes.
@@ -55,30 +55,29 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
   return static_cast<A>(total(sampled(x, count)) / static_cast<double>(sample_of<A>(count)));
 }
 
-// Whether squares around a center lose no digits, by the sums around it of 1 / share elements.
+// Whether squares around a center lose no digits, by the sums of 1 / share elements.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// Moments from the sums around a rounded `center`, whose small rest corrects both: without it mean / std = 1e4 loses digits.
+// Moments from sums around a rounded `center`, corrected by the small rest: at mean / std = 1e4 it matters.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
-// Around the mean, in two passes. Not inlined: neighbouring loops would keep their sums in memory.
+// Around the mean, in two passes. Inlined, it would push neighbouring loops' sums to memory.
 template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
-// One pass around `center`. If that is further from the mean than most elements, squares lose digits, so repeat around the
-// mean.
+// One pass around `center`; if that is further from the mean than most elements, again around the mean.
 template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
   return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
 }
 
-// The moments of a stretch, around `center`.
+// A stretch's moments, around `center`.
 template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count, bool rms, AccOf<T> center) {
   if (rms) return {0, 0, joined(squares_of(x, count))[0]};
   return deviations_of(x, count, center);
@@ -104,15 +103,15 @@ class JoinedMoments {
     seen += count;
   }
 
-  // `share`: of one element. No division waits for the sums.
+  // `share` is that of one element: no division waits for the sums.
   KF_INLINE Moments total(double share) const { return {base + mean, squares * share}; }
 
  private:
   int64_t seen = 0;
-  double base = 0, mean = 0, squares = 0;  // the mean counts from base, so that joining rounds small numbers
+  double base = 0, mean = 0, squares = 0;  // the mean counts from base, because small numbers round less
 };
 
-// `center` is that of the first stretch.
+// `center` is the first stretch's.
 template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool rms, AccOf<T> center) {
   const double share = 1 / static_cast<double>(n);
   JoinedMoments row;
@@ -123,17 +122,17 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
   return row.total(share);
 }
 
-// The most rows that are normalised together.
+// The most rows normalised together.
 constexpr int64_t kMostRows = 16;
 
-// Whether `moments_together`, for rows of one stretch, pays: with fewer rows than it joins at once, filling up costs more.
+// Whether `moments_together` pays for rows of one stretch: with few rows, filling up costs more than it saves.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
-// Whether rows are so short that joining lanes takes longest: reading them twice joins two sums of each instead of three. For
-// fp16 and bf16 only, since so few elements add up in fp32 without an error that shows in the mean.
+// Whether joining lanes takes longest: reading such short rows twice joins two sums each instead of three. So few fp16 and bf16
+// elements have sums in fp32 without an error that shows in the mean.
 template <class T> bool are_read_twice(int64_t n, bool rms) { return sizeof(T) == 2 && !rms && n <= 128; }
 
-// Mean and variance of such rows. Both have room for kMostRows, and hold zeros.
+// Mean and variance of such rows. Both have kMostRows zeros.
 template <class T>
 [[gnu::noinline]] void moments_read_twice(const T* const* x, int64_t count, int64_t n, double* mean, double* variance) {
   using A = AccOf<T>;
@@ -169,14 +168,14 @@ template <class T>
     is_finite &= v < std::numeric_limits<double>::infinity();
   }
   if (is_finite) return;
-  for (int64_t r = 0; r < count; ++r) {  // as in long rows, so that overflow does not depend on the length
+  for (int64_t r = 0; r < count; ++r) {  // as in long rows, because overflow must not depend on the length
     const auto row = deviations_from_mean(x[r], n);
     mean[r] = row.center + row.rest;
     variance[r] = row.squares * share;
   }
 }
 
-// The moments of such rows, with the bits of `moments`, but joining the lanes of all rows' sums together, which is faster.
+// The bits of `moments`, but the lanes of all rows' sums are joined together.
 template <class T>
 void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
   using A = AccOf<T>;

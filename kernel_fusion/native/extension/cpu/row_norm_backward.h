@@ -1,4 +1,4 @@
-// The arithmetic of the backward row norms: one pass over a row for its two sums and the weight gradients, one for dx. The row
+// The arithmetic of backward row norms: one pass over a row for its two sums and the weight gradients, one for dx. The row
 // length alone decides the order of every sum.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// As many rows as `add_columns` has registers for, and whether addresses of fetched and kept data fit too.
+// The rows that `add_columns` has registers for, and whether addresses of fetched and kept data fit too.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRowsAtOnce = 4;
 constexpr bool kHasRoom = true;
@@ -25,20 +25,19 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// Elements of rows taken together whose xhat and g the first pass keeps for the second, which saves converting x and dy again.
-// They, x, dy, dx and the columns' data must fit into the L1 cache.
+// For this many elements, the first pass keeps xhat and g, so that the second need not convert x and dy. Together with x, dy,
+// dx and the columns' data they fit the L1 cache.
 constexpr int64_t kKept = 2048;
 
-// How a call's rows are taken, and what is fetched ahead; decided once, by where rows lie and their length.
+// How rows are taken and what is fetched ahead, decided once per call.
 struct Passes {
-  // Rows go one by one: processors see ahead best in two contiguous streams, and reads of a row overlap with stores of the one
-  // before. Shorter rows instead share the joining of sums, longer ones the loads of dweight and dbias.
+  // Rows go one by one: processors prefetch two contiguous streams best, and reads overlap with the stores of the row before.
+  // Shorter rows share the joining of sums, longer ones the loads of dweight and dbias.
   bool alone;
-  bool next_row;  // fetch the next row, x in the first pass, dy in the second: processors stop seeing ahead at the end of a
-                  // page page
-  bool blocks;    // both passes fetch the next block of columns: processors hardly see ahead in several rows' streams
-  bool far;       // fetch to the L2 cache: two blocks ahead in the first pass, the rows after these in the second
-  bool rows;      // the second pass fetches both next rows, if blocks did not fit
+  bool next_row;  // fetch the next row, x in the first pass, dy in the second: prefetching stops at the end of a page
+  bool blocks;    // both passes fetch the next block: processors hardly prefetch several rows' streams
+  bool far;       // fetch to L2: two blocks ahead in the first pass, the following rows in the second
+  bool rows;      // the second pass fetches both next rows instead of blocks
   int together;   // rows taken together
 
   Passes(const Backward& c, int64_t cols, int64_t element_size) {
@@ -53,9 +52,9 @@ struct Passes {
   }
 
  private:
-  // Short rows: few enough to be in the cache for the second pass. Long rows never are; there dweight and dbias should stay,
-  // also for fp32 beyond 2048 columns. Loading these takes longest for very short cached fp32 rows. Two rows of fp16 or bf16 if
-  // they can be kept, but more cannot.
+  // Short rows: so few that the second pass finds them in the cache. Long rows never are; there dweight and dbias should stay,
+  // also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. Of fp16 and bf16, at most
+  // the two rows that can be kept.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -67,15 +66,15 @@ struct Passes {
   static constexpr int kMostRowsTogether = 8;
 };
 
-// relu before the norm, of x, and after it, where its gradient needs z. Both are applied when elements are read.
+// relu before the norm, of x, and after it, where its gradient needs z; applied as elements are read.
 struct Relus {
   bool x, z;
 };
-struct NoRelus {  // known to the loops of the bare norm at compile time
+struct NoRelus {  // of the bare norm, at compile time
   static constexpr bool x = false, z = false;
 };
 
-// A part of one row in backward: what is read, where dx goes, and its sums. dx may be dy.
+// A part of a row: what is read, where dx goes (perhaps to dy), and its sums.
 template <class X, class DY> struct Row {
   using A = AccOf<X>;
   const X* x;
@@ -83,13 +82,13 @@ template <class X, class DY> struct Row {
   X* dx;  // null: not wanted
   A mean, rstd;
   const X* dh = nullptr;            // added to dx
-  int64_t next_x = 0, next_dy = 0;  // how far ahead of x and dy the next ones to read lie
+  int64_t next_x = 0, next_dy = 0;  // the distance of those to read next
   double sum_g = 0, sum_gx = 0;
-  A* kept = nullptr;        // xhat, then g, of each pair, for the second pass; see backward_together
+  A* kept = nullptr;        // each pair's xhat and g, for the second pass
   const A* bias = nullptr;  // for z
 };
 
-// A row from column `start` on. Row `next` is read after it; the row itself: none is.
+// A row from column `start` on, and the row that is read next; the row itself: none.
 template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t next, int64_t start = 0) {
   using A = AccOf<X>;
   const int64_t x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
@@ -102,7 +101,7 @@ template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, i
   return result;
 }
 
-// dz, the gradient before the activation after the norm.
+// The gradient before the activation.
 template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, const V& w, const V& b) {
   return relu ? times_slope<act::relu>(dy, fma(xhat, w, b)) : dy;
 }
@@ -110,14 +109,13 @@ template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, cons
 // Columns of a row that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
-// Fetches data ahead of its use.
 KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
 
-// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which begin with rows that
-// are the `first`. The rows share the loads of weight, dweight and dbias, and are added one by one. xhat is rounded separately:
-// equal elements then have equal digits, and cancel in dweight.
+// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which `first` rows begin.
+// Rows share the loads of weight, dweight and dbias, and are added one by one. xhat is rounded separately: equal elements then
+// have equal digits, and cancel in dweight.
 template <bool keeps, class X, class DY, class R, size_t... r>
 void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, bool first, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
@@ -137,7 +135,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   const std::array<A*, kRows> kept{rows[r].kept...};
   const A* bias = relus.z ? rows[0].bias : nullptr;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
-  // One vector for both halves of a pair in turn, because registers are few.
+  // One vector for both halves of a pair in turn: registers are few.
   Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
     const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
@@ -168,7 +166,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : ahead)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : ahead)...};
     const int64_t end = std::min(stop, i + kBlock);
-    // The second pass reads it; the first waits for memory anyway.
+    // For the second pass; the first waits for memory anyway.
     if (rows[0].dh) (fetch(rows[r].dh + i, (end - i) * sizeof(X)), ...);
     for (; i + P::kStep <= end; i += P::kStep) {
       if (fetches) {
@@ -185,8 +183,8 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of columns [start, stop), given the whole row's sums, to `results`, which begin at `start` and are passed by value so that
-// stores cannot alias them.
+// dx of columns [start, stop), given whole sums, to `results`, which begin at `start` and come by value so that stores cannot
+// alias them.
 template <class X, class DY, class R, class Out>
 KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, int64_t start, int64_t stop,
                         Out results) {
@@ -197,7 +195,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
   const A* weight = from(static_cast<const A*>(c.weight), start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
-  // fp16 or bf16 x is at most some thousand times as large as it varies: the rounding of `shift` is small beside that of dx.
+  // fp16 or bf16 x is at most some thousand times as large as it varies, so rounding `shift` hardly shows in dx.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
@@ -221,14 +219,14 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
     P v = load_pair(x + i, part);
     if (relus.x) v = value_of<act::relu>(v);
     const P d = dz_of(relus.z, load_pair(dy + i, part), (v - means) * rstds, w, b);
-    // In rows of one element dx is exactly 0: a part's g is rounded as for its sum.
+    // In rows of one element dx is exactly 0: part of g is rounded as in its sum.
     const P shifted = std::is_same_v<decltype(part), Whole> ? fma(d, w, shifts) : d * w + shifts;
     const P g = gradient(shifted, v);
     results.put(i, dh ? g + load_pair(dh + i, part) : g, part);
   });
 }
 
-// dx of a whole row, from what was kept of it.
+// dx of a whole row, from what was kept.
 template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backward& c, const Row<X, DY>& row, R results) {
   using A = AccOf<X>;
   using P = Pair<A>;
@@ -243,12 +241,12 @@ template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backwar
   });
 }
 
-// dweight and dbias. With totals, a sum's error grows with rows no faster than PyTorch's cascaded sums.
+// dweight and dbias. With totals, errors grow with rows no faster than in PyTorch's cascaded sums.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
 
-  // Whether dweight and dbias begin anew with row `row`, counted from the first.
+  // Whether they begin anew with row `row`, counted from the first.
   bool begin_anew(int64_t row) {
     if (row == 0) return true;
     if (!c.totals || row % kRowsSummed) return false;
@@ -265,7 +263,7 @@ template <class A> class ColumnSums {
   }
 
  private:
-  // Not inlined: it would take registers from neighbouring loops.
+  // Inlined, it would take registers from neighbouring loops.
   [[gnu::noinline]] void add_to_totals() {
     each([&](A* sum, double* total) {
       if (empty) std::copy_n(sum, cols, total);
@@ -299,7 +297,7 @@ void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   add(std::index_sequence<1>());
 }
 
-// The sums of a few rows, strip by strip: what is added up stays in the cache. `first`: as in add_columns.
+// The sums of a few rows, strip by strip: what is added up stays in the cache.
 template <class X, class DY, class R>
 void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int count, bool first) {
   const int64_t width = strip_width(c.cols);
@@ -313,7 +311,7 @@ KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X,
                                  RowResults& results) {
   using R = Results<X>;
   if constexpr (sizeof(X) == 2 && kHasRoom)
-    if (c.dx && passes.together * c.cols <= kKept) {  // also for the last, fewer rows: dx depends on its row alone
+    if (c.dx && passes.together * c.cols <= kKept) {  // also for fewer last rows: dx depends on its row alone
       using A = AccOf<X>;
       alignas(64) A room[2 * (kKept + kRowsAtOnce * Pair<A>::kStep)];
       for (int r = 0; r < count; ++r) rows[r].kept = room + 2 * r * whole_pairs<A>(c.cols);

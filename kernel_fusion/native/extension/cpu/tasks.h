@@ -1,4 +1,4 @@
-// How threads share loops, without influence on results, and the sums over the partial rows that they leave.
+// How threads share loops, without influence on results, and sums over their partial rows.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,21 +16,21 @@
 
 namespace kf {
 
-// Elements worth a parallel region, which wakes every thread, and whether fewer are left to one thread.
+// Elements that are worth waking every thread.
 constexpr int64_t kRegion = 32768;
 inline bool is_small(int64_t elements) { return elements <= kRegion; }
 
-// Threads that could share a region that begins here.
+// Threads that could share a region here.
 inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-// The remaining steps of one thread's portion of a loop. It takes them from the front; idle threads take them from the back, so
-// that two seldom fault in the same new page. Begin only grows and end only shrinks, so no value comes back; the end of the
-// region, not this, publishes the results.
+// What is left of a thread's portion of a loop. It takes steps from the front; idle threads take them from the back, so that
+// two seldom fault in the same page. Begin only grows and end only shrinks, so no value comes back; the end of the region
+// publishes the results.
 class alignas(64) Portion {
  public:
   void set(int64_t begin, int64_t end) { steps = packed(static_cast<uint32_t>(begin), static_cast<uint32_t>(end)); }
 
-  // [first, last): a quarter of the rest, so that the last steps are small; empty: nothing is left.
+  // [first, last): a quarter of the rest, because last steps should be small; empty at the end.
   std::pair<int64_t, int64_t> take(bool from_back) {
     for (uint64_t old = steps.load(std::memory_order_relaxed);;) {
       const auto begin = static_cast<uint32_t>(old), end = static_cast<uint32_t>(old >> 32), some = (end - begin + 3) / 4;
@@ -46,9 +46,9 @@ class alignas(64) Portion {
   std::atomic<uint64_t> steps = 0;
 };
 
-// Calls make() in every thread, and its result f(begin, end) for parts of [0, count), indices of `elements_each` elements. One
-// thread takes a small call. With much to do, threads take steps of `step` indices and then help others, because threads are
-// seldom equally fast: other programs share their cores.
+// Calls make() in each thread, and its result f(begin, end) for parts of [0, count), indices of `elements_each` elements. One
+// thread takes a small call. In a large one, threads take `step` indices at a time and then help others: other programs slow
+// some of them down.
 template <class Make> void share_by(int64_t count, int64_t elements_each, int64_t step, Make&& make) {
   constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements of a thread
   const int64_t least = std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
@@ -75,7 +75,7 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
 // Indices of some thousand elements.
 inline int64_t step_of(int64_t elements_each) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, elements_each)); }
 
-// The same in such steps, with nothing to make.
+// The same without make().
 template <class F> void share(int64_t count, int64_t elements_each, F&& f) {
   share_by(count, elements_each, step_of(elements_each), [&]() -> F& { return f; });
 }
@@ -88,18 +88,16 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
 }
 
 // Rows of `type`, float or double, whose sums go to `out` from element `first`.
-struct RowsToSum {
-  const void* rows;
-  at::ScalarType type;
-  at::Tensor& out;
-  int64_t first = 0;
+const void* rows;
+at::ScalarType type;
+at::Tensor& out;
+int64_t first = 0;
 };
 
-// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for each of so many outputs:
-// those of rows_to_sum(0), rows_to_sum(1), ... One region of threads adds them all up: with two, backward of 1000 x 1024 fp16
-// took 16 threads 132 us instead of 118 (Xeon).
+// out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for rows_to_sum(0),
+// rows_to_sum(1), ... in one region of threads.
 template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
-  constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: so few columns that there are tiles for many threads
+  constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: small, so that many threads have tiles
   const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns),
                 tiles = (cols + width - 1) / width;
   share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {
