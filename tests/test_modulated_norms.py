@@ -175,6 +175,16 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "columns": ({"shift": torch.ones(2, 1, 1)}, "RuntimeError", f"`shift` {_FIT} [2, 1, 1]"),
     "dimensions": ({"scale": _S[None]}, "RuntimeError", f"`scale` {_FIT} [1, 2, 1, 8]"),
     "gate": ({"gate": _X[:, :2]}, "RuntimeError", f"`gate` {_FIT} [2, 2, 8]"),
+    "samples": (
+        {"scale": _S[:, 0]},
+        "RuntimeError",
+        f"`scale` {_FIT} [2, 8]; for one per sample, view it as [2, 1, 8]",
+    ),
+    "order": (
+        {"normalized_shape": _S},
+        "TypeError",
+        "`normalized_shape` must be an int or a sequence of ints, got Tensor",
+    ),
     "dtype": (
         {"scale": _S.double()},
         "RuntimeError",

@@ -349,7 +349,9 @@ def test_unpatch_gives_every_class_back() -> None:
     model, x = Model(), torch.randn(4, 32)
     kinds, expected = [type(module) for module in model.modules()], model(x)
     count = len(kf.patch(model).replaced)
-    assert len(kf.unpatch(model).replaced) == count
+    report = kf.unpatch(model)
+    assert len(report.replaced) == count
+    assert str(report).startswith(f"Model: {count} modules restored, 0 left\n  restored ")
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(model(x), expected)
 
@@ -557,5 +559,5 @@ def test_bad_arguments() -> None:
         kf.patch(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`unpatch`: `model` must be a torch.nn.Module, got int"):
         kf.unpatch(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rounding"):
+    with pytest.raises(ValueError, match="`patch`: `rounding` must be one of 'match', 'once', 'hf', got 'twice'"):
         kf.patch(nn.LayerNorm(4), rounding="twice")

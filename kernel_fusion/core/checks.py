@@ -31,7 +31,7 @@ def given(verb: str, argument: str, value: object) -> None:
 def tensor(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is a tensor or a `torch.fx` proxy for one."""
     if not torch.overrides.is_tensor_like(value):
-        raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {_described(value)}")
+        raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {described(value)}")
 
 
 def matrices(verb: str, **tensors: object) -> None:
@@ -157,9 +157,11 @@ def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, nu
     own = zip(reversed(value.shape[: max(0, leading)]), reversed(input.shape[: input.dim() - num_dims]), strict=False)
     fits = 0 <= leading <= input.dim() - num_dims and list(value.shape[leading:]) == shape
     if not fits or not all(size in (1, rows) for size, rows in own):
+        of_samples = [input.shape[0], *[1] * (input.dim() - num_dims - 1), *shape]
+        hint = f"; for one per sample, view it as {of_samples}" if list(value.shape) == [input.shape[0], *shape] else ""
         raise RuntimeError(
             f"`{verb}`: `{argument}` must end with `normalized_shape`, {shape}, and broadcast to the shape of `input`, "
-            f"{list(input.shape)}, got {list(value.shape)}"
+            f"{list(input.shape)}, got {list(value.shape)}{hint}"
         )
     _check_companion(verb, argument, value, input)
 
@@ -182,17 +184,18 @@ def group_size(verb: str, shape: Sequence[int], size: int) -> None:
         raise ValueError(f"`{verb}`: `group_size` must divide the length of a row, N = {shape[0]}, got {size}")
 
 
-def rounding(verb: str, rounding: str) -> None:
-    """Raise unless `rounding` is "once" or "hf"."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+def rounding(verb: str, rounding: str, *others: str) -> None:
+    """Raise unless `rounding` is "once", "hf" or one of `others`."""
+    choices = (*others, *ROUNDINGS)
+    if rounding not in choices:
+        raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, choices))}, got {rounding!r}")
 
 
 def out_dtype(verb: str, value: object) -> None:
     """Raise unless `value` can be a result's dtype, whatever the input."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value) or isinstance(value, Quantize):
-        raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {_described(value)}")
+        raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {described(value)}")
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
@@ -209,19 +212,19 @@ def dropout_p(verb: str, argument: str, p: float) -> None:
 def number(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is a number."""
     if not _is_number(value):
-        raise TypeError(f"`{verb}`: `{argument}` must be a number, got {_described(value)}")
+        raise TypeError(f"`{verb}`: `{argument}` must be a number, got {described(value)}")
 
 
 def flag(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is a bool, or stands for one."""
     if not hasattr(value, "__bool__"):
-        raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {_described(value)}")
+        raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {described(value)}")
 
 
 def dimension(verb: str, argument: str, value: object) -> None:
     """Raise unless `value` is an integer."""
     if not (isinstance(value, int) or hasattr(value, "__index__")):
-        raise TypeError(f"`{verb}`: `{argument}` must be an int, got {_described(value)}")
+        raise TypeError(f"`{verb}`: `{argument}` must be an int, got {described(value)}")
 
 
 def _is_number(value: object) -> bool:
@@ -231,6 +234,8 @@ def _is_number(value: object) -> bool:
 
 def _is_size(value: Any) -> bool:
     """Whether it is an integer or several."""
+    if isinstance(value, Tensor):  # such as a weight in this place; any tensor has an `__index__`
+        return value.dim() == 0
     several = hasattr(value, "__iter__") and not isinstance(value, str)
     return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
 
@@ -274,7 +279,7 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
     for name, value in others.items():
         expected, fits = _KINDS[name]
         if not fits(value):
-            raise TypeError(f"`{verb}`: `{name}` must be {expected}, got {_described(value)}") from error
+            raise TypeError(f"`{verb}`: `{name}` must be {expected}, got {described(value)}") from error
     if str(error).startswith("`"):
         return  # ours
     if broadcast and not _broadcast(*(value.shape for value in there.values())):
@@ -316,7 +321,7 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
         )
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     """A value's type, or the value if it is short."""
     return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
 

@@ -76,7 +76,8 @@ def _table_problem(c: Rotary) -> str | None:
                 f"got {list(t.shape)}"
             )
         if 2 * t.shape[2] > cols:
-            return f"`{name}` must have at most D / 2 = {cols // 2} columns, got {t.shape[2]}: one for each pair"
+            hint = f"; of halves that are equal, give one: `{name}[..., : {cols // 2}]`" if t.shape[2] == cols else ""
+            return f"`{name}` must have at most D / 2 = {cols // 2} columns, got {t.shape[2]}: one for each pair{hint}"
         if not _mixes(t.dtype, c.query.dtype) or t.device != c.query.device:
             return f"`{name}` must be {_partners(c.query)}, got {_kind(t)}"
     if c.sin.shape != c.cos.shape or c.sin.dtype != c.cos.dtype:

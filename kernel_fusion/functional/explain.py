@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
+from kernel_fusion.core import checks
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
@@ -136,7 +137,7 @@ def _first_call(
         body, args, home = type(function).forward, (function, *args), "kernel_fusion."
     if not inspect.isfunction(body) or not body.__module__.startswith(home):
         expected = "a verb of kernel_fusion, such as kf.layer_norm, a function of kf.ops or a module of kf.nn"
-        raise TypeError(f"`explain`: expected {expected}, got {function!r}")
+        raise TypeError(f"`explain`: expected {expected}, then its arguments, got {checks.described(function)}")
 
     def noting(verb: Callable[..., Any]) -> Callable[..., Any]:
         def note(*args: Any, **kwargs: Any) -> None:

@@ -75,8 +75,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`patch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
-    if rounding != "match":
-        checks.rounding("patch", rounding)
+    checks.rounding("patch", rounding, "match")
     start = time.perf_counter()
     walk = _Walk(rounding)
     with examining():
@@ -114,7 +113,7 @@ def unpatch(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`unpatch`: `model` must be a torch.nn.Module, got {type(model).__name__}")
-    report = Report(type(model).__name__)
+    report = Report(type(model).__name__, done="restored")
     for name, module in model.named_modules():
         if is_changed(module):
             restore(module)

@@ -26,6 +26,7 @@ class Report:
         left: a line for each other norm, activation, softmax or gate, with the reason.
         already: how many modules had been changed before.
         seconds: how long it took.
+        done: what was done to the modules of `replaced`, as it is printed.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -39,11 +40,12 @@ class Report:
     left: list[Line] = field(default_factory=list)
     already: int = 0
     seconds: float = 0.0
+    done: str = "replaced"
 
     def __str__(self) -> str:
-        head = f"{self.model}: {len(self.replaced)} modules replaced, {len(self.left)} left"
+        head = f"{self.model}: {len(self.replaced)} modules {self.done}, {len(self.left)} left"
         head += f", {self.already} had been replaced before" if self.already else ""
-        return "\n".join([head, *_table("replaced", self.replaced), *_table("left", self.left)])
+        return "\n".join([head, *_table(self.done, self.replaced), *_table("left", self.left)])
 
 
 def _table(title: str, lines: Iterable[Line]) -> list[str]:

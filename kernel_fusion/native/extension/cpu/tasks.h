@@ -88,10 +88,11 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
 }
 
 // Rows of `type`, float or double, whose sums go to `out` from element `first`.
-const void* rows;
-at::ScalarType type;
-at::Tensor& out;
-int64_t first = 0;
+struct RowsToSum {
+  const void* rows;
+  at::ScalarType type;
+  at::Tensor& out;
+  int64_t first = 0;
 };
 
 // out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for rows_to_sum(0),
