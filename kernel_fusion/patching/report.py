@@ -52,6 +52,6 @@ def _table(title: str, lines: Iterable[Line]) -> list[str]:
     """A row for each class and text, with the count and the first name."""
     rows = [(*key, list(group)) for key, group in groupby(sorted(lines), key=lambda line: line[:2])]
     return [
-        f"  {title:8} {len(group):4} {kind}: {text} ({group[0].name}{', …' if len(group) > 1 else ''})"
+        f"  {title:8} {len(group):4} {kind}: {text} ({group[0].name or 'the model'}{', …' if len(group) > 1 else ''})"
         for kind, text, group in rows
     ]
