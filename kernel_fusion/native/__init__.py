@@ -1,1 +1,1 @@
-"""The C++ and CUDA sources, and the builder of the extension. It knows no operator."""
+"""The C++ and CUDA sources, and the extension's builder."""

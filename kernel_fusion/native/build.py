@@ -1,10 +1,9 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The one shared library has the operators and the CPU kernels, compiled for this machine's best instruction set. A
-library built ahead, for unknown machines or for comparisons, has them for every set, and the process picks one. One
-process at a time builds at first use, in a private folder (native/jobs.py), and stores the library by an atomic rename.
-So parallel processes build once, and nobody loads what a killed builder left. `torch.utils.cpp_extension` would need
-ninja, and its lock file blocks forever if a builder is killed.
+The library has the operators and the CPU kernels for this machine's best instruction set; one built ahead has them for
+every set, and the process picks. One process at a time builds at first use, in a private folder (native/jobs.py), and
+stores the library by an atomic rename, so nobody loads what a killed builder left. `torch.utils.cpp_extension` would
+need ninja, and its lock file blocks forever if a builder is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
 
-# Libraries kept in the cache, the last used: for several PyTorch versions, compilers and processors that share a home,
-# or states of the sources.
+# The libraries used last: of several PyTorch versions, compilers and processors that share a home, or states of
+# sources.
 _KEPT = 8
-# With this many cores, headers compiled several times cost less than a long unit.
+# With this many cores, compiling headers several times costs less than a long unit.
 _MANY_CORES = 6
-# The files that take longest apart from these headers.
+# The files that take longest without these headers.
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent
@@ -44,16 +43,16 @@ _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
 _SUFFIXES = {".cpp", ".h", ".cuh"}
 
-# No flag that changes NaN or Inf, and no contraction: formulas need a * b - round(a * b) to be 0, and kernels say fma.
+# No flag changes NaN or Inf, and nothing is contracted: formulas need a * b - round(a * b) to be 0, and kernels say
+# fma.
 _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only the operators that they name
+    "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only named operators
 ]
-# Names and instructions are those of PyTorch's own kernels: where its AVX2 kernels run, ours do. Each variant has its
-# own CPU_CAPABILITY, and so a namespace. Otherwise the inline functions of at::vec would share one name in all
-# variants, and the linker would keep one of them.
+# Where PyTorch's AVX2 kernels run, ours do. Each variant has its own CPU_CAPABILITY, and so a namespace: else at::vec's
+# inline functions would share a name in all variants, and the linker would keep one.
 _VARIANTS = (
     {
         "DEFAULT": [],  # the baseline, without -O3, which doubles the build time
@@ -66,33 +65,33 @@ _VARIANTS = (
 
 
 def cpu_variants() -> list[str]:
-    """The instruction sets that the CPU kernels can be compiled for on this architecture."""
+    """The instruction sets for which CPU kernels can be compiled here."""
     return list(_VARIANTS)
 
 
 def _own_variants() -> list[str]:
-    """This process's variant as PyTorch names it; extension/cpu/variant.cpp does the same."""
+    """This process's variant, by PyTorch's name, as in extension/cpu/variant.cpp."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 
 
 def cpu_flags(variant: str) -> list[str]:
-    """The compiler's flags for a variant of the CPU kernels."""
+    """The compiler's flags for a variant."""
     return [*_include_flags(), f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}", *_VARIANTS[variant]]
 
 
 def link_flags() -> list[str]:
     """The linker's flags for users of PyTorch's libraries, after the objects.
 
-    PyTorch's loaded C++ library comes first. A compiler may have a static one, and with two in a process, one would
-    format numbers with the other's tables and crash.
+    PyTorch's loaded C++ library comes first: with a compiler's static one beside it, one would format numbers with the
+    other's tables and crash.
     """
     lib = Path(torch.__file__).parent / "lib"
     return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
 
 
 def _loaded_cxx_library() -> list[str]:
-    """The path of this process's libstdc++; empty if unknown or another library."""
+    """The path of this process's libstdc++, if known."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -115,13 +114,13 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
-    """The cache key of a library: PyTorch, compiler, flags, machine, sources."""
+    """A library's cache key: PyTorch, compiler, flags, machine, sources."""
     flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
     return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *_sources())
 
 
 def exported_key() -> str:
-    """The key of a library built elsewhere: for this PyTorch, architecture and sources, by any compiler."""
+    """The key of a library built elsewhere for this PyTorch, architecture and sources, by any compiler."""
     return cache.digest("exported", torch.__version__, platform.machine(), *_sources())
 
 
@@ -130,7 +129,7 @@ def _sources() -> list[str | bytes]:
 
 
 def _keys() -> list[str]:
-    """The keys of libraries that serve this process: its own, if there is a compiler, and an exported one."""
+    """The keys of libraries that serve this process: its own, with a compiler, and an exported one."""
     compiler = cxx_compiler()
     own = [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())] if compiler else []
     return [*own, exported_key()]
@@ -150,7 +149,7 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
 
     Args:
         say: called with a line before and after a build, and every few seconds meanwhile.
-        every_variant: include the CPU kernels for other machines, which takes longer.
+        every_variant: include the CPU kernels for other machines.
 
     Raises:
         BuildError: there is no compiler, it failed, or the library cannot be stored.
@@ -173,7 +172,7 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
     Args:
         load: called with a descriptor, which it then owns; raises OSError if the library cannot be loaded. A cached one
             is then built again, once.
-        say: called with a line before and after a build, and every few seconds meanwhile.
+        say: as for `built_library`.
 
     Raises:
         BuildError: there is no compiler, it failed, or its library cannot be loaded.
@@ -221,7 +220,7 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], say: Say) -> int:
-    """A descriptor of the library, built by this process or by the one it waited for, and stored if possible."""
+    """A descriptor of the library, built here or by the process that was waited for, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # without a common folder, every process builds
@@ -243,14 +242,14 @@ def _build(key: str, variants: Sequence[str], say: Say) -> int:
 
 
 def copy_of(file: int, stack: ExitStack) -> Path:
-    """A copy of a library, in a private folder until `stack` closes."""
+    """A copy of a library in a private folder, until `stack` closes."""
     copy = stack.enter_context(jobs.private_folder(_workplaces())) / "kernel_fusion.so"
     copy.write_bytes(os.pread(file, os.fstat(file).st_size, 0))
     return copy
 
 
 def _workplaces() -> list[Path]:
-    """The places to build in: temporary files, often nearer than a home, if others cannot change them there."""
+    """Places to build in: temporary files, often nearer than a home, if nobody else can change them."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -258,10 +257,9 @@ def _workplaces() -> list[Path]:
 
 
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
-    """What to compile together, and with which flags; the longest first.
+    """What to compile together, with which flags; the longest first.
 
-    Files with common headers share their compile time. So with many cores, where the longest unit decides, only the
-    long files are alone; with few cores there are few units.
+    Files share the compile time of headers, but with many cores the longest unit decides: then long files are alone.
     """
     files = sorted(_SOURCES.glob("*.cpp"))
     autograd = [path for path in files if path.stem.endswith("_autograd") or path.stem == "node"]

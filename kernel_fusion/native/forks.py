@@ -1,12 +1,12 @@
-"""Keeps a process from forking when the child, or its parent, would then wait forever."""
+"""Keeps a process from forking when the child, or the parent, would then wait forever."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# A fork waits for this. A half imported module would block the child. A half started compiler would block the parent,
-# because the child has a copy of its pipe.
+# A fork waits for this: a half imported module would block the child, and the child's copy of a compiler's pipe the
+# parent.
 no_fork = threading.RLock()
 
 if hasattr(os, "register_at_fork"):

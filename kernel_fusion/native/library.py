@@ -1,4 +1,4 @@
-"""Opens the C++ extension and declares its C functions; `kernel_fusion.operators.loader` does so once per process."""
+"""Opens the C++ extension and declares its C functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_extension() -> ctypes.CDLL:
 
 
 def say(line: str) -> None:
-    """Print a build's progress for the user, if there is anywhere to print to."""
+    """Print a build's progress, if there is anywhere to print to."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
@@ -38,8 +38,7 @@ def say(line: str) -> None:
 def _dlopen(file: int) -> ctypes.CDLL:
     """Open the library behind `file`, not what its path leads to by now.
 
-    The name contains this process's number, so that no other library has it and debuggers can follow it. `file` stays
-    open, so that no other library gets the same name.
+    This process's number is in the name, which no other library has and debuggers can follow, while `file` is open.
     """
     try:
         process = os.readlink("/proc/self")

@@ -1,7 +1,7 @@
-"""The definition of every operation in plain PyTorch, which all other backends are tested against.
+"""The definition of every operation in plain PyTorch, by which all other backends are tested.
 
-It also runs where none of our kernels can, and `torch.func`, forward-mode AD and double backward differentiate it. So
-it must be an obvious composition of differentiable PyTorch operations.
+It also runs where no kernel can, and `torch.func`, forward-mode AD and double backward differentiate it. So it must be
+an obvious composition of differentiable PyTorch operations.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is stored.
 
 The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC
-2011, where 7 rounds pass BigCrush). One 128-bit block serves eight neighbouring elements, with a 32-bit word per pair:
-elements 2j and 2j + 1 take word j % 4 of the block with counter (j / 4, seed) and key 0, so that all round keys are
-constants. The odd element of a pair takes the word, the even one the word with its halves exchanged: each has 16 bits
-of its own above the other's 16. native/shared/philox.h is the same for kernels.
+2011). One 128-bit block serves eight neighbouring elements: elements 2j and 2j + 1 take word j % 4 of the block with
+counter (j / 4, seed) and key 0, so that round keys are constants. The odd element takes the word, the even one the word
+with its halves exchanged: each has 16 bits of its own above the other's. native/shared/philox.h is the same.
 
 An element is dropped if its 32 bits are below t = round(p * 2^32); others are scaled by 1 / (1 - t / 2^32). So the
 expectation is exact for every p, and the rate misses p by at most 2^-33.
 
-The two elements of a pair are not quite independent. With t = 2^16 h + l, exactly h^2 + 2 min(h, l) + (1 if h < l) of
-the 2^32 words drop both, at least the t^2 / 2^32 of independent elements. Their correlation is 0 if p is a multiple of
-2^-16, and at most 3 * 2^-16, or 2^-32 / min(p, 1 - p) for p so near 0 or 1 that this is larger, where one single word
-drops or keeps both. Elements of different pairs are independent.
+The elements of a pair are not quite independent. With t = 2^16 h + l, h^2 + 2 min(h, l) + (1 if h < l) of the 2^32
+words drop both. The correlation is 0 if p is a multiple of 2^-16, and at most 3 * 2^-16, or 2^-32 / min(p, 1 - p) if
+that is larger. Elements of different pairs are independent.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _HALF = 16  # an element's own bits
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's default generator, by a PyTorch operation, which graphs and checkpoints handle."""
+    """A seed from the device's default generator, by a PyTorch operation: graphs and checkpoints handle that."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
@@ -40,7 +38,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
     words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
     for number in range(_ROUNDS):
         key = [number * step & _LOW for step in _KEY_STEPS]
-        # int64 products wrap, which keeps all 64 bits of the unsigned product.
+        # int64 products wrap, which keeps all 64 bits.
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
             ((second >> 32) & _LOW) ^ words[1] ^ key[0],
@@ -52,14 +50,14 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
 
 def pair_bits(word: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the even and the odd element that share a word: its halves exchanged, and as they are."""
+    """The bits of the even and the odd element of a word."""
     return (word & (1 << _HALF) - 1) << _HALF | word >> _HALF, word
 
 
 def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """`values` with dropout; an element's position is its place in the memory of a tensor like this one.
+    """`values` with dropout; an element's position is its place in the memory of `torch.empty_like(values)`.
 
-    Dense tensors keep their strides in `torch.empty_like`, and so does a kernel's result.
+    A kernel's result has the same strides.
     """
     if seed is None:
         return values

@@ -9,10 +9,10 @@ from kernel_fusion.core.quantize import LARGEST, num_scales
 
 
 def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """The definition: contiguous codes, and the scales of rows or of blocks of so many columns.
+    """The definition: contiguous codes, and the scales of rows or of blocks of columns.
 
-    With a given `scale`, the second result has no elements. NaN has the code NaN, or 0 where codes are integers; a row
-    or block that contains NaN or an infinity has it as its scale.
+    With a given `scale`, the second result is empty. NaN has the code NaN, or 0 where codes are integers; a row or
+    block with NaN or an infinity has it as its scale.
     """
     v = input.to(torch.float32)
     if scale is not None:
@@ -27,12 +27,12 @@ def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int
 
 
 def _by_columns(s: Tensor) -> Tensor:
-    """The same, laid out as `empty_scales` does."""
+    """The same, in the layout of `empty_scales`."""
     return s.movedim(-1, 0).clone(memory_format=torch.contiguous_format).movedim(0, -1)
 
 
 def _scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    # Tensors divide: by a number, PyTorch multiplies by the reciprocal on GPUs, which rounds twice.
+    # Tensors divide; by a number, PyTorch multiplies by the reciprocal on GPUs.
     s = amax / torch.full_like(amax, LARGEST[dtype])
     return torch.where(s == 0.0, 1.0, s)
 

@@ -26,16 +26,16 @@ def qk_norm_rope(
     interleaved: bool,
     rounding: str,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key, or an empty tensor instead; shapes as in core/rotary.py, and without `eps` there is no norm.
+    """Query and key (empty if absent); shapes as in core/rotary.py, and without `eps` there is no norm.
 
     For each head x, with n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or n = x, and the pairs (n1, n2) of its
-    first R columns, which are columns i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`:
+    first R columns, i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`:
 
         y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i]
 
-    The other columns of y are those of n. y is rounded once. Rounding "hf" rounds where Hugging Face's code does: the
-    normalised value to the dtype of x; its product with the weight to the promoted dtype of these two; and products,
-    sum and difference of the rotation to the promoted dtype of that product and cos.
+    The other columns are those of n. y is rounded once, with "hf" as Hugging Face's code does: the normalised value to
+    the dtype of x, its product with the weight to the promoted one, and products, sum and difference of the rotation to
+    that promoted with cos.
     """
     c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     if text := problem(c):
@@ -47,7 +47,7 @@ def qk_norm_rope(
 
 
 def _of_tokens(table: Tensor, positions: Tensor | None) -> Tensor:
-    """The cosines or sines of each token, broadcast over its heads."""
+    """The cosines or sines of each token, over its heads."""
     return (table if positions is None else F.embedding(positions, table[0])).unsqueeze(-2)
 
 

@@ -97,14 +97,13 @@ def staged_row_norm(
     rms: bool,
     *stages: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The norm with its stages, and h, what it normalises: in the residual's dtype, or without elements.
+    """The norm with its stages, and h, what it normalises: in the residual's dtype, or empty.
 
     u = dropout(pre_activation(input)), h = residual + u, output = activation(norm(h) * weight + bias); `seed` is None
-    without dropout. h is rounded to the residual's dtype before it is normalised; without a residual it is not.
-    With rounding "hf" norm(h) is rounded to the dtype of h, or without a residual of the input; and where there is a
-    weight, the argument of the activation to the promoted dtype of that and the weight's.
-    A gate, beside which there are no other stages, multiplies after its activation: the input if `gate_first`, else the
-    result. If `grouped`, weight and bias may have leading dimensions that broadcast to the input's (core/groups.py).
+    without dropout. h is rounded to the residual's dtype before it is normalised. Rounding "hf" rounds norm(h) to the
+    dtype of h, without a residual to the input's; and, with a weight, the activation's argument to the promoted dtype
+    of that and the weight's. A gate, beside which there are no other stages, multiplies after its activation: the input
+    if `gate_first`, else the result. If `grouped`, weight and bias broadcast to the input (core/groups.py).
     """
     s = Given(*stages)
     shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
@@ -155,9 +154,9 @@ def pytorch_row_norm(
     rms: bool,
     apart: bool = False,
 ) -> Tensor:
-    """PyTorch's own call; `apart` gives weight and bias calls of their own.
+    """PyTorch's own call, for integers, complex numbers, other layouts, subclasses, and its errors.
 
-    It serves integers, complex numbers, other layouts and tensor subclasses. Wrong shapes get PyTorch's own error.
+    `apart` gives weight and bias calls of their own.
     """
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:

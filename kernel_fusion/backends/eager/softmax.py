@@ -12,10 +12,10 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * input + mask), with a boolean (True = keep) or additive mask that broadcasts to the input.
+    """softmax(scale * input + mask), with a boolean (True = keep) or additive mask that broadcasts.
 
     `causal` keeps column j of row i (the last two dimensions) if j <= i. With a mask or `causal`, a row of -inf gives
-    zeros, and masked elements are 0 even in a row with NaN, where `torch.softmax` makes all elements NaN.
+    zeros, and masked elements are 0 even beside NaN, which `torch.softmax` spreads.
     """
     if mask is not None:
         checks.mask("softmax", mask)

@@ -16,7 +16,6 @@ from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.backends.triton.kernels.elementary import INTERPRETED
 from kernel_fusion.backends.triton.plan import Plan
 
-# Kernels launched or traced by this process, by name, for tests.
 launches: dict[str, int] = {}
 
 
@@ -25,8 +24,8 @@ def launch(
 ) -> None:
     """Launch `kernel` on its first tensor's device; None stands for an unused pointer.
 
-    A `chained` kernel starts while the one before it still runs, and `registers` limits a thread. Traced launches have
-    neither: Inductor cannot do the first, and with Triton 3.6 the wait hides from it what a kernel writes.
+    A `chained` kernel starts while the one before it runs, and `registers` limits a thread. Traced launches have
+    neither: Inductor cannot chain, and with Triton 3.6 the wait hides from it what a kernel writes.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1

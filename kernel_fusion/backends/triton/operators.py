@@ -1,8 +1,7 @@
 """The Triton backend's verbs: operators `kernel_fusion::triton_*` with the verbs' schemas.
 
-Each sits on the `Autograd` key, so that a tracer keeps it as one node. Autograd's tracer then finds the operators on
-the kernels (`torch.library.triton_op`), which Inductor sees through. Without an autograd key, as in inference mode, the
-same function serves.
+Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, Inductor sees through to the kernels
+(`torch.library.triton_op`). Without an autograd key, as in inference mode, the same function serves.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 
-# The verbs' operators, by the names that other backends use.
+# By the names that other backends use.
 VERBS: dict[str, Callable[..., Any]] = {
     "staged_row_norm": staged_row_norm,
     "pointwise": pointwise,
@@ -28,7 +27,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "qk_norm_rope": qk_norm_rope,
 }
-# Operators on the kernels themselves, through which no gradient passes; they are defined where they stand.
+# Operators on the kernels themselves, without gradients.
 QUANTIZED = (quantize, quantized_row_norm, quantized_gate)
 
 

@@ -1,9 +1,8 @@
 """How a kernel runs: columns per block, rows side by side, warps, and whether it loops over a row.
 
-A row lies in one block, the power of two that holds it, as long as registers hold what is kept of it; short rows share
-a program. Rows of norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the
-number of rows, so a new batch size compiles nothing and changes no bits; only the number of persistent programs does,
-which is not compiled in. Nothing is tuned at a first call. docs/notebook/triton.md has the measurements.
+A row, or several short ones, lies in one block, the power of two that holds it, as long as registers hold what is kept.
+Rows of norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the number of rows,
+so a new batch size compiles nothing and changes no bits. docs/notebook/triton.md has the measurements.
 """
 
 from __future__ import annotations
@@ -13,27 +12,27 @@ from functools import lru_cache
 
 import torch
 
-# Columns of a row read in pieces, and elements of a tile of short rows: enough loads to keep a program busy.
+# Columns of a piece of a row, and elements of a tile of short rows: enough loads to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
-# For norms: the largest block; the longest row, with 32 registers in each of 1024 threads; and the chunk of longer
-# rows, which the second reading finds in the L2 cache.
+# For norms: the largest block; the longest row, with 32 registers in each of 1024 threads; the chunk of longer rows,
+# which the second reading finds in the L2 cache.
 _NORM_BLOCK = 4096
 _LONGEST_ROW = 32768
 _NORM_CHUNK = 16384
-# Shared memory that a norm needs at most, apart from rows fetched ahead.
+# Shared memory of a norm, apart from rows fetched ahead.
 _EXCHANGED_BYTES = 16384
-# Elements of a reduction's section, along a row and down a block of columns.
+# Elements of a reduction's section, along a row or down columns.
 ROW_SECTION = 32768
 COLUMN_SECTION = 1024
-# The most columns of a head.
+# Columns of a head.
 LONGEST_HEAD = 8192
-# The most registers of a thread.
+# Registers of a thread.
 _MOST_REGISTERS = 255
-# Elements per thread, at one value each, and the most warps of 32 threads per program.
+# Elements per thread, at one value each; warps of 32 threads per program.
 _PER_THREAD = 16
 _MAX_WARPS = 32
-# Bytes of a sector, the unit of memory transfers.
+# Bytes of a sector, the unit of transfers.
 _SECTOR = 32
 
 
@@ -42,14 +41,14 @@ class Plan:
     """One kernel's layout on the device.
 
     Attributes:
-        rows, block: the tile of a program, rows times columns.
-        warps: warps per program.
+        rows, block: a program's tile, rows times columns.
+        warps: per program.
         pieces: blocks side by side that hold a row.
         looped: whether rows are longer than that and read block by block.
-        slices: parts of a block, each loaded by a warp with one instruction, whose moments are joined.
+        slices: parts of a block that a warp loads with one instruction each; their moments are joined.
         early: whether weight and bias are loaded before the row's statistics are known.
         again: whether backward reads a row again instead of keeping it beside its columns' sums.
-        stages: of the pipeline through shared memory that fetches rows ahead in a persistent program; 1 for none.
+        stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
         resident: persistent programs per multiprocessor; 0 if each program has one tile.
     """
 
@@ -66,18 +65,18 @@ class Plan:
 
     @property
     def releases(self) -> bool:
-        """Whether forward's programs let the next kernel start as soon as they run, not when they end.
+        """Whether forward's programs let the next kernel start as soon as they run.
 
-        Programs of one warp are many, and each release costs time. Programs that share rows are few; those of the next
-        kernel would wait beside them and spread unevenly over multiprocessors.
+        One-warp programs are many, and each release costs time. Of programs that share rows there are few; the next
+        kernel's would wait beside them and spread unevenly.
         """
         return self.rows == 1 and self.warps > 1
 
     @property
     def chained(self) -> bool:
-        """Whether persistent programs start while the kernel before them still runs.
+        """Whether persistent programs start while the kernel before them runs.
 
-        Not if rows are read again: the compiler spills more registers after the wait.
+        Not if rows are read again: the compiler spills more after the wait.
         """
         return self.resident > 0 and not self.again
 
@@ -101,12 +100,12 @@ def _warps(elements: int, per_thread: int, warp_size: int) -> int:
 
 
 def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Plan:
-    """For kernels that keep a row: softmax, and reductions.
+    """For kernels that keep a row: softmax and reductions.
 
     Args:
         cols: N; only the next power of two matters.
         wide: computed in float64, which takes twice the registers.
-        warp_size: of the device, 32 or 64.
+        warp_size: the device's, 32 or 64.
         longest: the longest row that is kept whole, in float32.
     """
     block = _block(cols)
@@ -121,18 +120,18 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Pla
 def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     """16 elements per thread up to 8 warps, then as many as registers allow.
 
-    A 2 KB row takes one warp, which waits for nobody. Shorter rows share a program that reads as much, because a
-    multiprocessor takes at most 32 programs. Weight and bias are loaded early if registers allow it without reducing
-    the number of programs; fp16 and bf16 are also widened early. Slices save LayerNorm an exchange between warps, but
-    cost registers and instructions, so some sizes do without.
+    A 2 KB row takes one warp, which waits for nobody. Shorter rows share a program that reads as much: a multiprocessor
+    takes at most 32 programs. Weight and bias are loaded early if that costs no program; fp16 and bf16 are widened
+    early too. Slices save LayerNorm an exchange between warps, but cost registers and instructions, so some sizes do
+    without.
 
     Args:
         cols: N.
         itemsize: bytes of an element of the input.
-        warp_size: of the device.
+        warp_size: the device's.
         rms: RMSNorm, which has a weight and usually no bias.
     """
-    cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # a traced program may pass a symbol
+    cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
     if cols > _LONGEST_ROW // width:
         return Plan(1, _NORM_CHUNK // width, _narrow(16, warp_size), looped=True)
     rows = 1 if cols > 768 else max(2, 2048 // (_block(cols) * min(4, itemsize)))
@@ -146,7 +145,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
         warps = _at_most(8, -(-rows * cols * width // 512))
     if tall or cols * width > (16384 if narrow else 8191):
         warps = 32 if cols * width > 16384 and not narrow else 16
-    each = cols / (32 * warps)  # elements of the row per thread
+    each = cols / (32 * warps)  # per thread
     if not narrow:
         early = (warps <= 4 or each <= 20) and (rms or not tall)
     elif rms:
@@ -167,13 +166,13 @@ def norm_backward(
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
     A program has as many rows as registers allow, which wait together for their sums. Its warps lie side by side;
-    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if shared memory has room;
-    fp16 and bf16 rows beyond 1024 columns only if two of them need more registers than two programs per multiprocessor
-    have. If a program cannot also sum a row's columns, `norm_columns` does.
+    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room; long fp16
+    and bf16 rows only if registers leave a multiprocessor a single program. If a program cannot also sum a row's
+    columns, `norm_columns` does.
 
     Args:
         cols, itemsize, warp_size: as for forward.
-        rms: RMSNorm, which has one sum per column instead of two, so longer rows can be summed.
+        rms: RMSNorm, with one sum per column, so longer rows can be summed.
         staged: with an activation or dropout, which take registers.
         fetched: bytes read per column of a row, weight and bias included.
         shared_bytes: the most shared memory of a program.
@@ -190,14 +189,14 @@ def norm_backward(
 
 
 def _short_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched: int, shared_bytes: int) -> Plan:
-    """Up to 1024 columns: a thread reads 16 bytes of each of several rows."""
+    """Up to 1024 columns: a thread reads 16 bytes of several rows."""
     block, narrow = _block(cols), itemsize <= 2
     warps = max(1, block * itemsize // 512)
     rows = max(4, 512 // block) if narrow else min(8, 4096 // block)
-    # Warps per multiprocessor; short float64 rows have no registers for more.
+    # Warps per multiprocessor; short float64 rows have registers for no more.
     together = 16 if narrow or warps > 4 or (itemsize == 4 and block <= 64) else 8
-    # Copies below 16 bytes, and of fp16 or bf16 rows that begin within a sector, are slow. Such rows that fill a block
-    # of 256 have enough loads in flight.
+    # Copies below 16 bytes, and of narrow rows that begin within a sector, are slow; blocks full of columns have enough
+    # loads in flight anyway.
     if narrow:
         gains = cols * itemsize % _SECTOR == 0 and (cols < block or 64 <= block <= 128)
     else:
@@ -212,8 +211,7 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
     if narrow and cols <= 1536:
         warps = 2
     block, pieces = _pieces(cols, (16 if warps == 16 else 8) * 32 * warps // itemsize)
-    # A second row if a thread then has at most 32 elements; wide ones would exceed the 128 registers that two programs
-    # of 8 warps leave.
+    # A second row while a thread has at most 32 elements, so that two programs of 8 warps fit.
     fits = block * pieces <= 512 * warps and block * itemsize >= 512 * warps
     rows = 2 if fits and (narrow or warps == 16 or cols <= 2048) else 1
     again = cols > (12288 if narrow and not rms else 16384)
@@ -225,12 +223,12 @@ def _long_backward(cols: int, itemsize: int, warp_size: int, rms: bool, fetched:
 
 
 def norm_columns(itemsize: int, warp_size: int) -> Plan:
-    """For dweight and dbias of looped rows: a program moves down the rows of its columns."""
+    """For dweight and dbias of looped rows: a program moves down the rows."""
     return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
 
 
 def partial_sums(warp_size: int) -> Plan:
-    """For adding partial rows: many rows of few columns at a time."""
+    """For adding partial rows: many rows of few columns."""
     return Plan(128, 16, _narrow(4, warp_size))
 
 
@@ -239,7 +237,7 @@ def _block(cols: int) -> int:
 
 
 def _pieces(cols: int, least: int, most: int = _NORM_BLOCK) -> tuple[int, int]:
-    """A row's blocks: the largest, up to `most`, with at most an eighth outside the row, if 8 of `least` suffice."""
+    """A row's blocks: the largest with at most an eighth outside the row, if 8 of `least` suffice."""
     if cols <= 256:
         return _block(cols), 1
     block = most
@@ -264,12 +262,12 @@ def _narrow(warps: int, warp_size: int) -> int:
 
 
 def softmax_backward(cols: int, wide: bool, warp_size: int) -> Plan:
-    """Backward of softmax keeps y and dy."""
+    """It keeps y and dy."""
     return row_plan(cols, wide, warp_size, 16384)
 
 
 def columns(cols: int, warp_size: int) -> Plan:
-    """For sums over rows: a program moves a tile of at most 512 columns down its rows."""
+    """For sums over rows: a program moves at most 512 columns down its rows."""
     block = max(16, min(512, _power_of_two(int(cols))))
     rows = max(1, min(32, _SHORT_TILE // block))
     warps = _warps(rows * block, 8, warp_size)
@@ -277,13 +275,13 @@ def columns(cols: int, warp_size: int) -> Plan:
 
 
 def chain(cols: int | None, warp_size: int) -> Plan:
-    """For pointwise chains: 1024 elements per program; `cols` is None for a tensor that is one row."""
+    """1024 elements per program; `cols` is None for a tensor that is one row."""
     block = 1024 if cols is None else max(16, min(1024, _power_of_two(int(cols))))
     return Plan(max(1, 1024 // block), block, _warps(1024, 8, warp_size))
 
 
 def quantize(cols: int, itemsize: int, divided: bool, warp_size: int) -> Plan:
-    """For codes: a row in one block, as for softmax; or in parts, `divided`, where none needs another."""
+    """For codes: a row in one block, as for softmax, or in independent parts, `divided`."""
     if not divided:
         return row_plan(cols, itemsize > 4, warp_size)
     block = max(128, min(4096, _power_of_two(cols)))
@@ -297,8 +295,8 @@ class RotaryPlan:
 
     Attributes:
         rows: heads in a tile, of query or of key.
-        block, rest: columns of a tile, for each element of the pairs, and for what is not rotated.
-        warps, tiles: of a program, and of a token. Each tile is a program where nothing is summed.
+        block, rest: a tile's columns, for each element of the pairs, and for what is not rotated.
+        warps, tiles: of a program, and of a token. Without sums, each tile is a program.
     """
 
     rows: int
@@ -309,7 +307,7 @@ class RotaryPlan:
 
     @property
     def persistent(self) -> Plan:
-        """For the programs that share the tiles of all tokens, where the gradients of weights are summed."""
+        """For programs that share all tiles, where the weights' gradients are summed."""
         return Plan(1, self.block, self.warps, resident=max(2, 16 // self.warps))
 
     def __str__(self) -> str:
@@ -317,14 +315,14 @@ class RotaryPlan:
 
 
 def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> RotaryPlan:
-    """Threads have 8 pairs each: in 16 bits, 16 bytes of either element.
+    """Threads have 8 pairs each: 16 bytes of either element in 16 bits.
 
-    A tile has heads for 1024 pairs at most; fewer where more than an eighth of all tiles would be empty.
+    A tile has heads for at most 1024 pairs; fewer where more than an eighth of all tiles would be empty.
 
     Args:
-        half, cols: pairs of columns that are rotated, and all columns of a head.
-        heads: of query and key; 0 where there is no key.
-        warp_size: of the device.
+        half, cols: rotated pairs of columns, and all columns of a head.
+        heads: of query and key; 0 for no key.
+        warp_size: the device's.
     """
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
@@ -342,14 +340,14 @@ def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> Rota
 
 @dataclass(frozen=True)
 class Device:
-    """The device properties that plans and grids need.
+    """What plans and grids need to know of a device.
 
     Attributes:
         processors: multiprocessors, or other vendors' equivalent.
         warp_size: threads per warp.
-        shared_bytes: the most shared memory of a program; 0 to fetch nothing ahead.
+        shared_bytes: a program's shared memory; 0 to fetch nothing ahead.
         registers: of a multiprocessor; 0 to leave their number to the compiler.
-        chained: whether a kernel may start while the one before it still runs.
+        chained: whether a kernel may start while the one before it runs.
     """
 
     processors: int
@@ -361,19 +359,16 @@ class Device:
     def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
         """How many persistent programs share the rows of each of the `beside` parts of a row.
 
-        One per tile until a multiprocessor has four, then one per two tiles: each writes a row of partial sums.
+        One per tile until a multiprocessor has four, then one per two: each writes a row of partial sums.
         """
         most, few = (max(1, self.processors * each // beside) for each in (plan.resident, 4))
-        # In a traced program the number of rows may be a symbol, so the choice must not depend on its value.
+        # A traced number of rows is a symbol, whose value must not be asked for.
         tiles = -(-rows // plan.rows)
         few = torch.sym_max(1, torch.sym_min(tiles, few))
         return torch.sym_min(most, torch.sym_max(few, tiles // 2))  # type: ignore[no-any-return]
 
     def registers_of(self, plan: Plan) -> int | None:
-        """Registers per thread that let all persistent programs run at once, or None.
-
-        Without the limit, compilers may choose more.
-        """
+        """Registers per thread that let all persistent programs run at once, or None; compilers may choose more."""
         if plan.resident <= 1 or not self.registers:
             return None
         most = self.registers // (self.warp_size * plan.warps * plan.resident)
@@ -382,7 +377,7 @@ class Device:
 
 @lru_cache
 def device_of(device: torch.device) -> Device:
-    """The device's properties; for the interpreter those of a small one."""
+    """The device's properties; for the interpreter a small device's."""
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:

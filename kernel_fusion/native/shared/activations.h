@@ -1,18 +1,17 @@
-// The activations: value and slope (derivative), once for every value type and both kinds of device.
+// The activations: value and slope (derivative), once for all value types and kinds of device.
 //
 // M is a policy of elementary functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on the
 // CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, sqrt, reciprocal
-//   erf(x, power)                            which also gives power = e^(-x^2); or, if there is one,
+//   erf(x, power)                            and power = e^(-x^2); or
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
-//   erf(x) or normal_cdf(x)                  if there is a better or faster one without the power
+//   erf(x) or normal_cdf(x)                  if it is better or faster without the power
 //   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no if a or b is NaN
 //   where_ge, where_eq                       the same for >= and ==
 //
-// NaN, infinities and slopes at kinks are as in PyTorch. core/activations.py has the names and definitions; tests compare every
-// formula with float64.
+// NaN, infinities and slopes at kinks are PyTorch's. Tests compare every formula with core/activations.py in float64.
 #pragma once
 
 #include "shared/inline.h"
@@ -37,13 +36,13 @@ struct sign {
   template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
 };
 
-// At a value x of tanh, its slope is tanh's, 1 - x^2.
+// At a value x of tanh, tanh's slope, 1 - x^2.
 struct from_tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x - x * x * x * M::of(1.0 / 3); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(1) - x * x; }
 };
 
-// At a value x of sigmoid, its slope is sigmoid's, x (1 - x).
+// At a value x of sigmoid, sigmoid's slope, x (1 - x).
 struct from_sigmoid {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * x * (M::of(0.5) - x * M::of(1.0 / 3)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
@@ -156,8 +155,7 @@ struct mish {
     const auto n = n_of<M>(x);
     return x * (n * M::reciprocal(n + M::of(2)));
   }
-  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, without cancellation. From 20 on the slope is 1; x - x makes it NaN at infinities, as
-  // in PyTorch.
+  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2. From 20 on the slope is 1; x - x makes it NaN at infinities, as in PyTorch.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto n = n_of<M>(x), r = M::reciprocal(n + M::of(2));
     const auto below = n * r + x * sigmoid_of<M>(x) * (((n + M::of(1)) * r) * (M::of(4) * r));
@@ -203,20 +201,20 @@ struct squareplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return relu::value<M>(x) + M::reciprocal(M::of(0.5) * root<M>(x) + M::of(0.5) * size<M>(x));
   }
-  // The quarters keep the reciprocal normal. x - x makes the slope NaN at infinities, as in the definition.
+  // Quarters keep the reciprocal normal. x - x makes the slope NaN at infinities.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::of(0.25) * value<M>(x) * M::reciprocal(M::of(0.25) * root<M>(x)) + (x - x);
   }
 };
 
-// Whether PyTorch's backward selects instead of multiplying: a slope of 0 gives a gradient of 0, whatever arrives.
+// Whether PyTorch's backward selects: a slope of 0 gives 0, whatever gradient arrives.
 template <class F> inline constexpr bool kSelects = false;
 template <> inline constexpr bool kSelects<sign> = true;
 template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
-// Whether the slope has only two values, those at 0 and 1, so that a bit tells which. Such a slope is constexpr.
+// Whether the slope has only two values, at 0 and 1, so that a bit tells which; then it is constexpr.
 template <class F> inline constexpr bool kTwoSlopes = false;
 template <> inline constexpr bool kTwoSlopes<relu> = true;
 template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
@@ -230,7 +228,7 @@ struct Constants {
   static constexpr KF_INLINE V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
 };
 
-// Whether a bit, read by backward as the argument 0 or 1, gives back the slope that it stands for.
+// Whether a bit, as backward's argument 0 or 1, gives back its slope.
 template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
   if constexpr (kTwoSlopes<F>) return F::template slope<Constants>(0) != F::template slope<Constants>(1);
   else return true;

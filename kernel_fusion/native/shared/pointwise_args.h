@@ -1,4 +1,4 @@
-// The arguments of the pointwise kernels: written by the host, read by the device. Plain data, as in row_norm_args.h.
+// The arguments of the pointwise kernels. Plain data, as in row_norm_args.h.
 #pragma once
 
 #include "shared/inline.h"
@@ -6,8 +6,8 @@
 
 namespace kf {
 
-// A divisor below 2^31 of numbers below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift. Granlund,
-// Montgomery: Division by Invariant Integers using Multiplication, PLDI 1994.
+// A divisor of numbers, all below 2^31: n / divisor = (n + the upper half of n * multiplier) >> shift. Granlund, Montgomery:
+// Division by Invariant Integers using Multiplication, PLDI 1994.
 struct FastDivisor {
   unsigned divisor, multiplier, shift;
 };
@@ -23,7 +23,7 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
 }
 
 // y = dropout(scale * f(a, b)), or its gradients. Element i of the iteration, innermost dimension first, is at the sum of
-// coordinate times stride in each operand, or at i if the kernel knows that the operand is linear.
+// coordinate times stride; of a linear operand at i.
 struct PointwiseArgs {
   static constexpr int kDims = 16;
   void* data[kOperands];  // y or da; db, or the bits that forward writes; dy; a, or bits; b
@@ -36,7 +36,7 @@ struct PointwiseArgs {
   unsigned stride[kDims][kOperands];  // in elements
 };
 
-// The gradients for a row b: dy, a (or bits) and da are contiguous, and each block row writes a partial row of db.
+// The gradients for a row b: dy, a (or bits) and da are contiguous; each block row writes a partial row of db.
 struct PointwiseColumnsArgs {
   const void* dy;
   const void* a;

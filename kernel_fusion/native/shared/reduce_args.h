@@ -1,4 +1,4 @@
-// The arguments of the reductions and of softmax: written by the host, read by the device. Plain data, as in row_norm_args.h.
+// The arguments of reductions and softmax. Plain data, as in row_norm_args.h.
 #pragma once
 
 #include "shared/row_norm_args.h"

@@ -1,19 +1,19 @@
-// The arguments of the row-norm kernels: written by the host, read by the device. Plain data without headers, because NVRTC,
-// the C++ compiler and the Python launcher (backends/cuda/python_launch.py) all read this file.
+// The arguments of the row-norm kernels. Plain data without headers: NVRTC, the C++ compiler and the Python launcher
+// (backends/cuda/python_launch.py) read this file.
 #pragma once
 
 namespace kf {
 
-// Where the rows of a tensor begin, in elements. The leading dimensions collapse to at most three levels:
-// row r starts at (r / (middle * inner)) * stride[0] + (r / inner % middle) * stride[1] + (r % inner) * stride[2].
+// Where rows begin, in elements; leading dimensions collapse to at most three levels. Row r starts at
+// (r / (middle * inner)) * stride[0] + (r / inner % middle) * stride[1] + (r % inner) * stride[2].
 struct RowLayout {
   long long middle;
   long long inner;
   long long stride[3];
 };
 
-// Groups of rows that share weight and bias: sample s of group g, which is first + blockIdx.y, is row s * step + g * inner; the
-// parameters begin at g * pitch.
+// Groups of rows that share weight and bias: sample s of group g, first + blockIdx.y, is row s * step + g * inner; parameters
+// begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
@@ -22,9 +22,8 @@ struct RowGroups {
   long long bias_pitch;
 };
 
-// h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias) for each of
-// `rows` rows. A null pointer: absent. The second group is for stages, which a kernel may lack. A gate takes the residual's
-// place: h = x * act(gate), which is not stored, or y is multiplied by act(gate).
+// h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias). Null: absent.
+// The second group is for stages. A gate takes the residual's place: h = x * act(gate), not stored, or y times act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -41,12 +40,12 @@ struct RowNormFwdArgs {
   void* h;  // contiguous
   const void* seed;
   RowLayout residual_rows;
-  unsigned dropout_last;  // elements whose random bits are at most this are dropped
+  unsigned dropout_last;  // drops elements with random bits up to this
   double dropout_scale;
   RowGroups groups;  // `rows` is the number of samples
 };
 
-// dx and dresidual of the above, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+// dx and dresidual, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h
@@ -64,16 +63,16 @@ struct RowNormBwdArgs {
 
   const void* bias;   // for the argument of the activation
   const void* dh;     // the gradient that arrives at h, contiguous
-  const void* pre_x;  // the gate; or x, with both a residual and a pre-activation
+  const void* pre_x;  // the gate; or x, with residual and pre-activation
   void* dresidual;    // or the gradient of the gate
   const void* seed;
   RowLayout pre_x_rows;
-  unsigned dropout_last;  // elements whose random bits are at most this are dropped
+  unsigned dropout_last;  // drops elements with random bits up to this
   double dropout_scale;
   RowGroups groups;  // `rows` is the number of samples
 };
 
-// out[c] = sum of partials[p * pitch + c] over p, for two sums at once; `cols` where the kernel knows no number.
+// out[c] = sum of partials[p * pitch + c] over p, for two sums; `cols` if the kernel knows no number.
 struct SumPartialsArgs {
   const void* partials[2];
   void* out[2];

@@ -1,4 +1,4 @@
-"""The Triton kernels, a file per family and direction, and their shared functions. Importing this imports Triton.
+"""The Triton kernels, a file per family and direction. Importing this imports Triton.
 
-A kernel sees pointers, sizes, strides, and constants that never depend on the number of rows.
+No constant of a kernel depends on the number of rows.
 """

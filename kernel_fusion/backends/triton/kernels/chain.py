@@ -1,8 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream still runs, and waits here.
 
-It needs an NVIDIA GPU from sm_90. CHAINED says whether a kernel is launched so; otherwise it waits for nothing. A
-chained kernel touches no memory before the wait, after which all earlier launches are done. The instructions are looked
-up only where they are compiled, because Triton may lack NVIDIA's part.
+It needs an NVIDIA GPU from sm_90. A kernel that is not launched so (CHAINED) waits for nothing. A chained one touches
+no memory before the wait, after which all earlier launches are done. Triton may lack NVIDIA's part.
 """
 
 from __future__ import annotations
@@ -20,6 +19,6 @@ def wait_for_previous_kernel(CHAINED: tl.constexpr):
 
 @triton.jit
 def let_next_kernel_start(RELEASES: tl.constexpr):
-    """Once every program was here or ended, the next kernel may start, if it is chained."""
+    """Once every program is here or ended, a chained next kernel may start."""
     if RELEASES:  # pragma: gpu
         tl.extra.cuda.gdc_launch_dependents()

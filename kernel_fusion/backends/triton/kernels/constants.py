@@ -1,7 +1,7 @@
-"""The constants of the kernels, all of a kernel's in one object: `C`, its only argument that is compiled in.
+"""The constants of a kernel, all in one object `C`, its only compiled-in argument.
 
-A kernel reads a field as `C.rms`. Triton wants a constant with a name of its own in shapes, in ranges and where a value
-of it is passed on as one: `BLOCK: tl.constexpr = C.block`.
+A kernel reads `C.rms`. In shapes and ranges, and where a value is passed on as a constant, Triton wants a name of its
+own: `BLOCK: tl.constexpr = C.block`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Constants:
     chained: bool = False
 
     def __post_init__(self) -> None:
-        """Wrap names: Triton 3.6 passes a plain str on to no function."""
+        """Wrap names: Triton 3.6 passes no plain str on."""
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), str):
                 object.__setattr__(self, field.name, tl.constexpr(value))
@@ -40,7 +40,7 @@ class Constants:
         return tl.float64 if self.wide else tl.float32
 
     def __repr__(self) -> str:
-        """An expression that needs no import, because Inductor writes it into a module of its own."""
+        """An expression without imports: Inductor writes it into a module of its own."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
@@ -48,15 +48,15 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
-    """What the kernels of the norms have in common, with their stages.
+    """What the norms' kernels have in common, with their stages.
 
     Attributes:
         rms: RMSNorm instead of LayerNorm.
-        offset: what is added to the weight.
+        offset: added to the weight.
         threshold, kept_scale: of dropout; 0 and 1 without.
-        has_weight, has_bias, has_residual: whether there is one. Backward reads h where forward had a residual.
+        has_weight, has_bias, has_residual: whether there is one. With a residual, backward reads h.
         flat: whether rows have one stride.
-        unit: what lengths and strides count, in elements: so the compiler knows what they are divisible by.
+        unit: elements that lengths and strides count, so that the compiler knows divisors.
         exact: whether blocks divide rows, so that no column needs a mask.
     """
 
@@ -92,9 +92,9 @@ class RowNormForward(RowNorm):
     """Forward of the norms; `pieces`, `looped`, `slices`, `early` and `releases` as in plan.py.
 
     Attributes:
-        eps: what is added to the variance.
+        eps: added to the variance.
         stats: whether mean and rstd are written.
-        codes, largest, group, given: as in `Codes`, of y; no name where it is not quantised.
+        codes, largest, group, given: as in `Codes`, of y; no name without quantisation.
         keeps: whether y is written.
     """
 
@@ -117,9 +117,9 @@ class RowNormBackward(RowNorm):
     """Backward of the norms; `pieces`, `again`, `looped` and `stages` as in plan.py.
 
     Attributes:
-        stored: whether h is read as forward wrote it, or else computed from x.
-        has_dh: whether something arrives at h.
-        dx, dother, dweight, dbias: which gradients are computed; the other row is the residual or the gate.
+        stored: whether h is read as forward wrote it, or computed from x.
+        has_dh: whether a gradient arrives at h.
+        dx, dother, dweight, dbias: wanted gradients; the other row is the residual or the gate.
     """
 
     stored: bool
@@ -139,8 +139,8 @@ class SumPartials(Constants):
     """The finish of the column sums.
 
     Attributes:
-        pair: of two of them, of which axis 1 of the grid says which.
-        many: of so many columns, perhaps, that they are counted in 64 bits.
+        pair: of two of them; axis 1 of the grid says which.
+        many: perhaps of more columns than 32 bits count.
     """
 
     pair: bool
@@ -153,12 +153,12 @@ class Pointwise(Constants):
 
     Attributes:
         combine, activation: names.
-        scale: what the chain, and what dropout keeps, are multiplied by.
+        scale: multiplies the chain, with the scale of what dropout keeps.
         threshold: of dropout; 0 without.
-        unit: what lengths and outer strides count, in elements.
+        unit: elements that lengths and outer strides count.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
-        da, db: which gradients are computed.
+        da, db: wanted gradients.
     """
 
     combine: str
@@ -173,13 +173,13 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of a tile begins with a block of random bits; tiles of one long row do."""
+        """Whether every row of a tile begins with a block of random bits, as in one long row."""
         return self.flat or self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reduction(Constants):
-    """Reductions: the function of an element, by its name, and whether the sum is divided."""
+    """Reductions: the function of an element, and whether the sum is divided."""
 
     map: str
     mean: bool
@@ -190,8 +190,8 @@ class Softmax(Constants):
     """Softmax.
 
     Attributes:
-        scale: what x is multiplied by.
-        unit: what the length and the strides of x count, in elements.
+        scale: multiplies x.
+        unit: elements that the length and strides of x count.
         looped: whether rows are read a block at a time.
         mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
         flat: whether rows have one stride.
@@ -209,19 +209,18 @@ class Softmax(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotary(Constants):
-    """The rotary embedding of query and key; `rows` and `block` are the tile, heads and their pairs.
+    """The rotary embedding of query and key; a tile has `rows` heads and `block` pairs.
 
     Attributes:
-        cols, half: the columns of a head, and the pairs of them that are turned.
-        rest: a block that holds the other columns; 0 where there are none.
+        cols, half: columns of a head, and rotated pairs of them.
+        rest: a block for the other columns; 0 without.
         exact: whether the block holds the pairs and nothing else.
         interleaved: pairs are neighbours.
-        norm, eps, offset, rounding: whether there is a norm; what is added to the mean square, and to the weights; and
-            where it rounds.
-        narrow_angles: cosines have the type of the heads.
+        norm, eps, offset, rounding: whether there is a norm, and its numbers.
+        narrow_angles: cosines have the heads' type.
         has_key, has_weight, has_key_weight, has_positions: whether there is one.
-        unit, table_unit: what strides of heads, and of cosines, count in elements.
-        dquery, dkey, dweight, dkey_weight: which gradients are computed.
+        unit, table_unit: elements that strides of heads, and of cosines, count.
+        dquery, dkey, dweight, dkey_weight: wanted gradients.
     """
 
     cols: int
@@ -251,11 +250,11 @@ class Codes(Constants):
     """Quantisation.
 
     Attributes:
-        codes: their type, by PyTorch's name; largest: the largest code.
-        group: columns that share a scale; 0: all of a row, or where it is given.
+        codes: PyTorch's name of their type; largest: the largest code.
+        group: columns that share a scale; 0: a row, or it is given.
         given: whether it is.
-        keeps: whether what is quantised is written, too.
-        unit: what lengths and strides count, in elements.
+        keeps: whether the result before quantisation is written, too.
+        unit: elements that lengths and strides count.
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
         looped: whether rows are read a block at a time.

@@ -1,8 +1,7 @@
-"""Dropout: the bits that decide which elements of a tile are kept, from the seed and the elements' positions.
+"""Dropout: which elements of a tile are kept, by seed and position; backends/eager/dropout.py is the definition.
 
-backends/eager/dropout.py defines the generator, Philox4x32 with 7 rounds, a 128-bit block per eight neighbouring
-elements and a word per pair. If every row of a tile begins with such a block (ALIGNED), each block is drawn once for
-its eight elements; else every element draws its own block.
+If every row of a tile begins with a block of random bits (ALIGNED), each is drawn once for its eight elements; else
+every element draws its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Elementary functions to a few units in the last place, and correctly rounded quotients.
 
-Triton's own `exp` is a hardware approximation whose error grows with its argument, and it has no tanh, expm1 and log1p.
-Compiled kernels therefore use the device's mathematical library. Triton's interpreter has none, so there they are
-formulas over NumPy's accurate exp and log.
+Triton's `exp` is an approximation whose error grows with its argument, and it has no tanh, expm1 and log1p. So compiled
+kernels use the device's mathematical library, which the interpreter lacks: there, NumPy's exp and log serve.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if INTERPRETED:
 
     @triton.jit
     def expm1(x):
-        """e^x - 1, by Kahan's quotient, in which the rounding of e^x cancels."""
+        """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
         u = tl.exp(x)
         quotient = (u - 1.0) * (x / tl.log(u))
         return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 40.0, u - 1.0, quotient))
@@ -35,7 +34,7 @@ if INTERPRETED:
 
     @triton.jit
     def tanh(x):
-        """tanh(x), from e^(2|x|) - 1; near 1 by its distance from 1, which has all digits."""
+        """tanh(x), from e^(2|x|) - 1; near 1 by its distance from 1."""
         e = expm1(2.0 * tl.abs(x))
         t = tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (e + 2.0), e / (e + 2.0))
         return tl.where(x < 0.0, -t, t)
@@ -76,8 +75,8 @@ def divide(a, b):
 def quotient(a, b, reciprocal):
     """a / b, given 1 / b; exact if it has no more digits than a, as the mean of equal numbers.
 
-    A division amid a row's work would cost more than the row's sums. The last operations are kept from fusing with
-    later ones, which the compiler would do in some kernels only.
+    A division amid a row's work would cost more than the row's sums. The last operations must not fuse with later ones,
+    as some compilers would.
     """
     estimate = a * reciprocal
     corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
@@ -86,9 +85,9 @@ def quotient(a, b, reciprocal):
 
 @triton.jit
 def reciprocal_sqrt(x):
-    """1 / sqrt(x). In float32 the device's approximation and a Newton step: to a unit in the last place.
+    """1 / sqrt(x); in float32 the device's approximation and a Newton step, to a unit in the last place.
 
-    The correctly rounded one is a function call on NVIDIA GPUs, for which the compiler must save registers.
+    The correctly rounded one is a call on NVIDIA GPUs, for which registers must be saved.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)

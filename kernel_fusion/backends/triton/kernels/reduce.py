@@ -2,7 +2,7 @@
 
 `reduce_rows` serves innermost dimensions, whose elements are neighbours: a program has ROWS rows and one section of
 each. `reduce_columns` serves the others: a program has a block of columns and a section of the rows. The length alone
-decides the number of sections; a second launch adds up their sums. The input is read once.
+decides how many sections there are; a second launch adds their sums. The input is read once.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
 
     dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
 
-A program has a tile of heads of one token: ROWS heads, each half of the rotated columns a block of its own, so that
-a thread has both elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have
-gradients, programs are persistent: each walks through tiles with the sums of both weights in registers, and writes one
-partial row of each; sum_partials adds those in order. Bytes per element: x in, y out; backward x and dy in, dx out, and
-without a norm dy in, dx out. Cosines and sines are read once for each tile, from the L2 cache after the first.
+A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
+elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have gradients, programs are
+persistent: each walks through tiles with both sums in registers, and writes one partial row of each; sum_partials adds
+those in order. Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and
+sines are read once per tile, mostly from the L2 cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
 
-# These may differ between calls of one compiled kernel. Strides count in steps of the constant `unit`.
+# These may differ between calls of one compiled kernel; strides count units.
 LENGTHS = ["num_tokens", "tokens", "query_heads", "key_heads", "table_rows", "t0", "t1", "p0", "p1"]
 LENGTHS += [f"{of}{dim}" for of in "qkyzgh" for dim in (0, 1, 2)]
 
@@ -73,7 +73,7 @@ def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
-    """offset + weight of the columns, if there is a weight; for each head, so that it is loaded where it is needed."""
+    """offset + weight, if there is a weight; for each head, so that it is loaded where it is needed."""
     ROWS: tl.constexpr = C.rows
     if PRESENT:
         w1, w2, rest = _load_columns(ptr, tl.zeros([ROWS, 1], tl.int32), tl.full([ROWS, 1], True, tl.int1), ROWS, C)
@@ -98,7 +98,7 @@ def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
     """Cosines and sines of a token, for each head; NaN for a position outside the table.
 
-    Each thread loads those of its own columns, from the L1 cache, and gets none from others through shared memory.
+    Each thread loads those of its own columns from the L1 cache; none go through shared memory.
     """
     cos_ptr, sin_ptr, positions_ptr = pointers
     t0, t1, p0, p1 = strides
@@ -111,7 +111,7 @@ def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
     row = token
     inside = mask
     if C.has_positions:
-        # As a tile of one, which the interpreter needs to make a mask of it.
+        # A tile of one, because the interpreter makes a mask of it.
         row = tl.load(positions_ptr + example * p0 + token * p1 + tl.zeros([1, 1], tl.int32)).to(tl.int64)
         inside = (row >= 0) & (row < table_rows)
         mask = mask & inside
@@ -214,7 +214,7 @@ def _heads_bwd(
 
 @triton.jit
 def _place(item, tiles, tokens):
-    """Example, token and tile of an item: the tiles of a token are neighbours, so that they share its angles."""
+    """Example, token and tile of an item; a token's tiles are neighbours, because they share its angles."""
     number = item // tiles
     return number // tokens, number % tokens, item % tiles
 

@@ -5,16 +5,16 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
-and with s = gate_activation of a gate a that is last, g = dy * s(a) and da = dy * (n w + bias) * s'(a); that is first,
+and with s = gate_activation of a last gate a, g = dy * s(a) and da = dy * (n w + bias) * s'(a); of a first one,
 h = x * s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the other row.
 
-HF: with the n of dweight and of the argument of the activation', and with that argument, rounded as in forward.
+HF: the n of dweight and of activation's argument, and that argument, are rounded as in forward.
 
-h is recomputed from x, or, where there is a residual, read as forward wrote it. Where columns are summed too, programs
-are persistent: each walks through tiles of rows, with sums for dweight and dbias in registers, and writes one partial
-row; sum_partials adds those in order. Rows too long for that (plan.py) have a program each for dx, which reads them
-twice if they do not fit in registers (LOOPED), and row_norm_bwd_columns sums their columns. Bytes per element: x and dy
-in, dx out; x and dy once more where columns are summed apart.
+h is recomputed from x or, with a residual, read. Where columns are summed too, programs are persistent: each walks
+through tiles of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those
+in order. Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them
+(LOOPED), and row_norm_bwd_columns sums their columns. Bytes per element: x and dy in, dx out; x and dy once more where
+columns are summed apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
 )
 from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
 
-# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
+# These may differ between calls of one compiled kernel, and count units.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "o0", "o1", "o2"]
 
 
@@ -52,7 +52,7 @@ def _add_pairs(a0, a1, b0, b1):
 
 @triton.jit
 def _row_means(gwn, gw, count, each, C: tl.constexpr):
-    """E[gwn] and E[gw], unused by RMSNorm, of sums by lanes: across the program at once. `each` is 1 / count."""
+    """E[gwn] and E[gw] (not for RMSNorm) of sums by lanes, across the program at once. `each` is 1 / count."""
     if C.rms:
         mean_gwn = quotient(tl.sum(gwn, axis=1)[:, None], count, each)
         mean_gw = tl.zeros_like(mean_gwn)
@@ -79,8 +79,8 @@ def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
     """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
 
-    `pointers` are those of dy, h, the other row, weight, bias and seed; LAST as for `load`. Masked elements of dy
-    are read as zero, so g is zero there, and n finite.
+    `pointers` are dy, h, the other row, weight, bias and seed. Masked dy is read as zero, so g is zero there, and n
+    finite.
     """
     dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr = pointers
     dy_row, h_row, other_row, out_row = rows
@@ -117,7 +117,7 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
 def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
     """dx, and the gradient of the residual or of a first factor's row, of a tile.
 
-    `pointers` are those of dh, h, the other row, seed, and the two; the other row is x where forward stored h.
+    `pointers` are dh, h, the other row (x where forward stored h), seed, and the two.
     """
     dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr = pointers
     _, h_row, other_row, out_row = rows
@@ -176,7 +176,7 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
 
 @triton.jit
 def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that registers hold; and `sums`, those of dweight and dbias by pieces, with theirs."""
+    """dx and dother of rows that registers hold; and `sums` of dweight and dbias, by pieces, with theirs."""
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again
     dweight, dbias = sums
@@ -251,10 +251,7 @@ def row_norm_bwd(
     bias_pitch,
     C: tl.constexpr,
 ):
-    """dx and dother; of rows that are not looped over, partial sums too. Lengths and strides count units.
-
-    `num_rows` is that of samples, each of which has a row in every group.
-    """
+    """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     PIECES: tl.constexpr = C.pieces
@@ -378,8 +375,8 @@ def row_norm_bwd_columns(
 def sum_partials(partials_ptr, first_ptr, second_ptr, num_partials, num_cols, C: tl.constexpr):
     """Adds the partial rows of a block of columns, in order, and rounds once.
 
-    C.pair: of two sums, axis 1 of the grid says of which. Known to the compiler, and to Inductor, which must be told of
-    every tensor that a kernel writes, and of none twice.
+    C.pair: of two sums; axis 1 of the grid says which. A constant, because Inductor must know which tensors are
+    written.
     """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def scalar(argument, DTYPE: tl.constexpr):
-    """A length that a kernel was given, as a scalar. One that is 1 may be a plain number: so PyTorch 2.11 traces it."""
+    """A length as a scalar; PyTorch 2.11 traces a 1 as a plain number."""
     return tl.full([], argument, DTYPE)
 
 
@@ -16,8 +16,8 @@ def scalar(argument, DTYPE: tl.constexpr):
 def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
     """The offset of row number `row` (int64) of a tensor whose rows are indexed (outer, middle, inner).
 
-    `extents` are the middle and the inner one, `strides` all three in UNIT elements. FLAT: both extents are 1, which
-    saves the divisions.
+    `extents` are middle and inner, `strides` all three in UNIT elements. FLAT: both extents are 1, which saves
+    divisions.
     """
     if FLAT:
         return row * (strides[0] * UNIT)
@@ -29,9 +29,9 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 @triton.jit
 def place(per_group, C: tl.constexpr):
-    """This program's number on axis 0 of the grid, within its group of rows; its group; and how many groups there are.
+    """This program's number in its group of rows, the group, and how many groups there are.
 
-    The axis has `per_group` programs for each.
+    Axis 0 of the grid has `per_group` programs for each.
     """
     number = tl.program_id(0)
     group = tl.full([], 0, tl.int64)
@@ -45,7 +45,7 @@ def place(per_group, C: tl.constexpr):
 
 @triton.jit
 def row_of(sample, group, steps, C: tl.constexpr):
-    """The row that is a sample of a group; `steps` are those to the next sample and to the next group."""
+    """The row of a sample in a group; `steps` are those to the next sample and the next group."""
     if C.grouped:
         sample = sample * steps[0] + group * steps[1]
     return sample
@@ -53,7 +53,7 @@ def row_of(sample, group, steps, C: tl.constexpr):
 
 @triton.jit
 def of_all(count, groups, C: tl.constexpr):
-    """How many rows or columns all groups have, if one has `count`."""
+    """How many rows or columns all groups have, if each has `count`."""
     if C.grouped:
         count = count * groups
     return count
@@ -61,7 +61,7 @@ def of_all(count, groups, C: tl.constexpr):
 
 @triton.jit
 def of_group(ptr, group, pitch, C: tl.constexpr):
-    """Where the columns of a group begin, if those of the next one lie `pitch` elements on."""
+    """Where a group's columns begin, if groups are `pitch` elements apart."""
     if C.grouped:
         ptr += group * pitch
     return ptr
@@ -69,7 +69,7 @@ def of_group(ptr, group, pitch, C: tl.constexpr):
 
 @triton.jit
 def within(col, num_cols, EXACT: tl.constexpr):
-    """Which columns exist. EXACT: blocks divide rows, so all do, and the compiler drops what they would mask."""
+    """Which columns exist. EXACT: all do, and the compiler drops the masks."""
     if EXACT:
         return tl.full(col.shape, True, tl.int1)
     return col < num_cols
@@ -77,7 +77,7 @@ def within(col, num_cols, EXACT: tl.constexpr):
 
 @triton.jit
 def shifted(weight, OFFSET: tl.constexpr):
-    """`weight` + OFFSET; adding zero would be an instruction, as the compiler must keep it for -0."""
+    """`weight` + OFFSET; the compiler could not drop an addition of zero, because of -0."""
     if OFFSET == 0.0:
         return weight
     return weight + OFFSET
@@ -85,10 +85,10 @@ def shifted(weight, OFFSET: tl.constexpr):
 
 @triton.jit
 def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
-    """A tile, widened to the type that is computed in: float64 if WIDE, else float32. Zero where masked.
+    """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
 
-    LAST: of two readings, so that it shall not push out of the L2 cache what is still to be read again. Not for what is
-    read but once: after a kernel that filled the cache, tiles that are evicted first have little room in it.
+    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for what is read once: after a
+    kernel that filled the cache, tiles that are evicted first find little room.
     """
     policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:
@@ -103,6 +103,6 @@ def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
-    """A tile, rounded to the type of the tensor. LAST: beside the last of two readings."""
+    """A tile, rounded to the tensor's type. LAST: beside the last of two readings."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)

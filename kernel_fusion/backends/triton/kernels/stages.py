@@ -1,4 +1,4 @@
-"""Stage rows that act as factors: the factor and its slope. Kernels know no more of them."""
+"""Stage rows that are factors, and their slopes; other files need not know whose they are."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def factor(row, C: tl.constexpr):
 
 @triton.jit
 def times_factor_slope(g, row, C: tl.constexpr):
-    """The gradient at the row, from that at the factor."""
+    """The row's gradient, from the factor's."""
     return times_slope(g, row, C.gate_activation)
