@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: Python plans, CUDA C++ kernels are compiled at run time, and the C++ extension launches them."""
+"""NVIDIA GPUs: Python plans and compiles kernels, the C++ extension launches them."""

@@ -1,6 +1,6 @@
-"""Compiles kernels with NVRTC, through cuda-core, to machine code for one architecture, with a disk cache.
+"""Compiles kernels with NVRTC, through cuda-core, for one architecture, with a disk cache.
 
-Needs no GPU and no CUDA toolkit: NVRTC comes with PyTorch's CUDA wheels, and kernels include only our own headers.
+NVRTC comes with PyTorch's CUDA wheels, and kernels include only our own headers: no GPU or CUDA toolkit is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("kernel_fusion")
 
 @dataclass
 class Counters:
-    """How often this process compiled kernels, or found them on disk, for tests and `info`."""
+    """How often this process compiled kernels or found them on disk."""
 
     compiled: int = 0
     from_disk: int = 0
@@ -43,9 +43,9 @@ counters = Counters()
 
 
 def cubin(source: str, arch: int, name: str | None = None) -> bytes:
-    """Machine code of `source` for sm_`arch`, from the disk cache, else compiled and stored.
+    """Machine code of `source` for sm_`arch`, from the disk cache or compiled.
 
-    The logger "kernel_fusion" reports each compilation, by `name`, with its time at level INFO.
+    The logger "kernel_fusion" reports each compilation, by `name`, with its time, at level INFO.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
@@ -63,20 +63,20 @@ def cubin(source: str, arch: int, name: str | None = None) -> bytes:
 
 
 def key(kind: str, source: str, arch: int, *more: str) -> str:
-    """The cache key of a kernel's artefact: its source, the headers, the options, and `more`."""
+    """The cache key of a kernel's artefact: source, headers, options, and `more`."""
     return cache.digest(kind, source, str(arch), *_OPTIONS, _headers_digest(), *more)
 
 
 def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
-    """Machine code of `source` for sm_`arch`, and the compiler's log, which lists registers and spills if `verbose`.
+    """Machine code for sm_`arch`, and the compiler's log, with registers and spills if `verbose`.
 
-    NVRTC has a cache too; `no_cache` forces a compilation, to measure its time.
+    `no_cache` keeps NVRTC from its own cache, to measure its time.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
     """
     try:
-        with _importing:  # two threads could import the package half
+        with _importing:  # a second thread could see half of the package
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error

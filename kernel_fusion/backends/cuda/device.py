@@ -1,4 +1,4 @@
-"""The properties of a device that plans depend on."""
+"""What plans depend on of a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a device that plans depend on.
+    """A device's properties.
 
     Attributes:
         arch: the architecture, 90 for sm_90.
         shared_bytes: the largest shared memory of a block.
-        name: the driver's name for it, which tuned tables use; "" for an absent device.
+        name: the driver's, which tuned tables use; "" for an absent device.
     """
 
     arch: int
@@ -28,7 +28,7 @@ class Device:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start while the one before it still runs (kernels/dependent_launch.cuh)."""
+        """Whether a kernel can start while the one before it runs (kernels/dependent_launch.cuh)."""
         return self.arch >= 90
 
     @property
@@ -44,7 +44,7 @@ class Device:
         return Device(properties.major * 10 + properties.minor, shared_bytes, properties.name)
 
 
-# The architectures that CI compiles for without a device. Source: CUDA C++ Programming Guide, technical specifications.
+# Architectures to compile for without a device. Source: CUDA C++ Programming Guide, technical specifications.
 KNOWN_DEVICES = {
     arch: Device(arch, kilobytes * 1024)
     for arch, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()

@@ -1,4 +1,4 @@
-"""The launcher's view of a plan: the fields of a C++ struct (core/fields.py)."""
+"""The launcher's view of a plan."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How blocks of a kernel run; each family's plan adds fields for its kernels.
+    """How blocks run: fields of a C++ struct (core/fields.py); each family's plan adds its own.
 
     Attributes:
         threads: threads per block.
-        per_block: rows, columns or elements per block, or the most of them if `least_per_block` is less.
+        per_block: rows, columns or elements per block, at most.
         least_per_block: the fewest, so that few rows fill the device; 0: always `per_block`.
         cluster: blocks that work together.
         shared_bytes: dynamic shared memory.
-        persistent: start only as many blocks as run at once; each takes turns until nothing is left.
+        persistent: start no more blocks than run at once; they take turns.
         splits_weight: dweight and dbias have a pass of their own.
         min_blocks: blocks per multiprocessor that registers must allow.
-        dependent: starts before the previous kernel has ended, and waits for its results itself.
+        dependent: starts before the previous kernel has ended, and waits for it itself.
     """
 
     threads: int = 32

@@ -1,4 +1,4 @@
-"""The plan of a row norm, and makers of plans whose rows are read directly or stream through shared memory."""
+"""The plan of a row norm, and makers of plans that read rows directly or stream them through shared memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# What backward keeps for all rows: nothing, weight or both parameters in registers, or the weight in shared memory.
+# What backward keeps for all rows: weight or both parameters in registers, or the weight in shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# Where backward keeps dweight and dbias: in registers, in shared memory, or "apart", in a pass of their own.
+# Where backward keeps dweight and dbias; "apart": in a pass of their own.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart"))]
 
 SMALL_ROW_THREADS = 128  # of a block shared by several rows
@@ -23,7 +23,7 @@ class Pace:
     """How the blocks of a streamed plan keep together (kernels/pace.cuh).
 
     Attributes:
-        tolerance: how far a block may be ahead of the average, in quarters of a row per group: 8 is two rows.
+        tolerance: how far a block may be ahead of the average, in quarters of a row per group.
         least: with fewer rows per group, blocks do not wait.
     """
 
@@ -33,31 +33,29 @@ class Pace:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row-norm kernel runs; properties give the other numbers of `Launch`.
+    """How a row-norm kernel runs.
 
     `kernel`, `vec`, `lanes`, `warps` and `center` decide how a row is summed, and depend only on spec and device.
     """
 
-    kernel: str  # the template and its header in native/kernels
+    kernel: str  # the template
     vec: int  # elements per vector
-    lanes: int  # that share a row in a warp
+    lanes: int  # of a warp that share a row
     warps: int  # per row (kernels/tree.cuh)
-    center: int = 0  # a lane's first vectors that give the center of LayerNorm's statistics (kernels/moments.cuh)
+    center: int = 0  # a lane's first vectors that give LayerNorm's center (kernels/moments.cuh)
     cluster: int = 1  # blocks that work together
-    per_block: int = 1  # rows at a time, or columns of a weight pass
+    per_block: int = 1  # rows, or columns of a weight pass
     min_blocks: int = 1  # per multiprocessor that registers must allow
     shared_bytes: int = 0  # dynamic
-    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange their sums; or after that ("anew"
-    # by threads that look their columns up again). Backward loads the "next" row early, reads rows "again", or has a
-    # loop of its own for "few" streamed rows.
+    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange their sums; or after that ("anew":
+    # by threads that look up their columns again). Backward loads the "next" row early, reads rows "again", or loops
+    # over "few" streamed rows.
     variant: str = ""
-    batches: tuple[int, ...] = (1,)  # vectors loaded at a time: of parameters; of a row read twice, each time
-    keeps: KeptParameters = (
-        "nothing"  # for all rows, backward: "weight" or "both" parameters in registers, "shared": the weight
-    )
-    unkept: int = 0  # of a thread's vectors, the last ones, whose weight is not kept in shared memory
+    batches: tuple[int, ...] = (1,)  # vectors at a time: of parameters; of a row read twice, each time
+    keeps: KeptParameters = "nothing"  # for all rows, backward
+    unkept: int = 0  # a thread's last vectors, whose weight is not kept in shared memory
     sums: KeptSums = "none"
-    slots: int = 0  # of a group of threads in shared memory, for streamed rows
+    slots: int = 0  # in shared memory, per group of threads, for streamed rows
     helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): combiner, then producer
     pace: Pace | None = None  # None: blocks do not wait
     shifted: bool = False  # single elements are stored in whole sectors (kernels/shifted_store.cuh)
@@ -81,12 +79,12 @@ class Plan:
 
     @property
     def least_per_block(self) -> int:
-        """The fewest rows per block, so that few rows fill the device."""
+        """The fewest rows per block: few rows shall fill the device."""
         return self.threads // self.lanes if self.tiled else self.per_block
 
     @property
     def persistent(self) -> bool:
-        """Whether only as many blocks start as run at once, and take turns."""
+        """Whether no more blocks start than run at once."""
         return self.slots > 0 or self.kernel == "row_norm_bwd"
 
     @property
@@ -95,10 +93,7 @@ class Plan:
         return self.sums == "apart"
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
-        """The key of the order of sums, over a row and, in backward, over rows.
-
-        Sums over rows also depend on how many blocks run at once, which only the device tells.
-        """
+        """The key of the order of sums; sums over rows also depend on how many blocks run at once."""
         row = self.vec, self.lanes, self.warps, self.center, self.resident
         if spec.direction != "backward" or not any(spec.grads[1:]):
             return row
@@ -125,25 +120,25 @@ class Plan:
 
 
 def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
-    """A plan that reads rows into registers: `shared_by` threads for several rows, or a block or cluster for one."""
+    """A plan that reads rows into registers: `shared_by` threads for several rows, a block or cluster for one."""
     per_block = shared_by // tree.lanes if tree.warps == 1 else 1
     return Plan(kernel, tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, **options)
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """How blocks keep together, by the tables, else by `keeps`; never for groups of columns."""
+    """How blocks keep together: by the tables, else by `keeps`; groups of columns never do."""
     if facts.spec.grouped or not facts.tuned("keeps_pace", keeps):
         return None
     return Pace(*facts.tuned("pace", (8, 15)))
 
 
 def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
-    """A plan that streams rows through shared memory, of which `shared_bytes` are taken; None if there is no room."""
+    """A plan that streams rows through shared memory beside `shared_bytes`, or None if there is no room."""
     spec, tree = facts.spec, facts.tree
     columns = 32 * tree.block_warps * tree.elements
     tensors = _streamed(spec, facts.access)
     slot_bytes = sum(ceil_div(columns * ITEMSIZE[t], 16) * 16 + (16 if align < 16 else 0) for t, align in tensors)
-    sums_bytes = groups * (32 * tree.warps + 256)  # an upper bound: statistics, `Shared` of row_stream.cuh and pace.cuh
+    sums_bytes = groups * (32 * tree.warps + 256)  # at most: statistics, `Shared` of row_stream.cuh and pace.cuh
     slots = min(max_slots, (facts.device.shared_bytes - sums_bytes - shared_bytes) // (groups * slot_bytes))
     if slots < 2:
         return None

@@ -1,4 +1,4 @@
-"""The rule for the backward of row norms: rows stream through shared memory or are read directly."""
+"""The rule for the backward of row norms."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree,
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
-# Bytes of x per thread. Each element has two accumulators: 16 elements take 32 of the 128 registers of a thread. Wider
-# elements take twice as much before a row needs a cluster.
+# Bytes of x per thread. Each element has two accumulators: 16 elements take 32 of a thread's 128 registers. Wider
+# elements take twice as many before a row needs a cluster.
 _THREAD_BYTES = 32
-_SHORT_ROW_BYTES = 512  # up to here a thread takes one vector, and a direct plan twice as many threads
+_SHORT_ROW_BYTES = 512  # of one vector per thread; direct plans take twice as many threads
 _NARROW_ELEMENTS = 6  # per thread, in short rows of narrow vectors
 _MAX_CLUSTER_SINGLES = 16  # more than is portable, for rows of single elements
-_MIN_STREAMED_COLS = 256  # copies of shorter rows are too small to pay
-# With stages, which take registers too: the most bytes of a directly read row per thread of 128 registers, with sums
-# and without. More spills.
+_MIN_STREAMED_COLS = 256  # smaller copies do not pay
+# With stages: the most bytes of a directly read row per thread of 128 registers, with sums and without. More spills.
 _MAX_HELD_WITH_SUMS, _MAX_HELD = 224, 160
 _MAX_WIDE = 28  # weight elements in registers; 32 spill, even with RMSNorm's single sum
-_STATIC_SHARED_BYTES = 8192  # an upper bound of what a kernel declares besides its sums
+_STATIC_SHARED_BYTES = 8192  # at least what a kernel declares besides its sums
 
 
 def plan_backward(facts: Facts) -> Plan:
@@ -39,7 +38,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
     cols, most_filled = facts.spec.cols, facts.tuned("fills_block", 0)
 
     def fills_block(warps: int, elements: int) -> bool:
-        """Whether groups of `warps` fill a block and leave registers for `elements` per thread."""
+        """Whether groups of `warps` fill a block and leave a thread registers for `elements`."""
         fits = elements <= most_filled or warps == 1 or cols % (warps * 32 * elements) > 0
         return most_filled > 0 and MAX_BLOCK_WARPS % warps == 0 and fits
 
@@ -50,7 +49,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
 
 
 def _narrow_tree(facts: Facts) -> Tree | None:
-    """The tree of a row of narrow vectors on few lanes, or of single elements on few warps; else None."""
+    """A tree of narrow vectors on few lanes, or of single elements on few warps, for rows that want one."""
     cols, vec = facts.spec.cols, facts.vec
     if vec * facts.itemsize <= 4 and cols <= 32 * _NARROW_ELEMENTS:
         lanes = power_of_two(ceil_div(cols // vec, _NARROW_ELEMENTS // vec))
@@ -71,7 +70,7 @@ def _streamed(facts: Facts) -> Plan | None:
     too_long = tree.elements > facts.tuned("streamed_elements", 24)
     if not facts.device.has_clusters or spec.acc != "f32" or short or too_long:
         return None
-    # Vectors assembled from pieces take more registers, and so do most stages.
+    # Vectors in pieces take more registers, and so do most stages.
     widest = tree.vec * max(facts.itemsize, ITEMSIZE[spec.y])
     whole = access.x >= tree.vec * facts.itemsize and access.y >= min(16, widest)
     facts = facts.also(widest=widest, roomy=whole and facts.tuned("roomy", not spec.has_stages))
@@ -84,7 +83,7 @@ def _streamed(facts: Facts) -> Plan | None:
 
 
 def _groups(facts: Facts) -> int:
-    """Rows that a persistent block or cluster takes at a time: 16 warps' worth per block."""
+    """Rows at a time: 16 warps' worth per block."""
     most, warps, cluster = facts.tuned("warps", 0), facts.tree.block_warps, facts.tree.cluster
     alone = 1 if cluster > 1 else max(1, MAX_BLOCK_WARPS // warps)
     filled = max(1, (MAX_BLOCK_WARPS if MAX_BLOCK_WARPS % warps == 0 else most) // warps)
@@ -94,8 +93,7 @@ def _groups(facts: Facts) -> int:
 def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
     """Trees, rows at a time and wanted slots, best first: fewer rows, then larger clusters.
 
-    Only stages, which may need larger slots, go that far. A cluster takes several rows only with a third slot; without
-    it, rows go one after the other.
+    Only stages, which need larger slots, go that far. A cluster takes several rows only with a third slot.
     """
     tree, stages = facts.tree, facts.spec.has_stages
     yield tree, groups, 3 if tree.cluster > 1 and groups > 1 else 2
@@ -111,7 +109,7 @@ def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
 
 
 def _by_groups(facts: Facts, groups: int) -> Plan | None:
-    """The plan for this many rows at a time, with the weight in shared memory if it fits."""
+    """The plan for this many rows at a time; the weight in shared memory if it fits."""
     weight, tree = facts.spec.weight, facts.tree
     facts = facts.also(groups=groups, team=groups * tree.block_warps)
     plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace_of(facts, keeps=True))
@@ -124,12 +122,12 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
         kept_bytes = (tree.vectors - unkept) * tree.vec * 32 * tree.block_warps * ITEMSIZE[weight]
         shared = plan(kept_bytes, keeps="shared", unkept=unkept)
         if (shared is not None and shared.slots > 2) or weight == "f32":
-            return shared  # reading fp32 again for every row takes registers that are not there
+            return shared  # there are no registers to read fp32 for every row
     return plan()
 
 
 def _has_registers(facts: Facts) -> bool:
-    """Whether a thread that streams rows has registers for its columns' weight, beside their sums."""
+    """Whether a thread has registers for its columns' weight beside their sums."""
     spec, tree, threads = facts.spec, facts.tree, 32 * facts.known["team"]
     if not facts.tuned("counts_registers", False):
         return facts.known["roomy"] and tree.elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32
@@ -145,7 +143,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     wants_sums = spec.grads[1] or spec.grads[2]
     elements, thread_bytes = tree.elements, tree.elements * itemsize
     facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
-    # 512 threads per multiprocessor have 128 registers each: enough for a row, the next row and both sums.
+    # 512 threads per multiprocessor have 128 registers each, for a row, the next row and both sums.
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
@@ -154,7 +152,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
     fits = not scarce or held + (2 * elements * acc if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
-    # Rows that share a block keep sums in registers, because the block adds them up in shared memory.
+    # Rows that share a block keep sums in registers: the block adds them up in shared memory.
     if thread_bytes <= planned_bytes + 16 and (fits or tree.warps == 1):
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
         rule = elements * max(itemsize, ITEMSIZE[spec.y]) <= _THREAD_BYTES
@@ -163,7 +161,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
         keeps = "weight" if elements <= 8 and spec.acc == "f32" else "nothing"
         sums = "registers" if wants_sums else "none"
         return replace(plan, sums=sums, variant="next" if next_row else "", shared_bytes=table, keeps=keeps)
-    # Twice the elements fit in registers without their sums, which move to shared memory if there is room.
+    # Without sums, which move to shared memory if they fit, registers hold twice the elements.
     resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", 24)
     resident = resident and tree.cluster <= MAX_CLUSTER and (held <= _MAX_HELD or not spec.has_stages)
     plan = replace(plan, variant="" if resident else "again")

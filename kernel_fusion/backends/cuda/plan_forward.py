@@ -1,4 +1,4 @@
-"""The rule for the forward of row norms: candidates, from the best to one that always fits."""
+"""The rule for the forward of row norms: candidates, best first; the last always fits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
 _MAX_STREAMED_ELEMENTS = 32  # per thread, in 128 registers
-_MAX_HELD = 256  # bytes of x, parameters and a stage's row that a thread of 128 registers holds at once
-# For rows that a block takes many of: bytes of them, and elements per lane, whose weight and bias then stay in
-# registers (up to twice as many without parameters).
+_MAX_HELD = 256  # bytes of x, parameters and a stage's row at once, in 128 registers
+# Where a block takes many rows: bytes of them, and elements per lane, whose weight and bias stay in registers (twice as
+# many without parameters).
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
 
 
@@ -46,7 +46,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize
     most = 24 if spec.changes_x and (spec.residual or wide_beside) else _MAX_STREAMED_ELEMENTS
     if tree.cluster > 1 and tree.elements <= most and spec.acc == "f32":
-        # x comes from shared memory and parameters from registers, so only y requires shorter vectors.
+        # x comes from shared memory, parameters from registers: only y requires shorter vectors.
         streamed = tree if spec.has_stages else tree.narrowed(spec.cols, (spec.y,))
         yield _streamed(facts.also(few_warps=False).of(streamed))
     yield _direct(facts.of(tree.narrowed(spec.cols, in_16_bytes)))
@@ -56,8 +56,7 @@ def _tree(facts: Facts) -> Tree:
     """The tree of a row that is neither tiled nor streamed by few warps."""
     spec, device = facts.spec, facts.device
     thread_bytes = facts.tuned("thread_bytes", _THREAD_BYTES)
-    # fp32 beyond a block takes twice as many, except in clusters that hold the row in full vectors with twice the
-    # threads.
+    # fp32 beyond a block takes twice as many, unless a cluster with twice the threads holds the row in full vectors.
     blocks = facts.row_bytes / (MAX_BLOCK_WARPS * 32 * thread_bytes)
     spread = device.has_clusters and facts.vec * facts.itemsize == 16 and 2 < blocks <= MAX_CLUSTER
     if facts.itemsize == 4 and blocks > 1 and not spread:
@@ -97,8 +96,7 @@ def _tiled(facts: Facts) -> Plan | None:
 def _few_warps(facts: Facts) -> Tree | None:
     """The tree of a row in narrow vectors that streams faster by few warps with many elements each.
 
-    A multiprocessor's four schedulers share a block's warps evenly, and a warp's work per row costs as much as many
-    elements.
+    Four schedulers share a block's warps evenly, and a warp's work per row costs as much as many elements.
     """
     cols, vec = facts.spec.cols, facts.vec
     for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), facts.tuned("few_warps", ())):
@@ -131,12 +129,12 @@ def _read_twice(facts: Facts, tree: Tree) -> Plan:
 def _direct(facts: Facts) -> Plan:
     """Rows in registers or, if there is no room, read again."""
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
-    # Loading many parameters beside x costs threads, and so it does in fp16 and bf16 rows of 16 warps.
+    # Loading many parameters beside x costs threads, as it does in fp16 and bf16 rows of 16 warps.
     ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = facts.also(ahead=ahead).tuned("bound", False)
     plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
     plan = replace(plan, min_blocks=max(1, 1024 // plan.threads) if bound else 1)
-    # Stages may hold the row in a wider type than x. Single elements take a register each.
+    # Stages may widen the row. Single elements take a register each.
     held = max(itemsize, 4) if tree.vec == 1 else itemsize
     if elements * held > 2 * _THREAD_BYTES or elements * ITEMSIZE[facts.spec.row] > 3 * _THREAD_BYTES:
         return replace(plan, kernel="row_norm_fwd_long", batches=_batches(tree))
@@ -147,7 +145,7 @@ def _direct(facts: Facts) -> Plan:
 
 
 def _loads_ahead(facts: Facts) -> bool:
-    """Whether a thread has registers for parameters beside x; a stage's row is worth more."""
+    """Whether a thread has registers for parameters beside x; a stage's row comes first."""
     spec, elements = facts.spec, facts.tree.elements
     if spec.beside is None or spec.changes_x:
         return elements <= 16
@@ -158,8 +156,7 @@ def _loads_ahead(facts: Facts) -> bool:
 def _batches(tree: Tree) -> tuple[int, int]:
     """Vectors that a thread loads at a time in the first and in the second reading of a row.
 
-    The first time at least a ninth of the row, or 16 vectors: their mean must be a fair center even if they are
-    outliers.
+    The first batch is at least a ninth of the row, or 16 vectors, because their mean must be a fair center.
     """
     first, second = (16, 8) if tree.vec == 1 else (6, 4)
     fair = min(16, ceil_div(tree.vectors, 9))

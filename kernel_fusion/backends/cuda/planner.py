@@ -1,7 +1,7 @@
 """The planner: gives compiled kernels to the launcher, and compiles ahead.
 
-The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback, with the
-kernel's key. It gets machine code and a `Launch`, so the steady state runs no Python.
+The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback. It gets
+machine code and a `Launch`, so the steady state runs no Python.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec 
 
 
 class Kernel(NamedTuple):
-    """The access type of a spec type; (spec, access, device) -> plan; (spec, access, plan) -> source."""
+    """What a spec type has: its access type, and makers of plan and source."""
 
     access: type
     plan: Callable[[Any, Any, Device], Any]
     source: Callable[[Any, Any, Any], Source]
 
 
-# A spec's position is its kernels' number in C++.
+# A position is a kernel's number in C++.
 KERNELS: dict[type, Kernel] = {
     RowNormSpec: Kernel(Access, plan_row_norm, row_norm_source),
     SumPartialsSpec: Kernel(Access, sum_partials.plan, sum_partials.source),
@@ -58,15 +58,15 @@ KERNELS: dict[type, Kernel] = {
     SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
 }
 
-# `Planner` of launcher.cpp: the key, then outputs for error, machine code, name, and the launch's numbers.
+# `Planner` of launcher.cpp: the key, then outputs.
 _INTEGERS, _TEXT = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_char_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 
-# The launcher holds pointers to these; never freed, because a process meets few kernels.
+# The launcher points to these; never freed, because they are few.
 _kept: list[bytes] = []
-# For the whole process, because backward plans on autograd's threads.
+# Backward plans on autograd's threads, so it is the process's.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
-# How each existing launcher forgets its kernels.
+# Make launchers forget their kernels.
 forgets: list[Callable[[], object]] = []
 
 
@@ -77,16 +77,16 @@ def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
 
 
 def decode(row: Iterator[int]) -> tuple[Spec, Any]:
-    """The spec and access of a key; their numbers follow the kernel's."""
+    """The spec and access of a key."""
     spec, kernel = list(KERNELS.items())[next(row)]
     return read(spec, row), read(kernel.access, row)
 
 
 def callback(serve: Callable[[int, Spec, Any], tuple[Launch, str, bytes]]) -> Any:
-    """What C++ calls: `serve` answers a device's index, spec and access with the launch, the name and the code."""
+    """The C callback of `serve`, which answers device index, spec and access with launch, name and code."""
 
     def answer(key: Any, error: Any, image: Any, name: Any, launch: Any) -> None:
-        # Nothing may be raised through C, so the launcher gets every error.
+        # Nothing may be raised through C.
         try:
             row = (key[i] for i in itertools.count())
             how, kernel, code = serve(next(row), *decode(row))
@@ -121,18 +121,18 @@ def launch_of(plan: Any, device: Device) -> Launch:
 
 
 def plan_for(spec: Spec, access: Any, device: Device) -> Any:
-    """The plan of a spec on a device, a `Launch`."""
+    """The plan of a spec on a device."""
     plan = KERNELS[type(spec)].plan(spec, access, device)
     return _override(spec, plan) if _override is not None and isinstance(spec, RowNormSpec) else plan
 
 
 def source_of(spec: Spec, access: Any, plan: Any) -> Source:
-    """The source of a spec's kernel."""
+    """The source of the kernel."""
     return KERNELS[type(spec)].source(spec, access, plan)
 
 
 def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
-    """Plan, kernel name and machine code of a spec on a device, compiled or from the disk cache."""
+    """Plan, kernel name and machine code, compiled or from the disk cache."""
     plan = plan_for(spec, access, device)
     source = source_of(spec, access, plan)
     return plan, source.name, compiler.cubin(source.text(), device.arch, source.name)
@@ -140,7 +140,7 @@ def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
 
 @contextmanager
 def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]:
-    """Within, in every thread, row-norm kernels run by `change(spec, plan)`, for tests and tuning."""
+    """Within, in every thread, row norms run by `change(spec, plan)`, for tests and tuning."""
     global _override
     _override = change
     forget_kernels()
@@ -160,7 +160,7 @@ def forget_kernels() -> None:
 def family(
     cols: int, x: str, weight: str | None, *, rms: bool, y: str | None = None, **stages: Any
 ) -> list[RowNormSpec]:
-    """The specs of one norm (inference, forward, backward); `stages` are more of their fields."""
+    """The specs of one norm: inference, forward, backward."""
     bias = None if rms else weight
     grads = (True, weight is not None, bias is not None)
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
@@ -170,12 +170,12 @@ def family(
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
-    """The dweight and dbias pass of a backward whose plan splits them off."""
+    """The pass for dweight and dbias of a backward whose plan splits them off."""
     return replace(spec, direction="backward_weight")
 
 
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
-    """The kernels that a call launches: that of `spec` and, after a backward with sums, those that finish them."""
+    """The kernels of one call: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
     if spec.direction == "backward" and any(spec.grads[1:]):
         if plan.splits_weight:
@@ -190,8 +190,8 @@ def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: De
 
     Args:
         hidden_sizes: row lengths N.
-        dtypes: of the input, by the names "f16", "bf16", "f32", "f64"; weights have the same type or f32.
-        device: what they are planned for.
+        dtypes: of the input, "f16", "bf16", "f32" or "f64"; weights have the same or f32.
+        device: that kernels are planned for.
 
     Returns:
         How many kernels there are.

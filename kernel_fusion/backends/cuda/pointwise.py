@@ -10,16 +10,13 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import BITS, ITEMSIZE, VECTOR_BYTES, Operand, Operands, PointwiseAccess, PointwiseSpec
 
-_THREADS = 128  # larger blocks are slower, and smaller ones come and go too fast
-# Twice as many for chains with more to do: fp16 and bf16 dropout, and gathered operands. A single row that meets all
-# others needs no more.
+_THREADS = 128  # larger blocks are slower, smaller ones too short
+# Twice as many for fp16 and bf16 dropout and gathered operands, unless a single row meets all others.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# 128 registers per thread leave room for everything in flight. Gradients of both factors with dropout, which no verb
-# asks for, need more than 168.
+# 128 registers hold everything in flight. Gradients of both factors with dropout, which no verb asks for, need 168.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
-# fp16 and bf16 dropout waits for arithmetic, not memory: 64 registers, enough for simple addresses, allow twice the
-# warps.
+# fp16 and bf16 dropout waits for arithmetic: 64 registers, enough for simple addresses, allow twice the warps.
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
 _CONTIGUOUS = ("linear", "vector")
 
@@ -31,7 +28,7 @@ class PointwisePlan(Launch):
     Attributes:
         vec: elements per vector.
         operands: how operands meet these vectors.
-        unroll: vectors, or rows of columns, of each operand at a time.
+        unroll: vectors, or rows of columns, per operand at a time.
     """
 
     vec: int
@@ -60,7 +57,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
 
 
 def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess:
-    """The vectors of a kernel. Rows without whole vectors are gathered if caches help, else vectors are smaller."""
+    """The vectors of a kernel: rows without whole ones are gathered if caches help, else vectors are smaller."""
     if not access.divisor:
         return access
     if access.repeats:
@@ -75,7 +72,7 @@ def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess
 
 
 def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
-    """Whether forward reads a linearly, and beside it at most whole vectors of a row."""
+    """Whether forward reads a linearly, and at most whole vectors of a row beside."""
     if spec.dy is not None or not access.aligned_positions:
         return False
     y, _, _, a, b = access.operands
@@ -101,8 +98,7 @@ def source(spec: PointwiseSpec, access: PointwiseAccess, plan: PointwisePlan) ->
     dtypes = (spec.da if backward else spec.y, BITS if spec.bits else spec.db, spec.dy, spec.a, spec.b)
     types: dict[str, str | None] = {name: dtype for name, dtype in zip(names, dtypes, strict=True) if name}
     types |= {"Acc": spec.acc, "Result": spec.result}
-    # Rows of several dimensions are whole vectors, unless an operand is gathered. If bits are written, whole warps run
-    # past the end.
+    # Rows of several dimensions are whole vectors, unless gathered. Whole warps run past the end to write bits.
     partial = access.dims == 1 or spec.bits or any(operand.mode == "gather" for operand in plan.operands)
     known = constants(spec, "combine", "activation", "dropout") | constants(plan, "threads", "vec", "unroll")
     known |= constants(access, "dims", "lanes", "aligned_positions") | {"kPartial": str(int(partial))}

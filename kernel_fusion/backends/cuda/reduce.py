@@ -10,7 +10,7 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, ReduceAccess, ReduceSpec
 
-_WARP_CAPACITY = 256  # vectors of the longest row that lanes of a warp sum up: 4 KB
+_WARP_CAPACITY = 256  # vectors of the longest row of a warp's lanes
 _WARP_THREADS = 128
 _LOADS = 4  # in flight per thread
 _MANY_LOADS = 8  # in blocks of few or of all rows, and for narrow vectors
@@ -21,13 +21,12 @@ class ReduceRule:
     """How the launcher divides a reduction (native/extension/reduce_cuda.cpp).
 
     A tile is the columns of one block. Several blocks share its rows, in chunks that a second kernel adds up, unless
-    one block takes them all.
+    one block takes them all. Constants keep a sum's order independent of registers and of the number of rows.
 
     Attributes:
-        chunk_bytes: a chunk of a row; constant, so that a row's order of summation depends on its length alone.
+        chunk_bytes: a chunk of a row; constant.
         column_threads: threads per block, if blocks share a tile's rows.
-        column_blocks: such blocks per multiprocessor; constant, not limited by registers, so that a column's order of
-            summation depends on shape and device alone.
+        column_blocks: such blocks per multiprocessor; constant.
         rows_per_thread: at least, so that few rows make few chunks.
         lanes: the most threads along the columns; wider tiles leave more chunks.
         lanes_of_chunks: the same when adding up chunks, which are many with few columns.
@@ -35,7 +34,7 @@ class ReduceRule:
         few_threads: threads of such a block; small, so that many multiprocessors share the wait.
         all_threads: threads of a block that takes all rows of a tile.
         filled: one block does so if tiles fill the device: at least 5 of 9 multiprocessors have one, and none has two.
-        all_bytes: and if a vector has this many bytes, since narrower ones leave too little in flight.
+        all_bytes: and if a vector has this many bytes; narrower ones leave too little in flight.
     """
 
     chunk_bytes: int = 65536
@@ -87,14 +86,13 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
         )
     vec = VECTOR_BYTES // ITEMSIZE[spec.input]
     if access.capacity <= _WARP_CAPACITY:
-        # Two vectors per lane if there are enough; neighbouring lanes still read at least 32 bytes together.
+        # Two vectors per lane if there are enough; neighbours still read at least 32 bytes together.
         threads, lanes = _WARP_THREADS, min(32, max(1, access.capacity // 2))
     else:
         threads = lanes = _block_threads(access.capacity)
     unroll = min(_LOADS, access.capacity // lanes)
     each = _LOADS // unroll
-    # As many threads as a multiprocessor holds: 32 registers suffice for one row read in whole vectors, into at most 8
-    # registers of sums.
+    # All threads of a multiprocessor: 32 registers suffice for one row in whole vectors, with at most 8 of sums.
     lean = each == 1 and access.contiguous and access.align == VECTOR_BYTES and vec * ITEMSIZE[spec.acc] <= 32
     return ReducePlan(
         threads=threads,
@@ -108,7 +106,7 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
 
 
 def _block_threads(capacity: int) -> int:
-    """Threads of a block that sums up a row, with four to eight vectors each."""
+    """Threads of a block that sums up a row: four to eight vectors each."""
     return 128 if capacity <= 512 else 256 if capacity <= 2048 else 512
 
 

@@ -1,8 +1,8 @@
-"""Finds out which CUDA kernels some calls need, on a machine that need not have a GPU.
+"""Finds out which CUDA kernels some calls need, perhaps on a machine without a GPU.
 
-In a rehearsal the extension takes a call with CPU tensors also for the call with CUDA tensors that it stands for: the
-same code makes the key, and asks a planner, which notes it and loads nothing. What is computed is of no use. What is
-noted is what a GPU would ask for, unless PyTorch's own operators lay out their results differently there.
+In a rehearsal, CPU tensors stand for CUDA tensors: the same code makes the keys, and asks a planner that notes them and
+loads nothing. Results are meaningless. A GPU would ask for the same, unless PyTorch lays out its results differently
+there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 
-# How many multiprocessors a GPU is taken to have; a sum over columns is divided among them.
+# A GPU's assumed multiprocessors, which share a sum over columns.
 _MULTIPROCESSORS = 132
 
 
 @contextmanager
 def rehearsal(library: ctypes.CDLL, device: Device) -> Iterator[dict[tuple[planner.Spec, Any], None]]:
-    """Within this context, in every thread, CPU tensors stand for those of a device.
+    """Within, in every thread, CPU tensors stand for those of `device`.
 
     Args:
         library: the extension.
         device: that kernels are planned for.
 
     Yields:
-        The spec and access of each kernel that calls have needed so far, once, in this order.
+        Spec and access of each kernel that calls have needed so far.
     """
     met: dict[tuple[planner.Spec, Any], None] = {}
 
@@ -37,7 +37,7 @@ def rehearsal(library: ctypes.CDLL, device: Device) -> Iterator[dict[tuple[plann
         met[spec, access] = None
         return planner.launch_of(planner.plan_for(spec, access, device), device), "", b""
 
-    noting = planner.callback(note)  # which must live as long as C++ may call it
+    noting = planner.callback(note)  # C++ may call it
     library.kf_rehearse(ctypes.cast(noting, ctypes.c_void_p), _MULTIPROCESSORS)
     try:
         yield met

@@ -1,7 +1,7 @@
-"""Plans: how a spec runs on a device, by a safe rule per direction and tables of what measured better.
+"""Plans of row norms: a safe rule per direction, and tables of what measured better.
 
-Two things decide speed. A thread should hold few enough elements to stay in registers, yet enough for several 16-byte
-loads in flight. A row should be spread over no more warps than it needs.
+A thread should hold so few elements that they stay in registers, but several 16-byte loads' worth. A row should take no
+more warps than it needs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kernel_fusion.core.spec import Access, RowNormSpec
 
 
 def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
-    """The plan of a row-norm kernel."""
+    """The plan of a row norm."""
     return planned(spec, access, device, users_table(device, spec.direction))[0]
 
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
-    """The plan, and the facts behind it. User rows count if they change no bits."""
+    """The plan, and the facts behind it. User rows that change no bits count."""
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
         per_block = SMALL_ROW_THREADS * facts.vec

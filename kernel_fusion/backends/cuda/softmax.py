@@ -1,7 +1,6 @@
 """Softmax: plans and sources (kernels/softmax*.cuh).
 
-A kernel serves all lengths up to its capacity, 2^k or 3 * 2^k vectors. So a new length seldom compiles anything, and at
-most a third of the lanes are idle.
+A kernel serves all lengths up to its capacity, 2^k or 3 * 2^k vectors, so a new length seldom compiles anything.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
 
 _MAX_THREADS = 1024
-_ROWS_THREADS = 128  # of a block that takes several rows
+_ROWS_THREADS = 128  # of blocks with several rows
 _LONG_UNROLL = 4
 
 
@@ -33,17 +32,14 @@ class SoftmaxPlan(Launch):
 
 
 def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Device) -> SoftmaxPlan:
-    """Up to 32 bytes of a row per thread; more only if the largest block needs it.
-
-    Causal rows of fp32 take 64, because half of them is read.
-    """
+    """Up to 32 bytes of a row per thread, 64 of half-read causal fp32; more only in the largest block."""
     backward = isinstance(spec, SoftmaxBwdSpec)
     itemsize = ITEMSIZE[spec.y if isinstance(spec, SoftmaxBwdSpec) else spec.x]
     whole = access.vec * itemsize == VECTOR_BYTES  # other vectors take a register per element
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
     if isinstance(spec, SoftmaxSpec) and spec.causal and spec.x == "f32" and whole:
         elements *= 2
-    # What 64 registers (fp64: 128) hold beside a mask. Vectors in pieces need some, and so does fp32 on sm_120.
+    # What 64 registers (fp64: 128) hold beside a mask. Vectors in pieces need some, and fp32 on sm_120.
     roomy = whole and (itemsize == 2 or device.arch < 120)
     most = 8 if itemsize == 8 else 32 if roomy else 24
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS
@@ -51,7 +47,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
         elements = elements if whole else elements // 2
         most = 16 if itemsize == 4 or (itemsize == 2 and access.vec == 1) else most
     target = max(1, elements // access.vec)
-    target = 3 if target == 2 else target  # then capacities of 3 * 2^k come out even, as those of 2^k do with two
+    target = 3 if target == 2 else target  # capacities of 3 * 2^k then come out even
     lanes = 1
     while lanes < 32 and access.capacity > min(3, target) * lanes:
         lanes *= 2
@@ -61,7 +57,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     if vectors * access.vec > most:
         return SoftmaxPlan(threads=max_threads, lanes=max_threads, vectors=0)
     threads = max(lanes, _ROWS_THREADS) if lanes <= 32 else lanes
-    # Threads per multiprocessor that registers must allow; single elements need registers for addresses.
+    # Threads per multiprocessor that registers must allow; addresses of single elements take some.
     resident = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
     plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:
@@ -71,7 +67,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
 
 
 def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
-    """The source of a forward kernel."""
+    """The source of the kernel."""
     types: dict[str, str | None] = {"X": spec.x, "MaskType": spec.mask, "Acc": spec.acc}
     known = _constants(access, plan, "X", "Mask", "Y") | constants(spec, "causal") | constants(access, "mask_repeats")
     header = "softmax" if plan.vectors else "softmax_long"
@@ -79,7 +75,7 @@ def source(spec: SoftmaxSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Sourc
 
 
 def source_bwd(spec: SoftmaxBwdSpec, access: SoftmaxAccess, plan: SoftmaxPlan) -> Source:
-    """The source of a backward kernel."""
+    """The same of backward."""
     types: dict[str, str | None] = {"DY": spec.dy, "Y": spec.y, "DX": spec.dx, "Acc": spec.acc}
     known = _constants(access, plan, "Y", "DY", "DX") | constants(spec, "leaves_out")
     name = f"kf_softmax_bwd_{spec.y}"

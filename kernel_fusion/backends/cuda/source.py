@@ -11,11 +11,11 @@ class Source:
     """The source of a kernel.
 
     Attributes:
-        name: its name in profilers.
-        header: its header in native/kernels, which also names the template.
-        args: the struct of its one parameter.
-        types: the element types of its tensors, None for absent ones.
-        constants: everything else known at compile time, as C++ writes it.
+        name: for profilers.
+        header: in native/kernels; it also names the template.
+        args: the struct of its parameter.
+        types: of its tensors' elements, None for absent ones.
+        constants: what else is known at compile time, as C++ writes it.
         threads: per block; min_blocks: per multiprocessor, which bounds the registers.
     """
 

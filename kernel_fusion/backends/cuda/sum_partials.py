@@ -10,23 +10,21 @@ from kernel_fusion.core.spec import Access, SumPartialsSpec
 
 COLS = 32  # of a block; partial rows are padded to them
 _THREADS = 256
-# With so few columns, backward runs several blocks per multiprocessor and leaves a thousand partial rows or more for
-# few blocks to add.
+# With so few columns, backward leaves at least a thousand partial rows to few blocks.
 _FEW_COLS, _THREADS_OF_FEW = 256, 1024
-# 64 registers hold eight loads of four sums in flight. Beyond this many columns there are 40, so that all blocks run at
-# once.
+# 64 registers hold eight loads of four sums. Beyond these columns there are 40, so that all blocks run at once.
 _MANY_COLS = 8192
 
 
 def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
-    """32 columns per block, the partial rows spread over its threads."""
+    """32 columns per block, whose threads share the partial rows."""
     if 0 < spec.cols <= _FEW_COLS:
         return Launch(threads=_THREADS_OF_FEW, per_block=COLS, min_blocks=1)
     return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if 0 < spec.cols <= _MANY_COLS else 6)
 
 
 def source(spec: SumPartialsSpec, access: Access, plan: Launch) -> Source:
-    """What the kernel is compiled from."""
+    """The source of the kernel."""
     types: dict[str, str | None] = {"Acc": spec.acc, "First": spec.first, "Second": spec.second}
     known = constants(spec, "cols") | constants(plan, "threads")
     return Source("sum_partials", "sum_partials", "SumPartialsArgs", types, known, plan.threads, plan.min_blocks)

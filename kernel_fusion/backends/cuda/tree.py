@@ -1,4 +1,4 @@
-"""How a row is spread over lanes, warps and blocks: its order of summation, which depends on spec and device alone."""
+"""How a row is spread over lanes, warps and blocks, which depends on spec and device alone."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class Tree:
         return self.warps // self.cluster
 
     def covers(self, cols: int) -> bool:
-        """Whether every vector of every thread lies within the row."""
+        """Whether every vector lies within the row."""
         return cols == self.warps * self.lanes * self.elements
 
     def narrowed(self, cols: int, dtypes: Iterable[str | None]) -> Tree:
         """The same threads, with vectors of at most 16 bytes in these types too.
 
-        Otherwise a thread would load from a wider tensor twice, 16 bytes each. Neighbouring threads would then lie 32
-        bytes apart, touch half of every sector per load, and use twice as many L1 lines.
+        Else a thread would load a wider tensor's vectors in two pieces, and a warp half of every sector at a time.
         """
         vec = min([self.vec, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)])
         return replace(self, vec=vec, vectors=ceil_div(cols, vec * self.lanes * self.warps))
@@ -49,8 +48,7 @@ class Tree:
 def vector_of(spec: RowNormSpec) -> int:
     """Elements per vector: 16 bytes if all rows of a contiguous tensor start at multiples of that, else fewer.
 
-    So neighbouring lanes read neighbouring elements for every N, and no row ends inside a vector. A plan may have
-    smaller ones (`Tree.narrowed`).
+    So neighbouring lanes read neighbouring elements for every N, and no row ends inside a vector.
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
 
@@ -63,23 +61,19 @@ def spread_row(
     prefer: Callable[[int, int], bool] = lambda warps, elements: False,
     max_cluster: int = MAX_CLUSTER,
 ) -> Tree:
-    """Spread a row: `bytes_per_thread`, or up to `most_bytes` if that divides it evenly.
-
-    Among even numbers of warps, `prefer(warps, elements per thread)` chooses.
-    """
+    """Spread a row: `bytes_per_thread`, or up to `most_bytes` if that is even; `prefer(warps, elements)` chooses."""
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
     vectors = spec.cols // vec
-    slots = ceil_div(vectors, 32)  # vectors per lane of a single warp
+    slots = ceil_div(vectors, 32)  # vectors per lane of one warp
     if slots <= per_thread:
-        # At least enough lanes to read a cache line, 128 bytes, at a time, with two vectors each if allowed. Vectors of
-        # two fp16 or bf16 elements want few lanes, because adding lanes up costs instructions.
+        # Enough lanes to read a cache line, with two vectors each if allowed. Vectors of two fp16 or bf16 elements want
+        # few lanes, because adding lanes up costs instructions.
         at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
         min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A count that divides the row needs no bounds check. Single fp16 or bf16 elements take a register each, so no more
-    # of them than planned.
+    # A count that divides the row needs no bounds check. Single fp16 or bf16 elements take a register each.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)

@@ -1,7 +1,6 @@
-"""Trials: the ways to run a kernel that `kernel-fusion tune` measures, as possible rows of a user's table.
+"""Trials: ways to run a kernel that `kernel-fusion tune` measures, as possible rows of a user's table.
 
-A trial is planned like a row: one that does not fit gives no plan, and one that changes the order of summation changes
-nothing.
+A trial is planned like a row: one that does not fit gives no plan, and none changes the order of summation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.backends.cuda.user_table import CONDITIONS, KNOBS, Row, Table, section
 from kernel_fusion.core.spec import Access, RowNormSpec
 
-Choice = dict[str, Any]  # values of the knobs that are not left to the rule and the shipped tables
+Choice = dict[str, Any]  # values of knobs
 
 
 class Kernel(NamedTuple):
@@ -28,13 +27,13 @@ class Kernel(NamedTuple):
 
 
 def plans(kernels: Sequence[Kernel], choice: Choice) -> tuple[Plan, ...]:
-    """The plan of each kernel under a choice."""
+    """The kernels' plans under a choice."""
     rows: Table = {knob: [(value, {}, "")] for knob, value in choice.items()}
     return tuple(planned(*kernel, rows)[0] for kernel in kernels)
 
 
 def neighbours(kernels: Sequence[Kernel], choice: Choice) -> Iterator[Choice]:
-    """Choices with one knob changed, whose plans differ from those of `choice` and of no choice."""
+    """Choices with one knob changed, whose plans are new."""
     seen = {plans(kernels, {}), plans(kernels, choice)}
     for knob, values in KNOBS[section(kernels[0].spec.direction)].items():
         for value in values:

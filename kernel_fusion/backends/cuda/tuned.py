@@ -1,8 +1,7 @@
 """Tables of what measured better than the rule or is safer: the user's, the architecture's, then tuned/any.json.
 
-A knob of the rule has rows: a value, conditions and evidence. The first row whose conditions hold counts. A condition
-holds if a fact is that value or one of these names, lies between two numbers (null: any), or, after "not", is none of
-them.
+A knob of the rule has rows: a value, conditions and evidence. The first row whose conditions hold counts: a fact is the
+value or one of the names, lies between two numbers (null: any), or, after "not", is none of these.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Facts:
 
     Attributes:
         users: rows that come before the shipped ones.
-        came_from: the rows that counted so far, by knob.
+        came_from: the rows that counted, by knob.
     """
 
     tree: Tree
@@ -40,7 +39,7 @@ class Facts:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
-        # Bytes per element, 0 for absent tensors. A fact without a comment is a field of the spec.
+        # Bytes per element, 0 if absent. Other facts are fields of the spec.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS)}
         stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
         self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
@@ -71,7 +70,7 @@ class Facts:
         covers = tree.covers(self.spec.cols)
         other = self.also(
             **{name: getattr(tree, name) for name in ("vec", "warps", "cluster", "vectors", "elements", "block_warps")},
-            natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, before vectors were narrowed
+            natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, with vectors as wide as can be
             vector_bytes=tree.vec * self.itemsize,
             thread_bytes=tree.elements * self.itemsize,
             covers=covers,

@@ -1,7 +1,7 @@
-"""The user's table: what `kernel-fusion tune` measured on a GPU, a file per device name in the cache folder.
+"""The user's table: what `kernel-fusion tune` measured, a file per device name in the cache folder.
 
-Rows are like shipped ones, but each is for one kernel and sets only `KNOBS`. A file with anything else, or that another
-user could have written, is ignored with one warning.
+Each row is for one kernel and sets only `KNOBS`. A file with anything else, or that another user could have written, is
+ignored with one warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kernel_fusion.config import cache_dir, uses_tuned_tables
 from kernel_fusion.core.cache import make_private_dir, open_private, replace_file
 from kernel_fusion.core.spec import Stages
 
-# Rows of a knob: value, conditions, evidence. The first row whose conditions hold counts.
+# The rows of a knob: value, conditions, evidence.
 Row = tuple[Any, dict[str, Any], str]
 Table = dict[str, list[Row]]
 
-# Rows may set these knobs to these values: they decide who executes a row, not how it is spread and summed.
+# These decide who executes a row, not how it is spread and summed.
 KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
         "tile_threads": (512, 768, 1024),
@@ -49,7 +49,7 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
         "streamed_variant": ("", "few"),
     },
 }
-# A row's conditions are all of these facts, so it holds for one kernel with tensors as measured.
+# All of these are a row's conditions, so it holds for one kernel.
 _STAGES = ("residual", *(field.name for field in fields(Stages)))
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
 CONDITIONS = {
