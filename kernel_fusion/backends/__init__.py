@@ -1,1 +1,1 @@
-"""One package per backend; `availability` says why one cannot run."""
+"""The backends."""

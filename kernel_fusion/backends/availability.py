@@ -1,4 +1,4 @@
-"""Why a backend's kernels cannot run on a device, or cannot read a tensor. Loads nothing."""
+"""Why a backend cannot run on a device, or read a tensor. Loads nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _no_device_for_triton(device: torch.device | None) -> str | None:
 
 
 def refusal(input: Tensor) -> str | None:
-    """Why our kernels cannot read `input` or parts of it, or None."""
+    """Why our kernels cannot read `input`, or None."""
     if input.layout != torch.strided or (is_foreign(input) and not is_dtensor(input)):
         return f"the input is a {type(input).__name__} of layout {input.layout}"
     if input.dtype not in checks.FLOATING:

@@ -23,7 +23,7 @@ class _Layer(nn.Module):
 
 
 class RMSNorm(_Layer):
-    """The norm of Llama and most others, and of OLMo, which rounds once."""
+    """The norm of Llama and most others."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Normalise, rounding as the layer's class does."""

@@ -166,9 +166,9 @@ def norm_backward(
     """Backward keeps n and g of its rows and, in persistent programs, dweight and dbias.
 
     A program has as many rows as registers allow, which wait together for their sums. Its warps lie side by side;
-    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room; long fp16
-    and bf16 rows only if registers leave a multiprocessor a single program. If a program cannot also sum a row's
-    columns, `norm_columns` does.
+    stacked, they would exchange column sums at every tile. The next rows are fetched ahead if there is room; fp16 and
+    bf16 rows beyond 1024 columns only if two of them need more registers than two programs per multiprocessor have. If
+    a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
         cols, itemsize, warp_size: as for forward.

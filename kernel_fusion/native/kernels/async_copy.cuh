@@ -1,5 +1,4 @@
-// Bulk copies from global to shared memory (one instruction moves kilobytes without registers), and the mbarriers in shared
-// memory that count them. sm_90 and newer.
+// Bulk copies from global to shared memory, without registers, and the mbarriers that count them. sm_90 and newer.
 #pragma once
 
 #include "types.cuh"
@@ -10,8 +9,7 @@ using Mbarrier = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// A place in shared memory whose address stays in a register. Otherwise the compiler recomputes it for every use, from the
-// block's rank in its cluster.
+// A place in shared memory whose address stays in a register, instead of being recomputed from the block's rank.
 template <class T> __device__ T* settled_shared(T* p) {
   unsigned address = shared_address(p);
   asm volatile("" : "+r"(address));
@@ -33,12 +31,12 @@ __device__ inline void mbarrier_arrive_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
-// Bytes that arrive before this thread does.
+// Bytes that arrive before this thread.
 __device__ inline void mbarrier_expect(Mbarrier* b, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity is complete.
+// Waits until the phase of this parity is over.
 __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -56,7 +54,7 @@ __device__ inline void bulk_load(void* shared, const void* global, unsigned byte
       : "memory");
 }
 
-// Starts copying a 4-byte aligned word; copy_arrive() arrives on `b` when this thread's words have.
+// Starts copying a word; copy_arrive() arrives on `b` when this thread's words have.
 __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
@@ -64,11 +62,11 @@ __device__ inline void copy_arrive(Mbarrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// Called before a bulk store by all threads that wrote the data to shared memory, before they meet.
+// Before a bulk store, by all threads that wrote the data, before they meet.
 __device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies `count` elements from shared to global memory, by all threads of a block. If both have the same alignment within 16
-// bytes, one instruction moves all but the ends; thread 0 waits until it has read them.
+// All threads of a block copy `count` elements from shared to global memory. With the same alignment within 16 bytes, one
+// instruction moves all but the ends; thread 0 waits until it has read them.
 template <class T> __device__ void bulk_store(T* global, const T* shared, int count) {
   constexpr int kSize = static_cast<int>(sizeof(T)), kWhole = 16 / kSize;
   const auto place = reinterpret_cast<unsigned long long>(global);
@@ -85,7 +83,7 @@ template <class T> __device__ void bulk_store(T* global, const T* shared, int co
   for (int i = head + whole + threadIdx.x; i < count; i += blockDim.x) global[i] = shared[i];
 }
 
-// Writes a pair to the same place in block `rank` of the cluster and counts its bytes on that block's `b`.
+// Writes a pair to the same place in block `rank` and counts its bytes on that block's `b`.
 __device__ inline void store_cluster_counted(float* p, unsigned rank, float first, float second, Mbarrier* b) {
   unsigned remote, barrier;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));

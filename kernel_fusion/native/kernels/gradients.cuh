@@ -1,4 +1,4 @@
-// The formulas of backward (row_norm_bwd.cuh), by element or vector, for both executors and the weight pass.
+// The formulas of backward (row_norm_bwd.cuh), by element or vector.
 #pragma once
 
 #include "stages.cuh"
@@ -6,14 +6,14 @@
 
 namespace kf {
 
-// x - mean and xhat of an element. Not one fma with mean * rstd: a row of equal elements must give exactly 0.
+// x - mean and xhat. No fma with mean * rstd: equal elements must give exactly 0.
 template <class S> struct Normalize {
   using A = typename S::Acc;
   A mean, rstd;
   __device__ A centred(A x) const { return x - mean; }
   __device__ A operator()(A x) const { return centred(x) * rstd; }
 
-  // An element adds share() * factor() to dweight: dy * (x - mean), given as `dyx`, times rstd; or dy times the rounded xhat.
+  // share() * factor() goes to dweight: dy * (x - mean), given as `dyx`, times rstd; or dy times the rounded xhat.
   __device__ A share(A dy, A centred, A dyx) const {
     if constexpr (kHf<S>) return product(dy, Roundings<S>::normalized(centred * rstd));
     else return dyx;
@@ -21,8 +21,8 @@ template <class S> struct Normalize {
   __device__ A factor() const { return kHf<S> ? A(1) : rstd; }
 };
 
-// The row's sums of g and g * (x - mean), which Derivative multiplies by rstd once. add() returns dy * (x - mean); times rstd,
-// in one fma, this goes to dweight.
+// The row's sums of g and g * (x - mean), which Derivative multiplies by rstd. add() returns dy * (x - mean), which goes to
+// dweight times rstd in one fma.
 template <class A> struct RowSums {
   A g, gx;
   __device__ A add(A dy, A centred, A weight) {
@@ -33,15 +33,15 @@ template <class A> struct RowSums {
   }
 };
 
-// dx of an element from its dy, weight and x, and the row's sums, in two fma, a subtraction and a product. In rows of one
-// element g must be rounded as it was for the sum, so that dx is exactly 0.
+// dx of an element, in two fma, a subtraction and a product. In rows of one element g must be rounded as in the sum, so that dx
+// is exactly 0.
 template <class S> struct Derivative {
   using A = typename S::Acc;
   A mean, rstd, mean_g, slope;
   __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
       : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(row.rstd * sum_gx)) {}
-  // The mean from a sum over the row. Before sm_90 it is a division, which makes the compiler hold fewer registers; long rows
-  // would spill otherwise.
+  // The mean from a sum. Before sm_90 it is a division, because the compiler then holds fewer registers and long rows do not
+  // spill.
   __device__ static A mean_of(A sum) {
 #if __CUDA_ARCH__ >= 900
     return sum * kPerCol<S>;
@@ -82,7 +82,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// A vector of the normalised row in the compute type: h as stored, or u recomputed from x, without the factor.
+// A vector of the normalised row, without the factor: h as stored, or u recomputed from x.
 template <class S>
 __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
@@ -98,7 +98,7 @@ __device__ void apply_factor(const Before<S, typename S::DY>& before, const Pack
   else multiply_factor<S, typename MathFor<A, typename S::DY>::type>(factor, dy);
 }
 
-// With kFactor, weight_offset + weight, or 1 if absent; else a bias, or 0.
+// With kFactor, weight_offset + weight, or 1; else a bias, or 0.
 template <class S, class T, bool kFactor, int kVec, class A>
 __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)[kVec]) {
   if constexpr (!kPresent<T>) {
@@ -111,7 +111,7 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// The type of what backward reads beside the normalised row: a factor, or x for the slope of the pre-activation.
+// The type of what backward reads beside the normalised row: a factor, or x.
 template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
 // From the norm's gradient at h to what is stored of a row.
@@ -165,7 +165,7 @@ template <class S> struct Outgoing {
     store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Factor<S>>(g));
   }
 
-  // `pre_x` is the argument of the pre-activation, of any type if there is none.
+  // `pre_x` is the pre-activation's argument, of any type if there is none.
   template <class PreX>
   __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x) const {
     if constexpr (kPresent<typename S::DH>) {

@@ -1,4 +1,4 @@
-// What a backward thread keeps of its columns for all rows: weight, bias, and the sums of dweight and dbias.
+// What a backward thread keeps of its columns: weight, bias, and the sums of dweight and dbias.
 #pragma once
 
 #include "gradients.cuh"
@@ -21,7 +21,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
   Pack<T, kVec> loaded[kKeeping == Keeping::kMemory ? 1 : kKept];  // until keep()
   A wide[kKeeping == Keeping::kWide ? kKept : 1][kVec];
 
-  // Called by every thread. Starts loading what is kept; in shared memory `threads` threads of the block do so together.
+  // Every thread starts loading what is kept; in shared memory `threads` threads do so together.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
@@ -30,19 +30,19 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
-  // Called by every thread before get(). Threads with `writes` fill shared memory, after which all must meet.
+  // Called by every thread before get(). Threads with `writes` fill shared memory; then all must meet.
   __device__ void keep(bool writes = false) {
     if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if constexpr (kKeeping == Keeping::kWide) {
         widen(loaded[i], wide[i]);
-        // Opaque to the compiler, which would keep it as loaded and widen it again for every row.
+        // Opaque to the compiler, which would widen it again for every row.
         if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
-        // Waits for values that need no widening. Otherwise every row would wait for them and for what shares their scoreboard,
-        // the read of `pace`. fp32 rows wait longer for memory anyway.
+        // Waits for values that need no widening; else every row would wait for them and for `pace`, which shares their
+        // scoreboard. fp32 rows wait longer for memory anyway.
         if constexpr (kPresent<T> && sizeof(T) == 4 && sizeof(typename S::X) < 4)
 #pragma unroll
           for (int e = 0; e < kVec; e += 4) wide[i][e] = __shfl_sync(0xffffffffu, wide[i][e], threadIdx.x % 32);

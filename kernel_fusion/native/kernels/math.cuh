@@ -1,5 +1,5 @@
-// Policies of elementary functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` needs fewer
-// instructions for results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
+// Policies of elementary functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` fewer instructions
+// for results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
 //
 // SingleMath, for pointwise chains in fp32, has another normal_cdf, off by 2^-22, and a power off by 2^-21, absolutely.
 //
@@ -9,11 +9,11 @@
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
-// RoughestMath has another normal_cdf of a value. gelu is then off by far less than half an ulp of bf16, of the result or, in
-// the tail, of 1/64 of its argument.
+// RoughestMath has another normal_cdf of a value: gelu is off by far less than half an ulp of bf16, or in the tail of 1/64 of
+// its argument.
 //
-// NaN and infinities pass as through the exact functions. tests/test_cuda_math.py measures the errors over all fp16 and bf16
-// arguments, with instructions as inexact as documented.
+// NaN and infinities pass as through the exact functions. tests/test_cuda_math.py measures all fp16 and bf16 arguments, with
+// instructions as inexact as documented.
 #pragma once
 
 #include "shared/activations.h"
@@ -57,8 +57,8 @@ template <> struct Math<double> : ScalarMath<double> {
   static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
-// The hardware's approximations, one instruction each; subnormal numbers count as zero. Errors by the PTX ISA: exp2 2^-22 of
-// the value, log2 2^-22 of the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
+// The hardware's approximations; subnormal numbers count as zero. Errors by the PTX ISA: exp2 2^-22 of the value, log2 2^-22 of
+// the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
 struct Hardware {
   static KF_INLINE float exp2(float x) {
     float r;
@@ -82,9 +82,9 @@ struct Hardware {
   }
 };
 
-// erff is relatively exact near 0, where normal_cdf is 1/2; choosing its coefficients by the argument doubles its instructions.
+// erff is relatively exact near 0, where normal_cdf is 1/2; choosing coefficients by the argument doubles its instructions.
 template <class Instructions> struct SingleMathOn : Math<float> {
-  // Phi(-|x|) as a power of two. Its exponent is the polynomial with the least error against max(normal_cdf(-|x|), 1/128),
+  // Phi(-|x|) as a power of two, whose exponent is the polynomial with the least error against max(normal_cdf(-|x|), 1/128),
   // 4e-9. It falls without bound.
   static KF_INLINE float normal_cdf(float x) {
     const float a = ::fabsf(x);
@@ -123,11 +123,11 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
   }
   static KF_INLINE float log1p(float x) {
     const float near = x + x * x * (-0.49997256f + x * (0.33223368f + x * (-0.23597744f + x * 0.12546029f)));
-    // Between -0.25 and 0 it is not needed, and would be less exact.
+    // Between -0.25 and 0 it would be less exact.
     return x >= 0.0f && x < 0.25f ? near : kLn2 * Instructions::log2(1.0f + x);
   }
-  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2), with erf as in Abramowitz, Stegun: Handbook of Mathematical
-  // Functions, 7.1.26, and its coefficients halved.
+  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2); erf by Abramowitz, Stegun: Handbook of Mathematical Functions,
+  // 7.1.26, with halved coefficients.
   static KF_INLINE float normal_cdf(float x, float& power) {
     const float t = reciprocal(1.0f + (0.3275911f * 0.70710678f) * ::fabsf(x));
     const float series =
@@ -140,8 +140,8 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
 
 template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> {
   using RoughMathOn<Instructions>::normal_cdf;
-  // A sigmoid of its odd logit. Among polynomials with five terms (times log2(e)), x Phi(x) has the least error against max(|x
-  // Phi(x)|, min(|x|, 1) / 64) with this one, 2^-13.5. It grows without bound, which saves a clamp.
+  // A sigmoid of its odd logit: of polynomials with five terms (times log2(e)), the one by which x Phi(x) has the least error
+  // against max(|x Phi(x)|, min(|x|, 1) / 64), 2^-13.5. It grows without bound, which saves a clamp.
   static KF_INLINE float normal_cdf(float x) {
     const float s = x * x;
     const float logit =

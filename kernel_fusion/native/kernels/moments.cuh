@@ -1,10 +1,9 @@
-// The statistics of a row. A warp adds up the deviations from a center and their squares; the deviations then correct the
-// center, whose own rounding would cost digits at mean/std = 1e4. One exchange of (mean, squared deviations) and Chan's formula
-// join the warps: as stable as two passes over the row, with one barrier.
+// The statistics of a row. A warp adds up deviations from a center and their squares; the deviations then correct the center,
+// whose own rounding would cost digits at mean/std = 1e4. One exchange of (mean, squared deviations) and Chan's formula join
+// the warps: as stable as two passes, with one barrier.
 //
-// The center is the mean of each lane's first kCenter vectors. For a row in registers these are all, and the correction only
-// concerns rounding. For a row that passes by, fewer suffice for one pass. More is subtracted then, but it is bounded: if the
-// first vectors are a share f of the warp's columns, the squares about their mean are at most 1/f times those about the warp's.
+// The center is the mean of each lane's first kCenter vectors: all of a row in registers, fewer of one that passes by. If they
+// are a share f of the warp's columns, squares about their mean are at most 1/f times those about the warp's.
 #pragma once
 
 #include "tree.cuh"
@@ -17,7 +16,7 @@ template <class S> struct Moments {
   typename S::Acc mean, squares;
 };
 
-// Adds a pack of the row to a lane's sum.
+// Adds a pack to a lane's sum.
 template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>& pack, typename S::Acc& sum) {
   typename S::Acc x[S::kVec];
   widen_pack(pack, x);
@@ -25,14 +24,14 @@ template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>
   for (int e = 0; e < S::kVec; ++e) sum += x[e];
 }
 
-// The deviations of warp `warp` from a center (RMSNorm: 0), as one lane adds them up.
+// A lane's deviations of warp `warp` from a center (RMSNorm: 0).
 template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
   int lane, warp;
   A center, rest = 0, squares = 0;
 
-  // `known`: the caller knows that vector k lies within the row.
+  // `known`: vector k surely lies within the row.
   __device__ void add(int k, const Pack<typename S::Row, S::kVec>& pack, bool known = false) {
     A x[S::kVec];
     widen_pack(pack, x);
@@ -51,7 +50,7 @@ template <class S> struct Deviations {
     A all = rest, all_squares = squares;
     sum_lanes<S::kLanes>(all, all_squares);
     const A shift = all * P::template per_col_of<A>(warp);
-    const bool finite = all_squares - all_squares == A(0);  // else the correction could be infinite too
+    const bool finite = all_squares - all_squares == A(0);  // else the correction may be infinite
     return {center + shift, finite ? all_squares - all * shift : all_squares};
   }
 };
@@ -65,7 +64,7 @@ template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x
   return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
-// The moments of this thread's warp. x_at(k) is its k-th vector and may be called again.
+// The moments of this thread's warp. x_at(k) may be called again.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
   Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
@@ -74,8 +73,8 @@ template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>
   return deviations.moments();
 }
 
-// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, loading kBatch at a time. `inside`: the vector
-// is certainly within the row, as in all batches but the last; a test would cost instructions per element.
+// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch at a time. `inside`: surely within the
+// row, as in all batches but the last, which saves a test.
 template <class S, int kBatch, int kFirst, class Load, class Use>
 __device__ void batched_chunks(const Load& load, const Use& use) {
   using P = Place<S>;
@@ -88,8 +87,7 @@ __device__ void batched_chunks(const Load& load, const Use& use) {
       kRest, P::kVectors, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
-// The moments of this thread's warp in one pass that reads each vector, value(k, load(k, inside), inside), once, as in
-// `batched_chunks`.
+// The moments of this thread's warp, reading each vector, value(k, load(k, inside), inside), once.
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&& value) {
   using P = Place<S>;
@@ -108,7 +106,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   return deviations.moments();
 }
 
-// The moments of the row from those of its warps, relative to the first mean, so that only small numbers are added.
+// The moments of the row, relative to its first warp's mean: small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;

@@ -1,7 +1,7 @@
 // The operands of a pointwise kernel: where an iteration's elements lie, and vectors of neighbouring elements.
 //
-// An iteration counts the elements of all operands, innermost dimension first. Most operands lie in memory in this order and
-// need no arithmetic. For others the number is split into coordinates, by one multiplication per dimension.
+// An iteration counts the elements of all operands, innermost dimension first. Operands that lie otherwise take one
+// multiplication per dimension.
 #pragma once
 
 #include "shared/names.h"
@@ -30,7 +30,7 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments; core/spec.py defines the modes. S is the generated plan, with kVec and kDims.
+// Operand kSlot of the arguments; core/spec.py defines the modes. S is the generated plan.
 template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;
@@ -42,7 +42,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
     return offsets_of<S::kDims>(args, static_cast<unsigned>(i)).of[kSlot];
   }
 
-  // The offset of element i + e, given `first`, that of i in the same vector.
+  // The offset of element i + e, given that of i in the same vector.
   static __device__ i64 offset_within(const PointwiseArgs& args, i64 i, i64 first, int e) {
     if constexpr (kContiguous) return first + e;
     if constexpr (kMode == Mode::kBroadcast) return first;
@@ -99,9 +99,8 @@ template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, absent, 
   static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }
 };
 
-// Runs `work` over the elements: each thread loads kUnroll vectors before it uses one. `work` handles vectors that the end of
-// the iteration cuts, and those past it in a partly filled block. With kTogether, lanes past the end come along with a count of
-// zero or less.
+// Runs `work` over the elements: each thread loads kUnroll vectors before it uses one. `work` handles vectors that the end
+// cuts, and those past it in a partly filled block. With kTogether, lanes past the end come along with a count of at most zero.
 template <class S, bool kTogether = false, class Work> __device__ void over_vectors(const Work& work, i64 size) {
   constexpr int kSpan = S::kThreads * S::kVec;
   const i64 start = static_cast<i64>(blockIdx.x) * (kSpan * S::kUnroll), first = start + threadIdx.x * S::kVec;

@@ -24,8 +24,8 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Multiplies v by the scale, or by zero if dropped. `position(e)` is element e's; aligned positions are consecutive from a
-  // multiple of the vector length.
+  // Multiplies v by the scale, or by zero. `position(e)` is element e's; aligned positions are consecutive from a multiple of
+  // the vector length.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;
@@ -43,7 +43,7 @@ template <class S, class Result> struct Chain {
     return Act::template value<M>(a);
   }
 
-  // Where the activation has the slope of 1. Backward reads such a bit, widened to 1 or 0, as the argument and takes its slope.
+  // Where the activation has the slope of 1; backward reads the bit as an argument of 1 or 0 and takes its slope.
   __device__ static Pack<b1, kVec> bits(const A (&a)[kVec], const A (&b)[kVec]) {
     static_assert(act::kTwoSlopes<Act>);
     Pack<b1, kVec> pack{0};

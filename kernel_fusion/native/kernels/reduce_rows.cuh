@@ -1,11 +1,11 @@
 // out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one
-// chunk. A second call adds up the chunks of longer ones. Reads in once.
+// chunk. A second call adds up the chunks. Reads in once.
 //
-// Element r of a chunk belongs to lane r / kVec % kLanes, whatever the row's alignment or stride. A lane adds up its own
-// elements, a butterfly the lanes of a warp, another the warps. So the order depends on the length alone. A row has kLanes
-// threads: some lanes of a warp, each with kEach rows at once, or the block.
+// Element r of a chunk belongs to lane r / kVec % kLanes. A lane adds up its own elements, a butterfly the lanes of a warp,
+// another the warps: the order depends on the length alone. A row has kLanes threads: some lanes of a warp, each with kEach
+// rows at once, or the block.
 //
-// Several chunks, or two coordinates of rows, are compiled in: divisions at run time would take many registers.
+// Several chunks, or two coordinates of rows, are compiled in: divisions would take many registers.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -15,8 +15,7 @@
 
 namespace kf {
 
-// A chunk of a row. S is the generated plan: In, Acc, Out, kMap, kVec, kUnroll, kThreads, kLanes, kEach, kContiguous, kChunked,
-// kNested, kAlign.
+// A chunk of a row. S is the generated plan.
 template <class S> struct Stretch {
   using In = typename S::In;
   static constexpr int kVec = S::kVec;
@@ -76,7 +75,7 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
   const i64 chunk = S::kChunked ? first - row * args.chunks : 0;
   Stretch<S> stretch[S::kEach];
 #pragma unroll
-  for (int k = 0; k < S::kEach; ++k)  // outside, the first row is summed again and ignored
+  for (int k = 0; k < S::kEach; ++k)  // outside, the first row again, ignored
     stretch[k] = Stretch<S>::of(args, inside(k) ? row + k * kGroups : 0, chunk);
 
   const i64 rest = args.reduced - chunk * args.chunk;

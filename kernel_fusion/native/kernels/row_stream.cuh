@@ -1,11 +1,10 @@
 // How the streamed kernels read: a persistent block (or cluster, for long rows) streams rows through shared memory.
 //
-// A group of threads takes a row at a time and has a ring of kSlots slots, into which coming rows are copied meanwhile. With
-// three slots or more it works on two rows at once: while a row's sums travel between warps and between blocks of a cluster,
-// the first pass over the next row runs.
+// A group of threads takes a row at a time, while coming rows are copied into its ring of kSlots slots. With three slots or
+// more it works on two rows: while a row's sums travel between warps and blocks, the first pass over the next row runs.
 //
-// A warp of its own may do what is needed once per row, so that others do not wait: the combiner turns the sums of all warps
-// into what the second pass needs, the producer starts the copies.
+// Warps of their own may do what is needed once per row: the combiner turns all warps' sums into what the second pass needs,
+// the producer starts the copies.
 #pragma once
 
 #include "async_copy.cuh"
@@ -15,9 +14,9 @@
 
 namespace kf {
 
-// A contiguous piece of a tensor, copied to a slot together with the rest of its first and last 16 bytes, so that any alignment
-// works. Nothing may follow a tensor's last piece, so there the copy ends earlier, and the rest goes by elements. kRowCols:
-// columns of a row; pieces end within it or at its end.
+// A contiguous piece of a tensor, copied to a slot with all of its first and last 16 bytes, so that any alignment works.
+// Nothing may follow a tensor's last piece, so there the rest goes by elements. kRowCols: columns of a row; pieces end within
+// it or at its end.
 template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
   static constexpr int kSize = static_cast<int>(sizeof(T));
   static constexpr bool kRest = kAlign < 16 || kRowCols * kSize % 16 != 0;
@@ -41,7 +40,7 @@ template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
 #pragma unroll 1
     for (int i = 1; i <= count; ++i) to[-i] = from[-i];
   }
-  // The address of column 0 of the row, with the piece's first column at the beginning of the slot.
+  // The address of column 0 of the row whose piece is in the slot.
   __device__ const T* row_in(const char* slot, int first_col) const {
     return reinterpret_cast<const T*>(slot + lead()) - first_col;
   }
@@ -66,7 +65,7 @@ template <class P> struct PieceCopy {
   bool last;
 };
 
-// One thread starts copying `cols` columns, and arrives on `b` with their bytes.
+// One thread starts copying `cols` columns, which arrive on `b`.
 template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const PieceCopy<P>&... copies) {
   constexpr bool kRest = (P::kRest || ...);
   const unsigned bytes = (copies.piece.copied_bytes(cols, copies.last) + ...);
@@ -79,7 +78,7 @@ template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const P
   }
 }
 
-// A tensor with streaming rows, in a block's columns: in memory, and in the slots of a ring.
+// A tensor's streaming rows, in a block's columns: in memory, and in the slots.
 template <class S, class Stream, class T, int kAlign, bool kStrided = false> struct StreamedRows {
   using P = Piece<T, kAlign, Stream::kCols, S::kCols>;
   static constexpr int kBytes = P::kBytes;  // in a slot
@@ -100,23 +99,22 @@ template <class S, class Stream, class T, int kAlign, bool kStrided = false> str
   }
 };
 
-// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after those of the only group; the first is the
-// combiner, the second the producer.
+// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after those of the only group: combiner, producer.
 template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
   using P = Place<S>;
   static constexpr int kSlots = S::kSlots;
-  static constexpr int kLag = kSlots > 2 ? 1 : 0;  // rows between the two passes: two slots hold one row and the next
+  static constexpr int kLag = kSlots > 2 ? 1 : 0;                         // rows between the passes
   static constexpr int kThreads = S::kWarps / S::kCluster * 32;           // of a group
   static constexpr int kCols = P::kLocalWarps * P::kVectors * P::kChunk;  // of a group at most
-  // A warp ahead may announce its next two rows before another warp, or the combiner, has read this row's sums.
+  // A warp ahead may announce its next two rows before another has read this row's sums.
   static constexpr int kBuffers = 4;
   static constexpr bool kCombiner = kHelpers > 0, kProducer = kHelpers > 1;
   static_assert(kHelpers == 0 || (S::kRows == 1 && S::kWarps > 1));
 
   struct Pair {
     A first, second;
-  };  // a warp's sums, or what was made of all of them
+  };  // sums, or what was made of them
   struct Shared {
     Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
@@ -130,7 +128,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   const P& at;
   int group, member;  // this thread, within the group
 
-  // Called by all threads of the block, before anything else.
+  // Called by all threads of the block first.
   __device__ void init() const {
     if (member == 0) {
       if (group == 0) pacing.progress = 0;
@@ -138,7 +136,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32);
       }
-      // In a block each warp announces its sums; in a cluster their bytes are counted on arrival.
+      // In a block each warp announces its sums; in a cluster bytes are counted.
       for (int b = 0; b < kBuffers; ++b) {
         mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
         if constexpr (kCombiner) mbarrier_init(&shared.combined[b], 1);
@@ -158,10 +156,10 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     return at.lane == 0 && (S::kCluster == 1 || cluster_rank() == 0);
   }
 
-  // No block writes to another's shared memory before that one runs, and none leaves while others may write to its own.
+  // No block writes to another's shared memory before that runs or after it leaves.
   __device__ void join() const {
     if constexpr (S::kCluster > 1) {
-      __syncwarp();  // the barrier wants whole warps, and lane 0 may have been busy alone
+      __syncwarp();  // lane 0 may have been busy alone
       cluster_arrive();
       cluster_wait();
     }
@@ -178,7 +176,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
   // Rows first, first + step, ... below `rows`:
-  //   fill(row, slot)               one thread starts the copies into the slot and announces their bytes on full[slot]
+  //   fill(row, slot)               one thread starts the copies and announces their bytes on full[slot]
   //   first_pass(row, slot) -> own  the warp's two sums
   //   combine(row, sums) -> pair    by each warp or the combiner, of all warps' sums; a single warp's stay
   //   second_pass(row, slot, pair)  the slot is free after it
@@ -186,7 +184,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
-      // Not a condition of the loop, which would make backward of long rows much slower.
+      // As a condition of the loop it would make backward of long rows much slower.
       if (member != 0) return;
       for (int s = 0; s < kSlots && first + s * step < rows; ++s) fill(first + s * step, s);
     }
@@ -236,8 +234,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // run() for a group with no more rows than slots, which start() has all loaded: one after the other, without the instructions
-  // of a ring and a second row. Not with a producer.
+  // run() for a group whose rows start() has all loaded: one after the other, without ring and second row. Not with a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
     static_assert(kSlots <= kBuffers);
@@ -286,11 +283,10 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   }
 
  private:
-  // This thread's warp, for branches of whole warps. It tells the compiler so: after a branch of single threads, each lane
-  // would keep in registers what a warp has once.
+  // This thread's warp, for branches of whole warps; the compiler then keeps once what a warp has once, instead of per lane.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-  // What the second pass over a row needs, once all sums are there; a single warp uses its own.
+  // What the second pass needs, once all sums are there; a single warp uses its own.
   template <class Combine>
   __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
     if constexpr (kCombiner) {
@@ -303,7 +299,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     return own;
   }
 
-  // Called by one thread per row: the bytes that come from all blocks of a cluster.
+  // One thread per row expects the bytes of all blocks of a cluster.
   __device__ void expect_sums(unsigned buffer) const {
     if constexpr (S::kCluster > 1) mbarrier_arrive_expect(&shared.exchanged[buffer], S::kWarps * sizeof(Pair));
   }

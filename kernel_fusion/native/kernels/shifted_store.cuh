@@ -1,8 +1,7 @@
 // Stores rows that begin anywhere by whole sectors of memory.
 //
-// A warp's single elements of such a row mostly begin and end within a sector of 32 bytes: memory then takes up to a third more
-// sectors, many in two pieces. So shuffles shift the warp's elements by up to a sector, until each store begins with one. fp16
-// and bf16 elements go two to a lane, from two chunks in one store.
+// A warp's single elements mostly begin and end within a sector of 32 bytes: memory then takes up to a third more sectors. So
+// shuffles shift them until each store begins with a sector. fp16 and bf16 elements go two to a lane, from two chunks.
 #pragma once
 
 #include "tree.cuh"
@@ -10,7 +9,7 @@
 
 namespace kf {
 
-// Rounds and stores to `row` what value(i, v) puts into v, for each vector i of the thread, once and in order.
+// Rounds and stores what value(i, v) puts into v, for each vector i of the thread, once and in order.
 template <class S, class T, class Value> __device__ void store_shifted(T* row, const Place<S>& at, Value&& value) {
   using P = Place<S>;
   static_assert(S::kVec == 1 && S::kLanes == 32 && sizeof(T) <= 4);
@@ -21,9 +20,9 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
   const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(row + begin) % 32 / sizeof(T));
   T* const mine = row + begin - shift + lane * kEach;
   const int from = lane * kEach - shift, source = from & 31;  // whose element a lane stores
-  // Their element of a store's last chunk goes with the next store.
+  // Their element of a store's last chunk goes with the next.
   const bool carries = lane + shift >= 32;
-  // With fp16 and bf16, a lane has an element of either chunk as the halves of a word, and takes one of each of two neighbours.
+  // With fp16 and bf16, a lane has an element of either chunk in a word, and takes one of each of two neighbours.
   const auto of_second = [](int from) { return from < 0 || from >= 32; };
   const unsigned halves = (of_second(from) ? 0x32 : 0x10) | (of_second(from + 1) ? 0x7600 : 0x5400);
   unsigned carried = 0;
@@ -46,7 +45,7 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
       carried = both;
       word = __byte_perm(__shfl_sync(~0u, sent, source), __shfl_sync(~0u, sent, (source + 1) & 31), halves);
     }
-    // Only the first store begins before the warp's columns, and only the last ones end after them.
+    // Only the first store begins before the warp's columns; only the last end after them.
     const int col = begin - shift + j * kWide + lane * kEach;
     const bool begins = j > 0 || col >= begin, ends = (j + 1) * kEach <= P::kFull || col + kEach <= end;
     T* const p = mine + j * kWide;

@@ -2,10 +2,10 @@
 //
 // The logits l = scale * x + mask are computed once and stay in registers. Their maximum m and the sum s of e^(l - m) go
 // through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; causal rows
-// read only kept columns. Rows longer than a block's registers are read twice (softmax_long.cuh).
+// read only kept columns. Longer rows are read twice (softmax_long.cuh).
 //
-// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Without, it gives NaN. Elements that a boolean
-// mask or causal leave out are zero, even in a row with NaN, because backward recognises them by that.
+// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Elements that a boolean mask or causal leave out
+// are zero, even beside NaN, because backward recognises them by that.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -79,12 +79,12 @@ template <class S> struct Logits {
     }
   }
 
-  // The number subtracted from the logits: their maximum, or nothing if all are -inf.
+  // The number subtracted: the maximum, or nothing if all are -inf.
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
   // The divisor of the exponentials; a fully masked row has only zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
-  // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0 in any row.
+  // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0.
   __device__ static A exponential(A l, A shift) {
     if constexpr (kLeavesOut) return is_left_out(l) ? A(-0.0) : exp_below(l, shift);
     else return exp_below(l, shift);

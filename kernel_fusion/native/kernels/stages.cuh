@@ -2,12 +2,11 @@
 //
 //   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
 //
-// or with a row that is a factor, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
+// or with a factor, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
-// kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). The constants and types of S are named
-// after the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags,
-// S::Residual and S::Gate types, at most one of them present. Without a residual u itself is normalised, unrounded. Everything
-// here works on one vector of a row.
+// kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). Constants and types of S are named after
+// the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags, S::Residual and
+// S::Gate types, at most one of them present. Without a residual u is normalised, unrounded. All works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -17,8 +16,7 @@
 
 namespace kf {
 
-// The type of a row that a stage makes a factor, of the normalised row or of the norm's result. The kernels only know its
-// formulas `factor_of` and `times_factor_slope`.
+// The type of a row that a stage makes a factor. Kernels only know its formulas `factor_of` and `times_factor_slope`.
 template <class S> using Factor = typename S::Gate;
 template <class S> inline constexpr bool kFactorFirst = kPresent<Factor<S>> && S::kGateFirst;
 template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !kFactorFirst<S>;
@@ -27,14 +25,14 @@ template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !k
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
 
-// The type of a first and of a last factor; what forward reads beside x before the norm, and at all.
+// The type of a first and a last factor; what forward reads beside x before the norm, and at all.
 template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
 template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
 template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
 template <class S> using Beside = typename PresentOr<typename S::Residual, Factor<S>>::type;
 
-// Keeps the compiler from contracting the operation behind v with what follows: (u - mean) of a row of equal elements must be
-// 0, and h must be the same wherever it is computed.
+// Keeps the operation before v from being contracted with what follows: (u - mean) of equal elements must be 0, and h the same
+// wherever it is computed.
 __device__ inline void settle(float& v) { asm("" : "+f"(v)); }
 __device__ inline void settle(double& v) { asm("" : "+d"(v)); }
 
@@ -64,7 +62,7 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
 // The factor of a row: act(gate).
 template <class S, class M, class A, int kVec> __device__ void factor_of(A (&v)[kVec]) { activate<S::kGateActivation, M>(v); }
 
-// g = the gradient at the row `at`, from g at the factor.
+// g = the gradient at the row `at`, from that at the factor.
 template <class S, class M, class A, int kVec> __device__ void times_factor_slope(A (&g)[kVec], const A (&at)[kVec]) {
   multiply_slope<S::kGateActivation, M>(g, at);
 }
@@ -85,7 +83,7 @@ template <class T> inline constexpr bool kSame<T, T> = true;
 template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
 
 // Where Hugging Face's norms round: norm(h) to the type of h (without a residual, of x); its product with the weight, and the
-// sum with the bias, to the promoted type of that and the weight's. This is below the compute type if the two are equal.
+// sum with the bias, to the promoted type of that and the weight's.
 template <class S> struct Roundings {
   using A = typename S::Acc;
   using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
@@ -126,8 +124,8 @@ template <class S> struct Dropout {
   }
 };
 
-// The normalised row, from x and what stands beside it, a residual or a factor. u must be as exact as its next rounding needs:
-// to h, or else to y of type Y.
+// The normalised row, from x and a residual or a factor. u must be as exact as its next rounding needs: to h, or to y of type
+// Y.
 template <class S, class Y> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;

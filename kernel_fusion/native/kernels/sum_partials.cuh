@@ -1,8 +1,7 @@
 // out[c] = sum over p of partials[p][c], in a fixed order: the finish of every column sum.
 //
-// A block takes 32 columns, 8 lanes with 4 each; so a warp reads 4 partial rows at a time and the block 4 per warp. Each thread
-// adds partials d, d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block. blockIdx.y chooses
-// one of a call's two sums (dweight, dbias).
+// A block takes 32 columns, 8 lanes with 4 each, so a warp reads 4 partial rows at a time. Each thread adds partials d,
+// d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block. blockIdx.y chooses one of two sums.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -11,7 +10,7 @@
 
 namespace kf {
 
-// What counts the columns. The key has no number of those of groups of rows, of which there may be more than an int counts.
+// Counts columns; all groups of rows may have more than an int counts.
 template <int kCols> struct ColumnIndex {
   using type = int;
 };
@@ -28,7 +27,7 @@ template <class S, class T> __device__ void sum_partials_to(const SumPartialsArg
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Index first = static_cast<Index>(blockIdx.x) * 32 + lane % 8 * 4;
   A sums[4] = {};
-  // The pitch is a multiple of 32 columns: every vector is there.
+  // The pitch is a multiple of 32 columns.
   const A* partials = static_cast<const A*>(args.partials[which]) + first;
   wait_for_previous_kernel(partials + threadIdx.x / 8 * args.pitch);
   batched<kLoads>(

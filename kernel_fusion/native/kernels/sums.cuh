@@ -35,9 +35,8 @@ template <class A, int kVec> __device__ A sum_elements(const A (&v)[kVec]) {
   return sums[0];
 }
 
-// Shared by kernels that sum up columns: a block takes a tile of kLanes vectors of columns and rows in kThreads / kLanes lines
-// of threads. Each thread keeps its columns' sums, and at the end the lines are added pairwise. S is the generated plan:
-// kThreads, kLanes, kVec.
+// For sums down columns: a block takes a tile of kLanes vectors of columns, and rows in kThreads / kLanes lines of threads.
+// Each thread keeps its columns' sums, and at the end lines are added pairwise.
 template <class S> struct Tile {
   static constexpr int kLines = S::kThreads / S::kLanes;
   int lane, line;

@@ -1,15 +1,15 @@
 // The canonical reduction tree of a row, and who executes it.
 //
 // A row of kCols columns is cut into vectors of kVec, which divides kCols, vectors into chunks of kLanes, and chunks into
-// kWarps stretches, one per warp, as even as possible: the first ones may have a chunk more. In its stretch, vector j belongs
-// to lane j % kLanes. The order of summation depends on (kCols, kVec, kLanes, kWarps) alone:
+// kWarps stretches, as even as possible, longer ones first. In its stretch, vector j belongs to lane j % kLanes. The order of
+// summation depends on (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
 //   2. a butterfly adds up the kLanes lanes of a warp;
 //   3. the kWarps warps are added pairwise: ((0+1)+(2+3))+((4+5)+(6+7)).
 //
-// A block or a cluster of kCluster blocks executes it, from registers or through shared memory. So a row's bits do not depend
-// on launch shape, number of rows, or alignment.
+// A block or a cluster of kCluster blocks executes it. So a row's bits do not depend on launch shape, number of rows, or
+// alignment.
 #pragma once
 
 #include "types.cuh"
@@ -25,7 +25,7 @@ __device__ inline unsigned cluster_rank() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Writes v to the same shared-memory address in block `rank` of the cluster.
+// Writes v to the same shared address in block `rank` of the cluster.
 __device__ inline void store_cluster(float* p, unsigned rank, float v) {
   unsigned remote, local = static_cast<unsigned>(__cvta_generic_to_shared(p));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
@@ -40,17 +40,17 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
 // The part of a row, or the rows, that this thread works on. S is the generated plan:
 //   kCols, kVec, kLanes, kWarps   the tree; kLanes < 32 only with kWarps == 1
 //   kCluster                      the executor: kWarps == kCluster * (warps of the block), or, with kWarps == 1,
-//                                 one row per kLanes threads and kRows rows per block
+//                                 kRows rows of kLanes threads per block
 template <class S> struct Place {
   static constexpr int kChunk = S::kLanes * S::kVec;                   // columns of one vector of every lane
-  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;  // of the row, the last one perhaps not whole
-  static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // the first kMore warps have one more
-  static constexpr int kVectors = kShare + (kMore > 0);                                  // vectors per thread, at most
-  static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk;             // every thread has that many
-  static constexpr int kMissing = kRowChunks * kChunk - S::kCols;                        // columns that the last chunk lacks
-  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;         // chunks that every warp has whole
+  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;  // of the row, the last perhaps not whole
+  static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // of a warp; kMore warps have one more
+  static constexpr int kVectors = kShare + (kMore > 0);                                  // vectors per thread
+  static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk;             // every thread has all
+  static constexpr int kMissing = kRowChunks * kChunk - S::kCols;                        // columns of the last chunk
+  static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;         // chunks whole in every warp
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;                            // warps of this block
-  // With narrow vectors a thread has many; add their columns to one, instead of finding each from the lane.
+  // With narrow vectors a thread has many; their columns are added to one, not found from the lane.
   static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
 
@@ -61,14 +61,14 @@ template <class S> struct Place {
     if constexpr (S::kWarps == 1) row = threadIdx.x / S::kLanes;
   }
 
-  // For thread `member` of those that share a row.
+  // For thread `member` of a row.
   __device__ explicit Place(int member) : lane(member % S::kLanes), row(0), warp(member / S::kLanes) {
     if constexpr (S::kCluster > 1) warp += cluster_rank() * kLocalWarps;
     first = start(warp) + lane * S::kVec;
     if constexpr (kNarrow) asm("" : "+r"(first));
   }
 
-  // The same place, recomputed instead of kept in registers until here.
+  // The same, recomputed instead of kept in registers.
   __device__ static Place anew() {
     static_assert(S::kWarps > 1);
     int member;
@@ -79,8 +79,8 @@ template <class S> struct Place {
   // First column of warp w.
   __device__ static int start(int w) { return (w * kShare + (kMore ? min(w, kMore) : 0)) * kChunk; }
 
-  // First column of this thread's i-th vector, 0 <= i < kVectors; kCols or more if there is none. The compiler is told which
-  // vectors surely exist, and tests the others; `inside`: the caller knows.
+  // First column of this thread's i-th vector; kCols or more if there is none. The compiler is told which surely exist;
+  // `inside`: the caller knows.
   __device__ int col(int i, bool inside = false) const {
     const int col = kNarrow ? first + i * kChunk : start(warp) + (i * S::kLanes + lane) * S::kVec;
     if (kCovers) return col;
@@ -91,13 +91,13 @@ template <class S> struct Place {
     return i < kShare || warp < kMore ? col : S::kCols;
   }
 
-  // The number of columns of warp w.
+  // Columns of warp w.
   __device__ static int cols_of(int w) {
     if constexpr (kCovers) return kVectors * kChunk;
     return max(0, min(start(w + 1), S::kCols) - start(w));
   }
 
-  // One over the number of warp w's columns among its first kCount chunks; finite even if it has none.
+  // One over warp w's columns among its first kCount chunks; finite even if it has none.
   template <class A, int kCount = kVectors> __device__ static A per_col_of(int w) {
     constexpr int kMost = (kCount < kVectors ? kCount : kVectors) * kChunk,
                   kFewer = (kCount < kShare ? kCount : kShare) * kChunk;
@@ -112,7 +112,7 @@ template <class S> struct Place {
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
-// The factor from a row's sum to its mean: a division takes more instructions.
+// From a row's sum to its mean: a division takes more instructions.
 template <class S> inline constexpr typename S::Acc kPerCol = typename S::Acc(1) / S::kCols;
 
 __device__ constexpr int power_of_two(int n) {
@@ -128,15 +128,15 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
   return v;
 }
 
-// Gives every lane the first, which even lanes have, and the second, which odd lanes have.
+// Gives every lane the first, which even lanes have, and the second, which odd ones have.
 template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
   const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
   first = odd ? other : mine;
   second = odd ? mine : other;
 }
 
-// Two sums at once, in little more than half as many shuffles: after the first shuffle even lanes go on with one sum and odd
-// lanes with the other. The bits are those of two butterflies.
+// Two sums at once, in little more than half as many shuffles: after the first, even lanes go on with one sum and odd lanes
+// with the other. The bits are those of two butterflies.
 template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   if constexpr (kLanes > 1) {
     const bool odd = threadIdx.x % 2;
@@ -151,8 +151,8 @@ template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
 // Step 3: two sums per warp, exchanged through shared memory with one barrier.
 template <class S> struct Exchange {
   using A = typename S::Acc;
-  static constexpr int kPadded = power_of_two(S::kWarps);           // the tree has zeros for absent warps
-  static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // warps per lane, if all lanes share them
+  static constexpr int kPadded = power_of_two(S::kWarps);           // absent warps are zeros
+  static constexpr int kPerLane = kPadded > 32 ? kPadded / 32 : 1;  // if lanes share the warps
 
   A (*slot)[2];  // shared, [kWarps][2]
 
@@ -178,7 +178,7 @@ template <class S> struct Exchange {
     }
   }
 
-  // Sum of f(warp) over all warps, pairwise, in every lane; each lane takes kEach of them.
+  // Sum of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
   template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
@@ -191,9 +191,8 @@ template <class S> struct Exchange {
     return sum_lanes<kPadded / kEach>(v[0]);
   }
 
-  // The sums of the first and of the second over all pairs in shared memory; RMSNorm needs only the second. With few warps
-  // every lane adds up all, without shuffles. With 16, even lanes take the first of each pair and odd lanes the second. With
-  // more, the lanes share them, one sum after the other.
+  // Both sums over all pairs; RMSNorm needs only the second. With few warps every lane adds up all, without shuffles. With 16,
+  // even lanes take the first of each pair and odd lanes the second. With more, lanes share them, one sum after the other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
     if constexpr (kPadded <= 8) {
       if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });

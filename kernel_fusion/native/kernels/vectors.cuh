@@ -1,12 +1,12 @@
-// Vectors: kVec neighbouring elements of a row, converted, loaded and stored at any alignment; and loops that start several
-// loads before they use the first.
+// Vectors: kVec neighbouring elements of a row, converted, loaded and stored at any alignment; loops with several loads in
+// flight.
 #pragma once
 
 #include "types.cuh"
 
 namespace kf {
 
-// kVec neighbouring elements of one row, as loaded: fp16 and bf16 stay packed until they are used.
+// kVec elements as loaded: fp16 and bf16 stay packed until they are used.
 template <class T, int kVec> struct alignas(sizeof(T) * kVec < 16 ? sizeof(T) * kVec : 16) Pack {
   T v[kVec];
 };
@@ -25,7 +25,7 @@ __device__ inline unsigned narrow_pair(f16, float low, float high) {
   return r;
 }
 
-// A whole pack: fp16 and bf16 round two values with one instruction.
+// fp16 and bf16 round two values with one instruction.
 template <class T, int kVec, class A> __device__ Pack<T, kVec> narrow_pack(const A (&v)[kVec]) {
   Pack<T, kVec> pack;
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
@@ -38,7 +38,7 @@ template <class T, int kVec, class A> __device__ Pack<T, kVec> narrow_pack(const
   return pack;
 }
 
-// Both halves of a pair: the compiler would first extract each half into a register.
+// Both halves of a pair: the compiler would first extract each into a register.
 __device__ inline void widen_pair(bf16, unsigned pair, float& low, float& high) {
   low = __uint_as_float(pair << 16);
   high = __uint_as_float(pair & 0xffff0000u);
@@ -47,7 +47,7 @@ __device__ inline void widen_pair(f16, unsigned pair, float& low, float& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(pair));
 }
 
-// A whole pack in the compute type.
+// A pack in the compute type.
 template <class A, class T, int kVec> __device__ void widen_pack(const Pack<T, kVec>& pack, A (&v)[kVec]) {
   if constexpr (sizeof(T) == 2 && sizeof(A) == 4 && kVec % 2 == 0) {
 #pragma unroll
@@ -63,7 +63,7 @@ template <class A, int kVec> __device__ void widen_pack(const Pack<b1, kVec>& pa
   for (int e = 0; e < kVec; ++e) v[e] = pack.v >> e & 1 ? A(1) : A(0);
 }
 
-// Makes the compiler widen a pack where it is used, not once before a loop into twice the registers.
+// Makes the compiler widen a pack where it is used, not before a loop.
 template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
 #pragma unroll
@@ -88,9 +88,8 @@ template <> struct Word<16> {
 template <int kAlign, class T, int kVec>
 inline constexpr int kPieceBytes = static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
 
-// Loads kVec elements from p, aligned to kAlign bytes, in the widest possible pieces. Unaligned fp16 and bf16 vectors come in
-// the aligned words that hold them, shifted: loading 2 bytes costs as much as 4. kLast: not needed again, so caches may drop
-// them.
+// Loads kVec elements from p, aligned to kAlign bytes, in the widest pieces. Unaligned fp16 and bf16 come as the aligned words
+// that hold them, shifted: 2 bytes cost as much as 4. kLast: not needed again, so caches may drop them.
 template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, kVec> load(const T* p) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>, kWords = sizeof(Pack<T, kVec>) / 4;
   using W = typename Word<kPiece>::type;
@@ -116,8 +115,7 @@ template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, 
   return pack;
 }
 
-// For what is read only here: skips L1 if a whole piece of 16 bytes is read at once. kLast marks the last read of what was read
-// before and lies in L1.
+// For what is read only here: skips L1 if a whole piece of 16 bytes is read at once. kLast: the last read of what lies in L1.
 template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(const T* p) {
   if constexpr (kPieceBytes<kAlign, T, kVec> == 16) {
     Pack<T, kVec> pack;
@@ -134,21 +132,20 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(cons
   }
 }
 
-// Computes an offset or address here, once. Otherwise the compiler keeps its terms in registers through a loop, or adds them up
-// for every use.
+// Computes an offset or address here, once; else the compiler keeps its terms through a loop, or adds them for every use.
 template <class T> __device__ T settled(T offset) {
   asm("" : "+l"(offset));
   return offset;
 }
 
-// `load` of elements [i, i + kVec) of `base`; for bits i is a multiple of kVec, so that one byte holds them all.
+// `load` of elements [i, i + kVec) of `base`; for bits, one byte holds them all.
 template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
   if constexpr (kIsBit<T>) return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
   else return load<kAlign, kVec>(static_cast<const T*>(base) + i);
 }
 
-// Stores bits [i, i + kVec) of `base`. Neighbouring lanes build a byte together, so all lanes of a warp call this, each with
-// the vector after the previous lane's; vectors from `size` on are not stored.
+// Stores bits [i, i + kVec) of `base`. Neighbouring lanes build a byte together, so all lanes call this, each with the next
+// vector; those from `size` on are not stored.
 template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack<b1, kVec> pack) {
   static_assert(8 % kVec == 0);
   unsigned byte = pack.v << (i % 8);
@@ -157,7 +154,7 @@ template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack
   if (i % 8 == 0 && i < size) static_cast<unsigned char*>(base)[i / 8] = static_cast<unsigned char>(byte);
 }
 
-// One store instruction. The compiler may split a plain store of a vector into its elements.
+// One store instruction: the compiler may split a plain one.
 __device__ inline void store_word(void* p, unsigned short v) { *static_cast<unsigned short*>(p) = v; }
 __device__ inline void store_word(void* p, unsigned v) { *static_cast<unsigned*>(p) = v; }
 __device__ inline void store_word(void* p, uint2 v) {
@@ -167,7 +164,7 @@ __device__ inline void store_word(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Stores to our global memory, whole if aligned as a vector, else in pieces. kLast: the caches may drop it first.
+// Stores to global memory, whole if aligned as a vector, else in pieces. kLast: caches may drop it first.
 template <int kAlign, bool kLast = false, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
   using W = typename Word<kPiece>::type;
@@ -180,8 +177,8 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
 }
 
 // Stores the vectors of a warp's lanes, neighbours in a row of kCols columns. `row` is aligned like them and, with kRoom, has
-// room for two at a lone last vector. Every lane calls this, with its vector's column. Two lanes exchange halves of 32-byte
-// vectors, so that an instruction fills each sector that it touches.
+// room for two at a lone last one. Every lane calls this. Two lanes exchange halves of 32-byte vectors, so that an instruction
+// fills each sector that it touches.
 template <int kCols, bool kRoom, int kVec, class A>
 __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
   constexpr int kHalf = kVec / 2;
@@ -194,7 +191,7 @@ __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
       first.v[e] = odd ? got : kept;
       second.v[e] = odd ? kept : got;
     }
-    const int of_pair = __shfl_sync(~0u, col, lane & ~1);  // without a vector, col may be anything from kCols on
+    const int of_pair = __shfl_sync(~0u, col, lane & ~1);  // without a vector, col is kCols or more
     if (of_pair >= kCols) return;
     A* const p = row + of_pair + (odd ? kHalf : 0);
     store<16>(p, first);
@@ -208,13 +205,13 @@ __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
 }
 
 // Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row reads give zero and writes
-// nothing. The comparison disappears if the threads cover the row exactly.
+// nothing, at no cost if the threads cover the row exactly.
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
 __device__ Pack<T, kVec> load_cols(const T* row, int col) {
   if constexpr (kCovers) return load<kAlign, kVec, kLast>(row + col);
   Pack<T, kVec> pack{};
   if (col < kCols) pack = load<kAlign, kVec, kLast>(row + col);
-  keep_packed(pack);  // else the compiler chooses between zero and the value for each half of a pair
+  keep_packed(pack);  // else the compiler tests for each half of a pair
   return pack;
 }
 
@@ -224,12 +221,12 @@ __device__ void store_cols(T* row, int col, const Pack<T, kVec>& pack) {
 }
 
 // use(i, load(i)) for i = first, first + step, ... below `end`, kBatch loads at a time; returns the first i not below. The rest
-// goes in halves of the batch, because slow loads are best waited for together; or one by one, which takes less code and, for
-// long bodies, fewer registers.
+// goes in halves of the batch, because slow loads are best waited for together; or one by one, with less code and fewer
+// registers.
 template <int kBatch, bool kHalves = true, class I, class Load, class Use>
 __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
   I i = first;
-  // Otherwise the compiler unrolls this loop too, which multiplies the registers of a batch.
+  // Unrolled, it would multiply the registers of a batch.
 #pragma unroll 1
   for (; i < end - (kBatch - 1) * step; i += kBatch * step) {
     decltype(load(i)) loaded[kBatch];
