@@ -104,7 +104,7 @@ def comments_of_python(text: str, public: bool) -> str:
 
 
 def comments_of_cpp(text: str) -> str:
-    """What follows `//`, and what is between `/*` and `*/`."""
+    """The texts after `//`, and between `/*` and `*/`."""
     return " ".join(re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL))
 
 

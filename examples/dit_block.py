@@ -72,7 +72,7 @@ def errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, fl
 
 
 def bytes_kept(call: Callable[[], object], *but: Tensor) -> int:
-    """What a call keeps for backward, parameters and what else is given apart."""
+    """The bytes that a call keeps for backward, without parameters and `but`."""
     known = {t.untyped_storage().data_ptr() for t in but}
     kept: dict[int, int] = {}
 

@@ -31,7 +31,7 @@ class FusedAttention(nn.Module):
         self.of = of
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What the block computes; `cos` and `sin` are the doubled ones of Transformers."""
+        """Compute what the block does; `cos` and `sin` are the doubled ones of Transformers."""
         of, half = self.of, cos.shape[-1] // 2
         q, k, v = (
             project(x).unflatten(-1, (-1, of.head_dim)).transpose(1, 2) for project in (of.q_proj, of.k_proj, of.v_proj)
@@ -82,7 +82,7 @@ def measure(run: Callable[[], object], device: torch.device, repeats: int) -> tu
 
 
 def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """What autograd keeps for backward, in MB, each storage once."""
+    """The bytes that autograd keeps for backward, in MB, each storage once."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def cxx_compiler() -> tuple[str, ...] | None:
 
 
 def compilers_tried() -> str:
-    """Where `cxx_compiler` looks, for error messages."""
+    """The places where `cxx_compiler` looks, for error messages."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         return f"CXX is {chosen!r}, which names no program here"

@@ -18,7 +18,7 @@ class Array:
         return self._values.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Where the memory is."""
+        """The device of the memory."""
         return self._values.__dlpack_device__()
 
     def numpy(self) -> np.ndarray[Any, Any]:

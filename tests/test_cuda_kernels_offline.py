@@ -370,7 +370,7 @@ def test_finish_of_few_columns_has_more_threads() -> None:
 @pytest.mark.parametrize("wider", [{"weight": "f32"}, {"bias": "f32"}, {"y": "f32"}, {"residual": "f32"}], ids=str)
 @pytest.mark.parametrize("cols", [64, 768, 1604, 4096, 16384, 24576, 65536])
 def test_no_vector_of_forward_has_more_than_16_bytes(wider: dict[str, str], cols: int) -> None:
-    """By the same threads. Streamed rows, whose parameters stay in registers, require it of y only."""
+    """The threads stay the same. Streamed rows, whose parameters stay in registers, require it of y only."""
     spec = RowNormSpec("forward", False, cols, "bf16", "bf16", "bf16", "bf16", residual=wider.get("residual"))
     device = KNOWN_DEVICES[90]
     plan = planned(replace(spec, **wider), device)

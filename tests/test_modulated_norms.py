@@ -212,7 +212,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("target", [CPU, TRITON, EAGER], ids=lambda t: t.backend)
 @pytest.mark.parametrize("name", _REFUSED)
 def test_refusals(name: str, target: Target) -> None:
-    """What does not fit is refused in words that name verb and argument."""
+    """An argument that does not fit is refused in words that name verb and argument."""
     changed, kind, text = _REFUSED[name]
     arguments = {"residual": _X, "normalized_shape": 8, "scale": _S, "backend": target.backend} | changed
     with target.ran(forward=0):

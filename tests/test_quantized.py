@@ -31,7 +31,7 @@ def _norm(verb: str) -> Callable[..., Any]:
     return call
 
 
-# Of an input and a second row: a tensor, or NormOutput.
+# Each takes an input and a second row, and gives a tensor or a NormOutput.
 VERBS: dict[str, Callable[..., Any]] = {
     **{
         name: _norm(name)
@@ -177,7 +177,7 @@ def test_not_finite(dtype: torch.dtype, target: Target) -> None:
 
 
 def test_rows_of_any_batch_have_the_same_bits() -> None:
-    """What a row gives does not depend on the others, which decide how many rows are computed together."""
+    """A row's codes do not depend on the others, which decide how many rows are computed together."""
     x = torch.randn(70, 1000, dtype=BF16)
     quantize = kf.Quantize(E4M3, per="row")
     whole = kf.rms_norm(x, 1000, out_dtype=quantize)
@@ -304,7 +304,7 @@ def test_operators_trace(block: int, keeps: bool) -> None:
 
 
 def _message(function: Callable[[], Any]) -> str:
-    """What `function` raises, as a traceback ends."""
+    """The error of `function`, as a traceback ends."""
     return ": ".join(outcome(function))
 
 
@@ -331,7 +331,7 @@ def test_arguments_are_checked(arguments: tuple[Any, ...], message: str) -> None
 
 
 def test_refusals_name_the_verb() -> None:
-    """What goes with no codes is refused by the verb's name."""
+    """Arguments that go with no codes are refused by the verb's name."""
     x, rows = torch.randn(4, 64), kf.Quantize(INT8, per="row")
     by_row = "`out_dtype` with per='row' goes with a `normalized_shape` of one dimension, got 2"
     assert _message(lambda: kf.rms_norm(x, (4, 64), out_dtype=rows)) == f"ValueError: `rms_norm`: {by_row}"

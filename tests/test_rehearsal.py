@@ -42,7 +42,7 @@ def _step(device: str) -> None:
 
 
 def _source(spec: planner.Spec, access: Any) -> str:
-    """What the kernel is compiled from."""
+    """The source of the kernel."""
     return planner.source_of(spec, access, planner.plan_for(spec, access, _H100)).text()
 
 

@@ -87,7 +87,7 @@ def test_a_position_outside_the_table(target: Target) -> None:
 
 @pytest.mark.parametrize("target", BACKENDS)
 def test_angles_have_gradients_by_the_definition(target: Target) -> None:
-    """Where cos requires a gradient, no kernel runs, and the gradient is that of the formula."""
+    """If cos requires a gradient, no kernel runs, and the gradient is that of the formula."""
     x, (cos, sin) = torch.randn(1, 2, 3, 8, device=target.device), angles(3, 4, device=target.device)
     cos.requires_grad_()
     y = kf.rope(x, cos, sin, backend=target.backend)
@@ -142,7 +142,7 @@ def test_no_bit_depends_on_threads_or_other_tokens() -> None:
 
 
 def test_a_gpu_takes_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA kernels can run, a request for them says that there are none; the operator is served by Triton."""
+    """Also if CUDA kernels can run, a request for them says that there are none; the operator is served by Triton."""
     monkeypatch.setattr(availability, "why_not_cuda", lambda device: None)
     reason = dispatch.unavailable_reason("cuda", torch.device("cuda"), "qk_norm_rope")
     assert reason == "`qk_norm_rope` has no kernels in CUDA C++; those of 'triton' serve it on a GPU"

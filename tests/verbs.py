@@ -227,7 +227,7 @@ def _wide_row(rows: int, cols: int) -> tuple[int, ...]:
 
 
 def _rotated(x: Tensor, weight: Tensor | None = None, interleaved: bool = False) -> Tensor:
-    """By PyTorch's calls, after the norm if there is a weight."""
+    """The rotation by PyTorch's calls, after the norm if there is a weight."""
     cos, sin = _angles(x)
     n = x if weight is None else unfused.norm(x, x.shape[-1:], weight, None, EPS, rms=True, weight_offset=1.0)
     return unfused.rope(n, cos[:, None], sin[:, None], interleaved)

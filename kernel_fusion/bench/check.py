@@ -73,7 +73,7 @@ def spread_rows(num_rows: int, elements_per_row: int, max_elements: int) -> Tens
 
 @dataclass(frozen=True)
 class _Judge:
-    """What the providers of one workload are compared with.
+    """The references for providers of one workload.
 
     Attributes:
         rows: the rows that are compared.

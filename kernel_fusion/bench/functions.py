@@ -19,7 +19,7 @@ from kernel_fusion.bench.workloads import DIRECTIONS, Call, Direction, Inputs
 
 @dataclass(frozen=True)
 class Times:
-    """What `compare` found; print it.
+    """The result of `compare`; print it.
 
     Attributes:
         baseline: the name that speed-ups are relative to.

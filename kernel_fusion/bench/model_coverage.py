@@ -201,7 +201,7 @@ def _pickles(model: Any) -> bool:
 
 
 def _loaded(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """What the model computes after saving and loading."""
+    """The results of the model after saving and loading."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return _logits(type(model).from_pretrained(folder).eval()(**inputs))

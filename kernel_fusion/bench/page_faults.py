@@ -1,6 +1,6 @@
 """Decides which results on a CPU lie in new memory, and counts page faults.
 
-The system clears each new page at its first write, and the call pays for that. By default glibc gives out new memory
+The system clears each new page at its first write, and the call pays for that. glibc gives out new memory
 depending on what was freed before, so a time would depend on earlier measurements.
 """
 

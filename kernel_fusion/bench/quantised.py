@@ -54,7 +54,7 @@ def _scale(v: Tensor, per: str | int) -> Tensor:
 
 
 def _quotients(v: Tensor, per: str | int) -> tuple[Tensor, Tensor]:
-    """What is rounded to codes, and the scales."""
+    """The values that are rounded to codes, and the scales."""
     v = v if v.dtype == torch.float64 else v.float()
     scale = _scale(v, per)
     parts = v.unflatten(-1, (-1, BLOCK)) if per == BLOCK else v

@@ -81,7 +81,7 @@ class Measurement:
 
     @property
     def place(self) -> Place:
-        """Where it was measured."""
+        """The machine and versions of a measurement."""
         return Place(self.device, self.threads)
 
     @property

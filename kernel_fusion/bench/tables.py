@@ -245,7 +245,7 @@ def _loss_columns(results: Results, cells: Cells) -> Columns:
 
 
 def _memory_columns(results: Results, cells: Cells) -> Columns:
-    """What autograd saves and a training step takes, in MB, and ours over PyTorch's."""
+    """The MB that autograd saves and a training step takes, and ours over PyTorch's."""
     present = {p for cell in cells.values() for p in cell}
     known = {name: f for name, f in _BYTES.items() if any(getattr(m, f) is not None for m in measured(cells))}
     columns: Columns = {

@@ -75,7 +75,7 @@ QUICK = Effort(min_rounds=5, max_rounds=50, max_seconds=0.6, replays=11, host_ro
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is measured: a device and, on a CPU, PyTorch's number of threads."""
+    """The place of a measurement: a device and, on a CPU, PyTorch's number of threads."""
 
     device: str
     threads: int | None = None

@@ -47,7 +47,7 @@ Measure = Callable[[Sequence[Choice], Effort], list[Times]]
 
 @dataclass(frozen=True)
 class Cell:
-    """What is tuned."""
+    """A kernel to tune."""
 
     verb: str
     direction: Direction

@@ -284,7 +284,7 @@ class Workload:
         return replace(self, what=replace(self.what, dropout_p=0.0))
 
     def kept(self, results: Mapping[str, Tensor], inputs: Inputs) -> Tensor | None:
-        """Where dropout kept elements, as seen in results and gradients; None without dropout."""
+        """The elements that dropout kept, as seen in results and gradients; None without dropout."""
         if not self.what.dropout_p:
             return None
         assert self.what.kept is not None

@@ -107,7 +107,7 @@ def bench(
 
 @dataclass(frozen=True)
 class _Selection:
-    """What to measure of a suite, and where. None, or no backends or shapes, means the suite's own."""
+    """The selected part of a suite. None, or no backends or shapes, means the suite's own."""
 
     quick: bool
     devices: Sequence[torch.device]

@@ -1,8 +1,8 @@
 """Finds norms: PyTorch's calls, this library's, and RMSNorms written out operation by operation.
 
-A written-out norm is found from its `rsqrt`. The mean square of a tensor in the compute type must come before it. What
-comes after decides the rounding: a weight multiplied after conversion to the input's dtype is `rounding="hf"` (Llama,
-Mistral, Qwen, T5), one multiplied before it is "once" (Gemma, OLMo).
+A written-out norm is found from its `rsqrt`. The mean square of a tensor in the compute type must come before it. The
+operations after it decide the rounding: a weight multiplied after conversion to the input's dtype is `rounding="hf"`
+(Llama, Mistral, Qwen, T5), one multiplied before it is "once" (Gemma, OLMo).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Norm:
 
     @property
     def operands(self) -> list[Node]:
-        """What an operator reads apart from h."""
+        """The tensors that an operator reads apart from h."""
         return [node for node in (self.weight, self.bias, self.eps) if isinstance(node, Node)]
 
     @property

@@ -1,1 +1,1 @@
-"""What every layer shares."""
+"""Shared by every layer."""

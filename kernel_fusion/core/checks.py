@@ -1,7 +1,7 @@
 """Argument checks of the verbs.
 
-PyTorch refuses wrong shapes, in its words. What PyTorch does not know (mixed dtypes, `weight_offset`, `out_dtype`) is
-refused here alone: C++ sends calls that it cannot serve to the eager definition, which runs these checks.
+PyTorch refuses wrong shapes, in its words. These checks refuse what PyTorch does not know: mixed dtypes,
+`weight_offset`, `out_dtype`. C++ sends calls that it cannot serve to the eager definition, which runs them.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# What each number, shape or dtype must be, in words and as a test.
+# A number, shape or dtype must be this, in words and as a test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": ("a number", _is_number),
     "weight_offset": ("a number", _is_number),

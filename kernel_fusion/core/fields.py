@@ -77,7 +77,7 @@ def kinds(owner: type) -> dict[str, Any]:
 
 @cache
 def marks(owner: type) -> dict[str, Any]:
-    """What fields' annotations say further."""
+    """Further marks in fields' annotations."""
     found = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
         args = get_args(hint)

@@ -81,7 +81,7 @@ def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def _local_call(
     name: str, local: Callable[..., Any], backend: str | None, call: Call, shards: Shards
 ) -> Callable[..., Any]:
-    """What a rank runs on its part: usually the operator itself."""
+    """The callable for a rank's part: usually the operator itself."""
     if joined := shards.along(call.joined):
         groups = tuple(shards.mesh.get_group(mesh_dim) for mesh_dim in joined)
         return hidden.operator(name, backend, groups)

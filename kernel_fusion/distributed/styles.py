@@ -186,7 +186,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """Where FSDP2 shards a parameter: packed weights by columns, which leaves the order of their rows alone.
 
     Give it to PyTorch's `fully_shard` as `shard_placement_fn` where layers are sharded by `PackedColwiseParallel`.
-    By itself FSDP2 shards rows, and describes interleaved rows wrongly: training is right, but checkpoints would be
+    FSDP2's own choice is rows, and it describes interleaved rows wrongly: training is right, but checkpoints would be
     wrong, so `state_dict` raises.
 
     Args:

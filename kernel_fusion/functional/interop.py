@@ -80,7 +80,7 @@ class _WritableView:
 
 
 def _converter(name: str, array: Any) -> Callable[[Tensor], Any]:
-    """What makes an array of the kind of `array` of a tensor."""
+    """The function that makes a tensor an array of the kind of `array`."""
     if isinstance(array, np.ndarray):
         return Tensor.numpy
     kind = type(array)

@@ -75,7 +75,7 @@ def gated(
 
 
 class _Route(NamedTuple):
-    """What serves a call: the backend, None being the device's own; the verb's operator; and whether one may do all."""
+    """The way of a call: the backend, None being the device's own; the verb's operator; and whether one may do all."""
 
     backend: str | None
     serve: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What verbs return that is more than a tensor."""
+"""Results of verbs that are more than a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernel_fusion.core.quantize import BLOCK, LARGEST
 
 
 class NormOutput(NamedTuple):
-    """What the `add_*` verbs return.
+    """The result of the `add_*` verbs.
 
     Attributes:
         output: the normalised tensor, in the input's dtype (or `out_dtype`), or a :class:`Quantized`.
@@ -23,7 +23,7 @@ class NormOutput(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What a verb returns where `out_dtype` is a :class:`Quantize`.
+    """The result of a verb whose `out_dtype` is a :class:`Quantize`.
 
     Attributes:
         values: the codes, contiguous, of the shape of the result.
@@ -38,7 +38,7 @@ class Quantized(NamedTuple):
     unquantized: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        r"""What the codes stand for, in float32.
+        r"""The values that the codes stand for, in float32.
 
         .. math:: \hat v = \mathrm{code} \cdot s
 

@@ -52,8 +52,8 @@ def rope(
         ValueError: `unsqueeze_dim` is a dimension of tokens or columns; an unknown `backend`.
         BackendUnavailableError: `backend` was given and cannot serve this call.
 
-    Backward turns the gradient by the same angles the other way, and keeps nothing but cos, sin and positions. Where
-    cos or sin require gradients, the definition serves the call.
+    Backward turns the gradient by the same angles the other way, and keeps nothing but cos, sin and positions. If cos
+    or sin require gradients, the definition serves the call.
 
     Source: Su et al.: RoFormer, arXiv:2104.09864.
 

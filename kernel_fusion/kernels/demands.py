@@ -1,4 +1,4 @@
-"""What the direct layer demands of its tensors; the texts of its errors stand here alone."""
+"""The demands of the direct layer on its tensors, with the texts of its errors."""
 
 from __future__ import annotations
 

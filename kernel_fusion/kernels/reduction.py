@@ -1,4 +1,4 @@
-"""Row reductions. What is demanded of all tensors, and what is raised: see `kernel_fusion.kernels`."""
+"""Row reductions. `kernel_fusion.kernels` says what all tensors must be, and what is raised."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _FLAGS = [
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only named operators
 ]
-# Where PyTorch's AVX2 kernels run, ours do. Each variant has its own CPU_CAPABILITY, and so a namespace: else at::vec's
+# Ours run where PyTorch's AVX2 kernels do. Each variant has its own CPU_CAPABILITY, and so a namespace: else at::vec's
 # inline functions would share a name in all variants, and the linker would keep one.
 _VARIANTS = (
     {
@@ -107,7 +107,7 @@ def source_files() -> list[Path]:
 
 @lru_cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """What `compiler --version` prints."""
+    """The output of `compiler --version`."""
     command = [*compiler, "--version"]
     with no_fork:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
@@ -257,7 +257,7 @@ def _workplaces() -> list[Path]:
 
 
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
-    """What to compile together, with which flags; the longest first.
+    """Units: files to compile together, with which flags; the longest first.
 
     Files share the compile time of headers, but with many cores the longest unit decides: then long files are alone.
     """

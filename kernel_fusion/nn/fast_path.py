@@ -1,4 +1,4 @@
-"""What keeps a module out of the fused inference path of `nn.TransformerEncoderLayer`.
+"""Keeps a module out of the fused inference path of `nn.TransformerEncoderLayer`.
 
 That path reads the weight and bias of a plain LayerNorm and never calls the module. It steps aside for modules whose
 hooks have a length, so hooks are given one that costs a call nothing: `nn.Module` asks only whether they are true.

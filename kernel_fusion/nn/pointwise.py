@@ -1,4 +1,4 @@
-"""What follows a linear layer: bias, activation and dropout, and gated activations."""
+"""Modules that follow a linear layer: bias, activation and dropout, and gated activations."""
 
 from __future__ import annotations
 

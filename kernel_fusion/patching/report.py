@@ -1,4 +1,4 @@
-"""What `patch` and `unpatch` changed in a model, and what they left."""
+"""Reports of what `patch` and `unpatch` changed in a model, and what they left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Report:
-    """What was replaced in a model, and what was left and why; printing it gives a table.
+    """A table of what was replaced in a model, and what was left and why; print it.
 
     Attributes:
         model: the class of the model.

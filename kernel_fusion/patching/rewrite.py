@@ -26,7 +26,7 @@ _GATED, _ADD_NORM, _SUM = "_kf_gated", "_kf_add_norm", "_kf_normed"
 
 @dataclass
 class Found:
-    """What a method has: the texts of its gating activations, and of its norms after an addition."""
+    """A method, the texts of its gating activations, and of its norms after an addition."""
 
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)

@@ -45,7 +45,7 @@ class StandIn:
         own.update(parameters)
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the module's forward returns."""
+        """The result of the module's forward."""
         return self.kind.forward(self.module, *inputs)
 
 

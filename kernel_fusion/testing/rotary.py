@@ -126,7 +126,7 @@ class RotaryCase(Case):
         return Rotary(*tensors, inputs.positions, eps, self.weight_offset, self.interleaved, self.rounding)
 
     def _results(self, values: list[Any]) -> dict[str, Any]:
-        """By their names, in the order of the argument's dimensions."""
+        """The results by name, in the order of the argument's dimensions."""
         of_verb = [v if self.unsqueeze_dim == 2 else v.swapaxes(1, 2) for v in values]
         return dict(zip(("y", "y_key"), of_verb, strict=False))
 

@@ -301,7 +301,7 @@ class ModulatedNormCase(StagedNormCase):
     shift_varies: tuple[int, ...] | None = None
 
     def make_inputs(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """What a norm with stages has, scale, shift and gate."""
+        """A norm with stages, scale, shift and gate."""
         inputs, draw = super().make_inputs(device, seed), Draw(device, seed + 2)
         shift_varies = self.varies if self.shift_varies is None else self.shift_varies
         leading = {"scale": self.varies, "shift": shift_varies, "gate": self.varies}

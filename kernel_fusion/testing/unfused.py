@@ -106,7 +106,7 @@ def gated_norm(
 
 
 def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, activation: str | None = None) -> Tensor:
-    """What diffusion transformers do to a norm's result, and an activation."""
+    """A norm's result as diffusion transformers change it, and an activation."""
     y = y * (1 + scale)
     return formula(activation or IDENTITY)(y if shift is None else y + shift)
 

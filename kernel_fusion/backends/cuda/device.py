@@ -1,4 +1,4 @@
-"""What plans depend on of a device."""
+"""The properties of a device that plans depend on."""
 
 from __future__ import annotations
 

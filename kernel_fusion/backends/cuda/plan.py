@@ -10,9 +10,9 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# What backward keeps for all rows: weight or both parameters in registers, or the weight in shared memory.
+# Backward keeps for all rows: weight or both parameters in registers, or the weight in shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# Where backward keeps dweight and dbias; "apart": in a pass of their own.
+# The place of dweight and dbias in backward; "apart": a pass of their own.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart"))]
 
 SMALL_ROW_THREADS = 128  # of a block shared by several rows

@@ -41,7 +41,7 @@ Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec 
 
 
 class Kernel(NamedTuple):
-    """What a spec type has: its access type, and makers of plan and source."""
+    """A spec type's access type, and makers of plan and source."""
 
     access: type
     plan: Callable[[Any, Any, Device], Any]

@@ -14,7 +14,7 @@ _OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in ROW
 
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
-    """What the kernel of a row norm is compiled from."""
+    """The source of a row norm's kernel."""
     backward = spec.direction.startswith("backward")
     known: dict[str, int | str] = {
         **constants(spec, "rms", "cols", "offset", *_OPTIONS),

@@ -39,7 +39,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     elements = 32 // itemsize if whole else 16 if itemsize < 8 else 8
     if isinstance(spec, SoftmaxSpec) and spec.causal and spec.x == "f32" and whole:
         elements *= 2
-    # What 64 registers (fp64: 128) hold beside a mask. Vectors in pieces need some, and fp32 on sm_120.
+    # 64 registers (fp64: 128) hold this beside a mask. Vectors in pieces need some, and fp32 on sm_120.
     roomy = whole and (itemsize == 2 or device.arch < 120)
     most = 8 if itemsize == 8 else 32 if roomy else 24
     max_threads = _MAX_THREADS // 2 if itemsize == 8 else _MAX_THREADS

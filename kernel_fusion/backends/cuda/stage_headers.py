@@ -92,7 +92,7 @@ def options() -> str:
     """The options, and a list over all rows; needs no library."""
     accessors = "".join(f"  const T& {row}() const {{ return rows[{i}]; }}\n" for i, row in enumerate(ROWS))
     members = "\n".join(f"  {_member(each)}" for each in _OPTIONS)
-    return f"""// What is no tensor; at its default where a stage, or the tensor that it belongs to, is absent.
+    return f"""// Options that are no tensors; at the default if a stage, or the tensor that it belongs to, is absent.
 struct StageOptions {{
 {members}
 
@@ -121,7 +121,7 @@ def _tensors() -> str:
         f"  const OptionalTensor& {name}() const {{ return *all[{i}]; }}\n" for i, name in enumerate(TENSORS)
     )
     return f"""{lists}
-// Of a call; absent where it does not count.
+// The tensors of a call; absent if they do not count.
 struct StageTensors {{
   static constexpr int kCount = {len(TENSORS)};
   std::array<const OptionalTensor*, kCount> all{{{_list(["&kAbsent" for _ in TENSORS])}}};
@@ -159,7 +159,7 @@ template <class F> auto with_stages(const StageOptions& o, const StageTensors& t
 
 
 def _questions() -> str:
-    """What is asked of the stages of a call."""
+    """Questions about the stages of a call."""
     fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
     return f"""// f(every option).
 template <class F> auto with_options(const StageOptions& o, F&& f) {{
@@ -176,7 +176,7 @@ inline bool follows(const StageOptions& o, const StageTensors& t) {{
   return {_follows()};
 }}
 
-// What a kernel is compiled for.
+// The fields of a spec.
 template <class Spec> void describe(const StageOptions& o, const StageTensors& t, Spec& spec) {{
 {fills}
 }}

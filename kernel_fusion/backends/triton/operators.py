@@ -19,7 +19,7 @@ from kernel_fusion.backends.triton.row_norm_autograd import staged_row_norm
 from kernel_fusion.backends.triton.softmax import softmax
 from kernel_fusion.core import arguments
 
-# By the names that other backends use.
+# Keys are the names that other backends use.
 VERBS: dict[str, Callable[..., Any]] = {
     "staged_row_norm": staged_row_norm,
     "pointwise": pointwise,

@@ -67,8 +67,8 @@ class Plan:
     def releases(self) -> bool:
         """Whether forward's programs let the next kernel start as soon as they run.
 
-        One-warp programs are many, and each release costs time. Of programs that share rows there are few; the next
-        kernel's would wait beside them and spread unevenly.
+        One-warp programs are many, and each release costs time. Programs that share rows are few; the next kernel's
+        would wait beside them and spread unevenly.
         """
         return self.rows == 1 and self.warps > 1
 
@@ -340,7 +340,7 @@ def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> Rota
 
 @dataclass(frozen=True)
 class Device:
-    """What plans and grids need to know of a device.
+    """A device, as plans and grids need to know it.
 
     Attributes:
         processors: multiprocessors, or other vendors' equivalent.

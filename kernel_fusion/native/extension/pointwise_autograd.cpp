@@ -92,8 +92,7 @@ bool in_one_order(const PointwiseCall& c) {
   return c.a.is_non_overlapping_and_dense() && (c.combine == "first" || c.a.sym_strides() == c.b->sym_strides());
 }
 
-// What backward reads beside dy: the operands; or y, or a bit per element, with at most b as the row that its gradient is
-// summed to.
+// Backward reads beside dy the operands; or y, or a bit per element, with at most b as the row that its gradient is summed to.
 enum class Kept : int64_t { kOperands, kResult, kBits };
 
 Kept kept_of(const PointwiseCall& c) {

@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// What an operator is asked for.
+// The arguments of an operator.
 struct Quantize {
   at::ScalarType dtype;
   const OptionalTensor& scale;  // none: of each row, or

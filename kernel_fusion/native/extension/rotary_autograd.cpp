@@ -120,7 +120,7 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, cons
   const bool of_query = torch::autograd::compute_requires_grad(query, query_weight),
              of_key = torch::autograd::compute_requires_grad(key, key_weight);
   if (!of_query && !of_key) return result;
-  // What needs no gradient has no history, and is nothing to the node.
+  // The node need not know tensors that need no gradient.
   const RotaryCall of_node{of_query ? query : *key,
                            of_query && of_key ? key : kAbsent,
                            of_query ? query_weight : key_weight,

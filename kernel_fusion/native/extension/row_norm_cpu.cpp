@@ -184,10 +184,8 @@ void forward_by_stretches(const cpu::Forward& args, int64_t rows) {
 
 constexpr int64_t kVeryFewRows = 16;  // for which columns are shared out whatever their size
 
-// Whether rows are few and long, so that there are more stretches of columns than blocks of rows: threads share the columns in
-// backward then, and every column of dweight and dbias has one sum. A function of the shape too. Of more than a few rows while
-// the L3 cache still has them when dx is computed. Two cores without a cache in common take 64 x 16384 fp16 in 0.12 ms instead
-// of 0.17, as partial sums of blocks of rows pass from one to the other (EPYC with AVX-512).
+// Whether backward's threads share columns instead of rows, which are few and long: no partial sums pass from core to core
+// then. It is decided by the shape. More than very few rows must still be in the L3 cache when dx is computed.
 bool goes_by_columns(const Rows& x, size_t bytes) {
   constexpr size_t kNear = size_t{4} << 20;
   return cpu::are_long(x.cols) && x.rows <= (bytes <= kNear ? cpu::kFewRows : kVeryFewRows);
@@ -205,12 +203,9 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
   share(strips, elements, [&](int64_t begin, int64_t end) { cpu::kernels().backward_dx(args, begin, end, sums.data()); });
 }
 
-// Blocks of rows, each with a partial sum of its own: a function of the shape, not of the number of threads. At most 64 of
-// them, so that their partial rows stay a small part of the traffic; they are added in double, and so are groups of rows in a
-// block of more than 64: in shorter ones, whose rows are mostly in the caches, the totals would take longer than they are
-// worth. Where the sums are rounded to 16 bits, up to 32 rows of as many elements as are worth a region of threads, since
-// partial rows pass from core to core: two cores without a cache in common take 1000 x 1024 fp16 in 0.13 ms with 32 blocks,
-// 0.155 with 63 (EPYC with AVX-512).
+// Rows of a block, which has a partial sum of its own: decided by the shape, not by the number of threads. At most 64 blocks,
+// so that partial rows stay a small part of the traffic. Sums that are rounded to fp16 or bf16 allow larger blocks, of as many
+// elements as are worth a region of threads: partial rows pass from core to core.
 int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const Tensor& dbias) {
   const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
   const int64_t short_block = is_rounded(dweight) && is_rounded(dbias) ? 32 : 8;
@@ -315,7 +310,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const int64_t of_run = x.rows / runs.count;
   const int64_t rows = std::min(of_run, ceil_div(x.rows, is_small(x.rows * x.cols) ? 1 : free_threads()));  // of a thread
   const bool later = bare && rows <= (by_stretches ? cpu::kLongRowsTogether : cpu::kShortRowsUnprepared);
-  // What is left to the kernel is prepared anew in each part, so a thread has one part then.
+  // The kernel prepares parameters anew in each part, so a thread has one part then.
   share_by(x.rows, x.cols,
            later          ? rows
            : by_stretches ? cpu::kLongRowsTogether
@@ -354,7 +349,7 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
       cpu::Forward mine = args;
       mine.weight = w.of(0);
       mine.bias = b.of(0);
-      // Where row 0 would be.
+      // The place of row 0, had it one.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
       if (bare) cpu::kernels().forward(mine, begin, end);
       else cpu::kernels().forward_staged(mine, staged.args, begin, end);

@@ -12,7 +12,7 @@ namespace kf {
 
 inline constexpr std::string_view kRoundingNames[] = {"once", "hf"};
 
-// Of a call; absent where it does not count.
+// The tensors of a call; absent if they do not count.
 struct StageTensors {
   static constexpr int kCount = 2;
   std::array<const OptionalTensor*, kCount> all{&kAbsent, &kAbsent};
@@ -64,7 +64,7 @@ inline bool follows(const StageOptions& o, const StageTensors& t) {
   return o.activation || (present(t.gate()) && !o.gate_first);
 }
 
-// What a kernel is compiled for.
+// The fields of a spec.
 template <class Spec> void describe(const StageOptions& o, const StageTensors& t, Spec& spec) {
   spec.pre_activation = o.pre_activation;
   spec.activation = o.activation;

@@ -9,7 +9,7 @@
 
 namespace kf {
 
-// What is no tensor; at its default where a stage, or the tensor that it belongs to, is absent.
+// Options that are no tensors; at the default if a stage, or the tensor that it belongs to, is absent.
 struct StageOptions {
   int32_t pre_activation = 0;
   int32_t activation = 0;

@@ -1,5 +1,5 @@
-// What stages compute, as operators and kernels of every device call it: activations, dropout, chains of operands, maps.
-// Without a library, because the CPU kernels include this.
+// Stages by the names that operators and kernels share: activations, dropout, chains of operands, maps. It needs no library,
+// because the CPU kernels include it.
 #pragma once
 
 #include <cmath>

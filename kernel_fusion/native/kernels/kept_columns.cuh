@@ -1,4 +1,4 @@
-// What a backward thread keeps of its columns: weight, bias, and the sums of dweight and dbias.
+// A backward thread keeps of its columns: weight, bias, and the sums of dweight and dbias.
 #pragma once
 
 #include "gradients.cuh"

@@ -43,7 +43,7 @@ template <class S, class Result> struct Chain {
     return Act::template value<M>(a);
   }
 
-  // Where the activation has the slope of 1; backward reads the bit as an argument of 1 or 0 and takes its slope.
+  // Whether an element has the activation's slope at 1; backward reads the bit as an argument of 1 or 0 and takes its slope.
   __device__ static Pack<b1, kVec> bits(const A (&a)[kVec], const A (&b)[kVec]) {
     static_assert(act::kTwoSlopes<Act>);
     Pack<b1, kVec> pack{0};

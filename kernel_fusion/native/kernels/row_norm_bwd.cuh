@@ -50,7 +50,7 @@ template <class S> struct FactorOfRow<S, absent> {
 // do single elements: the registers they save would let another block in, which slows RMSNorm down.
 template <class S> inline constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && S::kVec > 1;
 
-// What a thread reads of a row: in registers if S::kResident, else in memory.
+// A thread's part of a row: in registers if S::kResident, else in memory.
 template <class S> struct BackwardRow {
   using A = typename S::Acc;
   using X = typename S::Row;
@@ -157,7 +157,7 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   }
 }
 
-// What a thread keeps for all its rows.
+// Kept by a thread for all its rows.
 template <class S> struct BackwardColumns {
   using A = typename S::Acc;
   using Row = BackwardRow<S>;

@@ -89,7 +89,7 @@ template <class S> struct ForwardRow {
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
     return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
-  // What is used before the norm, and what is used after it.
+  // Stage rows that are used before the norm, and after it.
   __device__ Pack<Addend<S>, kVec> load_addend(int col) const {
     if constexpr (kFactorLast<S>) return {};
     else return load_row<S, S::kAlignResidual>(beside, col);

@@ -286,7 +286,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // This thread's warp, for branches of whole warps; the compiler then keeps once what a warp has once, instead of per lane.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-  // What the second pass needs, once all sums are there; a single warp uses its own.
+  // The second pass's numbers, once all sums are there; a single warp uses its own.
   template <class Combine>
   __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
     if constexpr (kCombiner) {

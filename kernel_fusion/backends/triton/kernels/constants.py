@@ -15,7 +15,7 @@ from kernel_fusion.core.spec import Stages
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Constants:
-    """What every kernel has.
+    """The constants of every kernel.
 
     Attributes:
         wide: computed in float64, else in float32.
@@ -48,7 +48,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
-    """What the norms' kernels have in common, with their stages.
+    """Common to the norms' kernels, with their stages.
 
     Attributes:
         rms: RMSNorm instead of LayerNorm.

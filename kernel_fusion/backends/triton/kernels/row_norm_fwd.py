@@ -81,7 +81,7 @@ def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
 
 @triton.jit
 def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
-    """Of rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
+    """Rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
     Elements outside the row are zero in `hs`; `count` is N, and `each` is 1 / N. A row in slices joins the moments
     of each in one exchange between its warps instead of two.
@@ -344,7 +344,7 @@ def row_norm_codes(
 
 @triton.jit
 def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, o_strides, of_groups, C: tl.constexpr):
-    """What both kernels do."""
+    """The body of both kernels."""
     num_rows, col_units, middle, inner = lengths
     per_group, sample_step, group_step, weight_pitch, bias_pitch = of_groups
     ROWS: tl.constexpr = C.rows

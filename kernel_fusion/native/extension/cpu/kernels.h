@@ -1,4 +1,4 @@
-// What operators call of the CPU kernels, which are compiled once per instruction set.
+// The CPU kernels as operators call them; they are compiled once per instruction set.
 #pragma once
 
 #include <cstdint>

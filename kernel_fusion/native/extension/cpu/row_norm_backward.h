@@ -53,8 +53,8 @@ struct Passes {
 
  private:
   // Short rows: so few that the second pass finds them in the cache. Long rows never are; there dweight and dbias should stay,
-  // also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. Of fp16 and bf16, at most
-  // the two rows that can be kept.
+  // also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. fp16 and bf16 take
+  // at most the two rows that can be kept.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;

@@ -48,7 +48,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   return room;
 }
 
-// Where a result's elements from `position` belong; absent if not wanted.
+// The target of a result's elements from `position` on; absent if not wanted.
 template <class A> Target<A> open_at(RowResults& results, Dtype type, void* result, int64_t position) {
   if (!result) return {};
   return results.open<AnyResults<A>>(element(type, result, position)).target;

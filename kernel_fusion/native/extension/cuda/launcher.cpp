@@ -166,7 +166,7 @@ struct RelaxedCapture {
   ~RelaxedCapture() { driver::api().cuThreadExchangeStreamCaptureMode(&mode); }
 };
 
-// What a planner answers. It may compile, and takes Python's lock, so none of ours may be held.
+// A planner's answer. It may compile, and takes Python's lock, so none of ours may be held.
 KernelPlan planned(Planner ask, const KernelKey& key) {
   KernelPlan plan;
   ask(key.numbers, &plan.error, &plan.image, &plan.name, &plan.launch);

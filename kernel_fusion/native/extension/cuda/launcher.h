@@ -31,7 +31,7 @@ inline int32_t alignment_within(const void* p, int64_t steps, int64_t vector_byt
                            static_cast<int32_t>(std::bit_ceil(static_cast<uint64_t>(vector_bytes))));
 }
 
-// What a kernel is compiled for, as the planner's numbers: device, kernel number, fields of spec and access, zeros.
+// The planner's numbers for a kernel: device, kernel number, fields of spec and access, zeros.
 struct KernelKey {
   int numbers[2 + kKeyFields] = {};
 

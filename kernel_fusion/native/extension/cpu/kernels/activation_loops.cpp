@@ -62,7 +62,7 @@ template <class K, class A> KF_INLINE Pair<A> scaled(const ChainLoop<A>& c, cons
   return y & c.kept.template load<A>(i);
 }
 
-// y = dropout(scale * f(a, b)) + addend. By value, so that stores cannot alias the operands.
+// y = dropout(scale * f(a, b)) + addend. `c` comes by value, because stores could alias it.
 template <class F, class K, class A> [[gnu::noinline]] void values(const ChainLoop<A> c, int64_t n) {
   using T = typename K::Type;
   if constexpr (kOnBits<F, K>)

@@ -56,7 +56,7 @@ template <class A> struct Operands {
     return found;
   }
 
-  // Where to compute operand k: in place, or in `room`, which must then be stored.
+  // The target of operand k: in place, or in `room`, which must then be stored.
   Target<A> written(int k, const Tile& tile, A* room) const {
     const Dtype type = call.types[k];
     Target<A> found{kDtypeOf<A>, room};
