@@ -37,7 +37,7 @@ def softmax(
         scale: a factor.
         mask: broadcast to x. Boolean: True keeps, False leaves out. Floating point: added, and it gets gradients.
         causal: leave out columns beyond the row's own number, top-left aligned, as in scaled dot product attention;
-            rows are dimension -2 and columns dimension -1, which must then be `dim`. What is left out is not read.
+            rows are dimension -2 and columns dimension -1, which must then be `dim`. Left out elements are not read.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:

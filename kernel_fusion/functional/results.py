@@ -42,8 +42,8 @@ class Quantized(NamedTuple):
 
         .. math:: \hat v = \mathrm{code} \cdot s
 
-        Where `unquantized` is there, gradients pass straight through to it, and to the arguments of the verb: wherever
-        v was not clamped, which under scales of rows and blocks is everywhere. Without it there is no gradient.
+        With `unquantized`, gradients pass straight through to it, and to the arguments of the verb, wherever v was not
+        clamped; scales of rows and blocks clamp nothing. Without it there is no gradient.
 
         Example:
             >>> import torch, kernel_fusion as kf

@@ -168,8 +168,8 @@ class FusedAddLayerNorm(AddStages, nn.LayerNorm):
     :class:`kernel_fusion.NormOutput`: y, and h to go on with as the next residual. See
     :func:`kernel_fusion.add_layer_norm` for dtypes and accumulation.
 
-    Where a stream begins there is nothing to add: without a residual h is u, in the input's dtype and a tensor of its
-    own, and y the norm of it. Beside a DTensor a residual must be given, since a parallel style may have lost it.
+    A stream begins without a residual: h is then u, a new tensor in the input's dtype, and y the norm of it. Beside a
+    DTensor a residual must be given, since a parallel style may have lost it.
 
     Raises:
         TypeError, ValueError: as :class:`FusedLayerNorm`; ValueError where `dropout` is no probability; TypeError,

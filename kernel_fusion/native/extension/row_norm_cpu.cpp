@@ -45,10 +45,9 @@ struct Given {
   cpu::Parameter first{};       // absent
 };
 
-// The parameter of a run as rows take it, made where it is not given like that; or, `later`, by the kernels. Every thread makes
-// its own: made once for all, it had to come from the caches of the core that made it, and 16 threads took 50 us for 64 x 16384
-// bf16 instead of 36 (Xeon). Its memory does not come from PyTorch's allocator of tensors, which anyone may replace by one that
-// has a lock.
+// The parameter of a run as rows take it: as given, made here or, `later`, by the kernels. Every thread makes its own, because
+// another core's would have to come from that core's caches. Its memory does not come from PyTorch's allocator of tensors,
+// which anyone may replace by one with a lock.
 class Prepared {
  public:
   Prepared(const Given& given, at::ScalarType acc, bool later = false)
@@ -158,11 +157,8 @@ bool is_bare(const BackwardCall& c) {
          c.input.scalar_type() == c.dy.scalar_type() && c.x_dtype == c.input.scalar_type();
 }
 
-// Whether rows are long and so few that a quarter of the threads' time would be waiting for others to be done with theirs. They
-// share the stretches then, of which the results are the same: 16 threads take 64 us for 8 x 131072 fp16 instead of 82, and 65
-// for bf16 instead of 98 (Xeon). They go row after row, so that a thread finds what it read and wrote in the calls around this
-// one: stretch after stretch, fp32 took 92 us instead of 67 among calls whose threads take memory in its order, in two runs on
-// different days.
+// Whether rows are long and so few that threads would wait for a quarter of their time. They then share the stretches, with the
+// same results, row after row: so a thread finds in its caches what it read and wrote in the calls around this one.
 bool shares_stretches(const Rows& x) {
   const int64_t rounds = ceil_div(x.rows, free_threads());
   return cpu::are_long(x.cols) && rounds <= 2 && 4 * x.rows <= 3 * free_threads() * rounds;
@@ -370,7 +366,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
   const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) +
                        bytes_of(call.x) + bytes_of(call.row());
-  // Not the caches of all threads: 16 take 0.46 ms so for 2048 x 2048 fp32 instead of 0.40 (Xeon).
+  // Judged by one thread's caches, because all threads' would be slower.
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
   cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? dx.data_ptr() : nullptr,
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
