@@ -138,3 +138,7 @@ def __getattr__(name: str) -> Any:
         loader.load()
         return unavailable_reason("cuda") is None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})  # names that are imported when read, too
