@@ -95,7 +95,6 @@ def memory(t: Tensor) -> None:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether the elements of `t` are in its own storage."""
     return (
         type(t) in (Tensor, Parameter)
         and t.layout == torch.strided

@@ -224,7 +224,6 @@ def trusted(folder: Path) -> Path:
 
 
 def _us() -> set[int]:
-    """The users who may write what we load."""
     return {os.geteuid(), 0}
 
 

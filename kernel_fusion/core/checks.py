@@ -228,12 +228,10 @@ def dimension(verb: str, argument: str, value: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number, or a symbol for one."""
     return isinstance(value, (int, float)) or hasattr(value, "__float__")  # Dynamo never asks this of symbols
 
 
 def _is_size(value: Any) -> bool:
-    """Whether it is an integer or several."""
     if isinstance(value, Tensor):  # such as a weight in this place; any tensor has an `__index__`
         return value.dim() == 0
     several = hasattr(value, "__iter__") and not isinstance(value, str)

@@ -1,7 +1,4 @@
-"""Tensors spread over ranks: sharding rules, parallel styles, norms of spread rows.
-
-`import kernel_fusion` skips this, because `torch.distributed.tensor` takes half a second.
-"""
+"""Tensors spread over ranks. `import kernel_fusion` skips it: `torch.distributed.tensor` takes half a second."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which part of each axis this rank has, chosen so that little is moved.
 
-Each dimension of the mesh shards at most one axis: one that the largest possible argument has sharded already. The
-other arguments are redistributed.
+Each dimension of the mesh shards at most one axis: one that the largest possible argument has sharded already. Other
+arguments follow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from kernel_fusion.distributed.axes import Axes, Call
 
-# 2^64 / golden ratio; odd, so its first 2^64 multiples differ.
+# 2^64 / golden ratio; odd, so multiples differ.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -59,7 +59,7 @@ class Shards:
         return cls(mesh, tuple(map(part, range(mesh.ndim))))
 
     def placements(self, axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
-        """The placements of a tensor of these axes: `otherwise` for sharded axes that it lacks."""
+        """The placements of a tensor of these axes: `otherwise` for those that it lacks."""
         return tuple(
             Replicate() if part is None else part.placement(axes.index(part.axis)) if part.axis in axes else otherwise
             for part in self.parts
@@ -68,7 +68,7 @@ class Shards:
     def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
         """This rank's part of an argument; the gradient of a shared one is the sum over ranks.
 
-        A small replicated argument is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
+        A small replicated one is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
         """
         placements, grads = self.placements(axes, Replicate()), self.placements(axes, Partial())
         sharded = [m for m, part in enumerate(self.parts) if part is not None and part.axis in axes]
@@ -93,7 +93,7 @@ class Shards:
         return tuple(m for m, part in enumerate(self.parts) if part is not None and part.axis in axes)
 
     def seed(self, seed: torch.Tensor) -> torch.Tensor:
-        """The seed of this rank's part; copies of a part have the same."""
+        """The seed of this rank's part, the same for its copies."""
         index = 0
         for mesh_dim, part in enumerate(self.parts):
             if part is not None:

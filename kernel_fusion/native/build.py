@@ -1,9 +1,9 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The library has the operators and the CPU kernels for this machine's best instruction set; one built ahead has them for
-every set, and the process picks. One process at a time builds at first use, in a private folder (native/jobs.py), and
-stores the library by an atomic rename, so nobody loads what a killed builder left. `torch.utils.cpp_extension` would
-need ninja, and its lock file blocks forever if a builder is killed.
+The library has the CPU kernels for this machine's best instruction set; one built ahead has all, and the process picks.
+One process at a time builds at first use, in a private folder (native/jobs.py), and stores the library by an atomic
+rename, so nobody loads what a killed builder left. `torch.utils.cpp_extension` would need ninja, and its lock file
+blocks forever if a builder is killed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
 
-# The libraries used last: of several PyTorch versions, compilers and processors that share a home, or states of
-# sources.
+# The libraries used last, of several PyTorch versions, compilers, processors or states of the sources.
 _KEPT = 8
 # With this many cores, compiling headers several times costs less than a long unit.
 _MANY_CORES = 6
@@ -43,16 +42,15 @@ _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
 _SUFFIXES = {".cpp", ".h", ".cuh"}
 
-# No flag changes NaN or Inf, and nothing is contracted: formulas need a * b - round(a * b) to be 0, and kernels say
-# fma.
+# No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0, and kernels say fma.
 _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only named operators
 ]
-# Ours run where PyTorch's AVX2 kernels do. Each variant has its own CPU_CAPABILITY, and so a namespace: else at::vec's
-# inline functions would share a name in all variants, and the linker would keep one.
+# Ours run where PyTorch's AVX2 kernels do. Each variant has a CPU_CAPABILITY, and so a namespace: else the linker would
+# keep one of all variants' inline functions.
 _VARIANTS = (
     {
         "DEFAULT": [],  # the baseline, without -O3, which doubles the build time
@@ -83,15 +81,14 @@ def cpu_flags(variant: str) -> list[str]:
 def link_flags() -> list[str]:
     """The linker's flags for users of PyTorch's libraries, after the objects.
 
-    PyTorch's loaded C++ library comes first: with a compiler's static one beside it, one would format numbers with the
-    other's tables and crash.
+    PyTorch's loaded C++ library comes first: a compiler's static one beside it would format numbers with its tables and
+    crash.
     """
     lib = Path(torch.__file__).parent / "lib"
     return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
 
 
 def _loaded_cxx_library() -> list[str]:
-    """The path of this process's libstdc++, if known."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -114,7 +111,6 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
-    """A library's cache key: PyTorch, compiler, flags, machine, sources."""
     flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
     return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *_sources())
 
@@ -211,7 +207,6 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _no_folder() -> str | None:
-    """Why nothing can be stored, or None."""
     try:
         cache.EXTENSIONS.folder()
     except OSError as error:
@@ -220,7 +215,7 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], say: Say) -> int:
-    """A descriptor of the library, built here or by the process that was waited for, and stored if possible."""
+    """A descriptor of the library, built here or by another process, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # without a common folder, every process builds
@@ -249,7 +244,7 @@ def copy_of(file: int, stack: ExitStack) -> Path:
 
 
 def _workplaces() -> list[Path]:
-    """Places to build in: temporary files, often nearer than a home, if nobody else can change them."""
+    """Places to build in that nobody else can change: temporary files, often nearer than a home."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -283,7 +278,6 @@ def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[s
 
 
 def _include_flags() -> list[str]:
-    """The flags of every unit."""
     include = Path(torch.__file__).parent / "include"
     folders = [f"-I{NATIVE}", f"-I{_SOURCES}", "-isystem", str(include)]
     return [*_FLAGS, *folders, "-isystem", str(include / "torch" / "csrc" / "api" / "include")]

@@ -125,7 +125,6 @@ def _new_folder(places: Sequence[Path]) -> Path:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the folders of killed builders."""
     for path in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             info = path.lstat()

@@ -1,7 +1,6 @@
 """Chooses what serves a call of a verb.
 
-PyTorch's dispatcher chooses among the extension's kernels and the stubs. Handled here are explicit requests, and
-tensors that no kernel reads.
+PyTorch's dispatcher chooses among kernels and stubs; this serves explicit requests, and tensors that no kernel reads.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     Raises:
         TypeError: a member of `tensors` is no tensor.
         ValueError: `backend` is not a backend.
-        BackendUnavailableError: the requested backend cannot serve these tensors; the message says why.
+        BackendUnavailableError: the requested backend cannot serve these tensors.
     """
     if backend is None and state.backend is None and all(map(_is_plain, tensors)):
         return _by_device(name)
@@ -52,7 +51,6 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
 
 
 def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) -> Callable[..., Any]:
-    """The callable for these tensors; backend None chooses automatically."""
     if backend is None and any(t is not None and refusal(t) for t in tensors):
         backend = "eager"
     if backend == "eager":
@@ -64,7 +62,6 @@ def _chosen(verb: str, name: str, backend: str | None, *tensors: Tensor | None) 
 
 
 def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """The callable for DTensors, which runs on each rank's parts."""
     from kernel_fusion.distributed.serve import serve  # imports torch.distributed.tensor
 
     with torch.no_grad():
@@ -73,7 +70,6 @@ def _on_parts(verb: str, name: str, backend: str | None, tensors: Sequence[Tenso
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the operators themselves handle an argument."""
     return tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
 
 
@@ -121,5 +117,5 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
     return reason
 
 
-# As torch.compiler.assume_constant_result, whose import is slow: tracers must not follow into the loader.
+# As torch.compiler.assume_constant_result, whose import is slow: no tracer must follow into the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

@@ -55,7 +55,6 @@ def _values(value: Any) -> Any:
 
 
 def _alike(jagged: list[Tensor], tensors: tuple[Any, ...]) -> bool:
-    """Whether all nested tensors have rows and share their offsets."""
     nested = [t for t in tensors if isinstance(t, Tensor) and t.is_nested]
     return len(nested) == len(jagged) and all(t.shape[:2] == jagged[0].shape[:2] for t in nested)
 

@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """Renew the lock: the parent's loading thread does not exist here and would never release it."""
+    """Renew the lock: the parent's loading thread does not exist here."""
     global _lock
     _lock = threading.RLock()
 
@@ -37,7 +37,7 @@ def is_loaded() -> bool:
 
 
 def load() -> bool:
-    """Load the extension, building it if necessary; on failure warn once per process and return False."""
+    """Load the extension, building it if necessary; on failure warn once and return False."""
     global _library, _error
     if _library is not None:
         return True
@@ -74,7 +74,7 @@ def launches(counter: str) -> int:
 
 
 def cpu_variant() -> str:
-    """The build of the CPU kernels in use, one of `build.cpu_variants`; raises BuildError without the extension."""
+    """The build of the CPU kernels in use; raises BuildError without the extension."""
     return str(library().kf_cpu_variant().decode())
 
 
@@ -83,7 +83,7 @@ def use_cpu_variant(name: str) -> None:
 
     Raises:
         ValueError: this machine cannot run it, or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
-        BuildError: the extension cannot be loaded.
+        BuildError: there is no extension.
     """
     if not library().kf_use_cpu_variant(name.encode()):
         raise ValueError(
@@ -95,10 +95,7 @@ def use_cpu_variant(name: str) -> None:
 def keep_memory(largest: int | None) -> None:
     """Reuse the freed memory of CPU tensors of up to `largest` bytes; None restores PyTorch's allocator.
 
-    Only for measurements: the system gets nothing back before the next call.
-
-    Raises:
-        BuildError: the extension cannot be loaded.
+    Only for measurements: the system gets nothing back before the next call. BuildError: there is no extension.
     """
     library().kf_keep_memory(-1 if largest is None else largest)
 
@@ -111,13 +108,13 @@ def _open() -> ctypes.CDLL:
 
 
 def _forget_stubs() -> None:
-    """Make operators look for the new kernels: under a Python dispatcher they remember a stub."""
+    """Make operators look for new kernels: under a Python dispatcher they remember a stub."""
     for name in schemas.ALL:
         schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner if CUDA kernels can run; without it, its CUDA operators run the definition."""
+    """Give the extension its planner if CUDA kernels can run; else its CUDA operators run the definition."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     able = [device.index for device in devices if availability.why_not_cuda(device) is None]
     if able:

@@ -97,7 +97,6 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
 
 @memoize
 def _headers_digest() -> str:
-    """Digest of every header that a kernel may include."""
     folders = (_NATIVE / "kernels", _NATIVE / "shared")
     paths = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     return cache.digest(*(part for path in paths for part in (path.name, path.read_bytes())))

@@ -34,7 +34,6 @@ def plan_backward(facts: Facts) -> Plan:
 
 
 def _tree(facts: Facts, thread_bytes: int) -> Tree:
-    """How a row is spread."""
     cols, most_filled = facts.spec.cols, facts.tuned("fills_block", 0)
 
     def fills_block(warps: int, elements: int) -> bool:
@@ -127,7 +126,6 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
 
 
 def _has_registers(facts: Facts) -> bool:
-    """Whether a thread has registers for its columns' weight beside their sums."""
     spec, tree, threads = facts.spec, facts.tree, 32 * facts.known["team"]
     if not facts.tuned("counts_registers", False):
         return facts.known["roomy"] and tree.elements <= 16 and tree.vec > 1 and threads <= MAX_BLOCK_WARPS * 32

@@ -33,7 +33,6 @@ def plan_forward(facts: Facts) -> Plan:
 
 
 def _candidates(facts: Facts) -> Iterator[Plan | None]:
-    """Candidates, best first; None for one that does not apply or fit."""
     spec = facts.spec
     yield _tiled(facts)
     few = _few_warps(facts)
@@ -53,7 +52,6 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
 
 
 def _tree(facts: Facts) -> Tree:
-    """The tree of a row that is neither tiled nor streamed by few warps."""
     spec, device = facts.spec, facts.device
     thread_bytes = facts.tuned("thread_bytes", _THREAD_BYTES)
     # fp32 beyond a block takes twice as many, unless a cluster with twice the threads holds the row in full vectors.
@@ -69,7 +67,6 @@ def _tree(facts: Facts) -> Tree:
 
 
 def _tiled(facts: Facts) -> Plan | None:
-    """Short rows of narrow vectors without stages, many per block."""
     spec, vec, itemsize = facts.spec, facts.vec, facts.itemsize
     longest = _MAX_TILED_WORDS if vec * itemsize == 4 else 64 * _TILED_ELEMENTS
     alone = spec.residual is None and spec.beside is None and not spec.grouped

@@ -72,7 +72,6 @@ def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess
 
 
 def _has_simple_addresses(spec: PointwiseSpec, access: PointwiseAccess) -> bool:
-    """Whether forward reads a linearly, and at most whole vectors of a row beside."""
     if spec.dy is not None or not access.aligned_positions:
         return False
     y, _, _, a, b = access.operands

@@ -17,7 +17,6 @@ def _is_activation(each: Argument) -> bool:
 
 
 def _names(each: Argument) -> str:
-    """The names that an argument may have, as a C++ list."""
     return "kActivationNames" if _is_activation(each) else f"k{each.kind.cpp}Names"
 
 
@@ -159,7 +158,6 @@ template <class F> auto with_stages(const StageOptions& o, const StageTensors& t
 
 
 def _questions() -> str:
-    """Questions about the stages of a call."""
     fills = "\n".join(f"  {_fill(each)}" for each in ARGUMENTS if each.kind != "seed")
     return f"""// f(every option).
 template <class F> auto with_options(const StageOptions& o, F&& f) {{

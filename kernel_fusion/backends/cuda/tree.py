@@ -61,7 +61,7 @@ def spread_row(
     prefer: Callable[[int, int], bool] = lambda warps, elements: False,
     max_cluster: int = MAX_CLUSTER,
 ) -> Tree:
-    """Spread a row: `bytes_per_thread`, or up to `most_bytes` if that is even; `prefer(warps, elements)` chooses."""
+    """Spread a row: `bytes_per_thread`, up to `most_bytes` if that divides it; `prefer(warps, elements)` chooses."""
     itemsize, vec = ITEMSIZE[spec.x], vector_of(spec)
     per_thread, most = bytes_per_thread // (vec * itemsize), most_bytes // (vec * itemsize)
     vectors = spec.cols // vec

@@ -8,9 +8,8 @@ with its halves exchanged: each has 16 bits of its own above the other's. native
 An element is dropped if its 32 bits are below t = round(p * 2^32); others are scaled by 1 / (1 - t / 2^32). So the
 expectation is exact for every p, and the rate misses p by at most 2^-33.
 
-The elements of a pair are not quite independent. With t = 2^16 h + l, h^2 + 2 min(h, l) + (1 if h < l) of the 2^32
-words drop both. The correlation is 0 if p is a multiple of 2^-16, and at most 3 * 2^-16, or 2^-32 / min(p, 1 - p) if
-that is larger. Elements of different pairs are independent.
+The elements of a pair are not quite independent: their correlation is 0 if p is a multiple of 2^-16, and at most 3 *
+2^-16, or 2^-32 / min(p, 1 - p) if that is larger.
 """
 
 from __future__ import annotations

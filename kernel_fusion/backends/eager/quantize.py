@@ -27,7 +27,6 @@ def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int
 
 
 def _by_columns(s: Tensor) -> Tensor:
-    """The same, in the layout of `empty_scales`."""
     return s.movedim(-1, 0).clone(memory_format=torch.contiguous_format).movedim(0, -1)
 
 

@@ -47,7 +47,6 @@ def qk_norm_rope(
 
 
 def _of_tokens(table: Tensor, positions: Tensor | None) -> Tensor:
-    """The cosines or sines of each token, over its heads."""
     return (table if positions is None else F.embedding(positions, table[0])).unsqueeze(-2)
 
 

@@ -70,7 +70,6 @@ def rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
-    """v times the gate's activation, if there is a gate."""
     return v if gate is None else v * formula(s.gate_activation)(gate)
 
 
@@ -134,7 +133,6 @@ def _foreign(
     rms: bool,
     s: Given,
 ) -> tuple[Tensor, Tensor]:
-    """The norm by PyTorch's calls, for dtypes without kernels and for PyTorch's errors."""
     normalized_shape = list(input.shape[input.dim() - num_dims :])
     apart = (s.rounding == "hf" or shape != normalized_shape) and checks.parameters_fit(shape, *affine[:2])
     h = before_norm(input, s, lambda u: torch.nn.functional.dropout(u, s.dropout_p))

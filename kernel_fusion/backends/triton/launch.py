@@ -24,8 +24,8 @@ def launch(
 ) -> None:
     """Launch `kernel` on its first tensor's device; None stands for an unused pointer.
 
-    A `chained` kernel starts while the one before it runs, and `registers` limits a thread. Traced launches have
-    neither: Inductor cannot chain, and with Triton 3.6 the wait hides from it what a kernel writes.
+    A `chained` kernel starts while the one before it runs; `registers` limits a thread. Traced launches have neither:
+    Inductor cannot chain, and with Triton 3.6 the wait hides from it what a kernel writes.
     """
     name = kernel.fn.__name__
     launches[name] = launches.get(name, 0) + 1
@@ -47,7 +47,7 @@ def launch(
 
 
 def _for_inductor(constants: Constants) -> Constants:
-    """Not chained, and with numbers instead of symbols, which guard the traced program."""
+    """Not chained, and with numbers instead of symbols."""
     values = {field.name: getattr(constants, field.name) for field in fields(constants)}
     numbers = {name: guard_scalar(value) for name, value in values.items() if isinstance(value, py_sym_types)}
     changes: dict[str, Any] = numbers | {"chained": False}
@@ -60,12 +60,12 @@ def tile(plan: Plan) -> dict[str, Any]:
 
 
 def row_tile(plan: Plan, cols: int) -> dict[str, Any]:
-    """The constants of a tile of rows with this many columns."""
+    """The constants of a tile of rows."""
     return {**tile(plan), "exact": cols % plan.block == 0}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` current for Triton's launch; tracing also works for an absent device."""
+    """Makes `device` current; tracing also works for an absent one."""
     if device.type == "xpu" and torch.xpu.is_available():  # pragma: gpu
         return torch.xpu.device(device)
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu

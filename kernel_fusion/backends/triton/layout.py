@@ -1,4 +1,4 @@
-"""The memory layout of tensors as kernels see it: rows with up to three strides, and units that divide them."""
+"""Memory as kernels see it: rows with up to three strides, and units that divide them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Rows:
     """Rows of tensors of one shape, indexed (outer, middle, inner).
 
     Attributes:
-        count: the number of rows.
-        middle, inner: sizes of the second and third index; both 1 if one stride is enough.
+        count: of rows.
+        middle, inner: sizes; both 1 if one stride is enough.
         strides: three for each tensor, in elements.
     """
 
@@ -45,7 +45,7 @@ def product(sizes: Sequence[int]) -> int:
 
 
 def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Drop dimensions of size 1 and merge neighbours that every tensor passes through in one stride."""
+    """Drop dimensions of size 1 and merge those that every tensor passes through in one stride."""
     merged: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for dim, size in enumerate(sizes):
@@ -94,9 +94,9 @@ def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Row
 
 
 def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
-    """Dimensions, outermost first, in the memory order of the results of PyTorch's pointwise operations.
+    """Dimensions, outermost first, in the memory order of PyTorch's pointwise results.
 
-    The operands' strides decide, the first operand's if they disagree; strides of 0 do not count.
+    The operands' strides decide, the first's if they disagree; strides of 0 do not count.
     """
     order = list(range(len(sizes)))[::-1]  # innermost first, as PyTorch compares
 
@@ -123,7 +123,7 @@ def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list
 
 
 def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """The strides of a dense tensor whose memory runs through the dimensions in this order, outermost first."""
+    """The strides of a dense tensor that runs through the dimensions in this order, outermost first."""
     strides = [1] * len(sizes)
     step = 1
     for dim in reversed(order):

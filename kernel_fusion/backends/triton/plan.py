@@ -1,8 +1,8 @@
 """How a kernel runs: columns per block, rows side by side, warps, and whether it loops over a row.
 
-A row, or several short ones, lies in one block, the power of two that holds it, as long as registers hold what is kept.
-Rows of norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the number of rows,
-so a new batch size compiles nothing and changes no bits. docs/notebook/triton.md has the measurements.
+A row, or several short ones, lies in one block, the power of two that holds it, if registers hold what is kept. Rows of
+norms, often 3, 5 or 7 times a power of two, lie in a few smaller blocks. No plan depends on the number of rows, so a
+new batch size compiles nothing and changes no bits. docs/notebook/triton.md has the measurements.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ class Plan:
 
     @property
     def chained(self) -> bool:
-        """Whether persistent programs start while the kernel before them runs.
-
-        Not if rows are read again: the compiler spills more after the wait.
-        """
+        """Whether persistent programs start while the kernel before runs; rows read again would then spill more."""
         return self.resident > 0 and not self.again
 
     def __str__(self) -> str:

@@ -1,4 +1,1 @@
-"""The Triton kernels, a file per family and direction. Importing this imports Triton.
-
-No constant of a kernel depends on the number of rows.
-"""
+"""The Triton kernels. No constant of theirs depends on the number of rows."""

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs, and waits here.
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits here. From sm_90 on.
 
-It needs an NVIDIA GPU from sm_90. A kernel that is not launched so (CHAINED) waits for nothing. A chained one touches
-no memory before the wait, after which all earlier launches are done. Triton may lack NVIDIA's part.
+A kernel that is not launched so (CHAINED) waits for nothing; a chained one touches no memory before the wait, after
+which all earlier launches are done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous_kernel(CHAINED: tl.constexpr):
-    """Comes before the first access to memory."""
+    """Call before memory is touched."""
     if CHAINED:  # pragma: gpu
         tl.extra.cuda.gdc_wait()
 

@@ -23,13 +23,13 @@ def _words(seed, block):
 
 @triton.jit
 def _exchange_halves(words):
-    """Exchange the upper and lower half of each word."""
+    """Exchange the halves of each word."""
     return (words << 16) | (words >> 16)
 
 
 @triton.jit
 def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile are kept; `first` (int64, shape (rows, 1)) has the position of column 0 per row."""
+    """Which elements of a tile are kept; `first` (int64, (rows, 1)) is the position of column 0."""
     seed = tl.load(seed_ptr)
     if ALIGNED:
         w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])

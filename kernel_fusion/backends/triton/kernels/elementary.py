@@ -75,8 +75,7 @@ def divide(a, b):
 def quotient(a, b, reciprocal):
     """a / b, given 1 / b; exact if it has no more digits than a, as the mean of equal numbers.
 
-    A division amid a row's work would cost more than the row's sums. The last operations must not fuse with later ones,
-    as some compilers would.
+    A division would cost more than a row's sums. The last operations must not fuse with later ones.
     """
     estimate = a * reciprocal
     corrected = tl.fma(tl.fma(-estimate, b, a), reciprocal, estimate)
@@ -85,9 +84,9 @@ def quotient(a, b, reciprocal):
 
 @triton.jit
 def reciprocal_sqrt(x):
-    """1 / sqrt(x); in float32 the device's approximation and a Newton step, to a unit in the last place.
+    """1 / sqrt(x); in float32 an approximation and a Newton step, to one ulp.
 
-    The correctly rounded one is a call on NVIDIA GPUs, for which registers must be saved.
+    The correctly rounded one is a call, for which registers must be saved.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)

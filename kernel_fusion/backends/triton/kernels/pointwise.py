@@ -1,9 +1,9 @@
 """Pointwise chains, y = dropout(scale * f(a, b)), and their gradients.
 
-y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have the offsets of up to three
-outer strides and a column stride (0 if broadcast). A tensor without structure (flat) is one long row whose full tiles
-are not masked, so that they load in vectors. The element at offset i of y is number i of dropout. Bytes per element: a
-and b in, y out; backward dy, a and b in, da and db out.
+y is dense, and kernels walk through its memory in rows of `num_cols` elements. Operands have up to three outer strides
+and a column stride (0 if broadcast). A tensor without structure (flat) is one long row, whose full tiles load in
+vectors, without masks. The element at offset i of y is number i of dropout. Bytes per element: a and b in, y out;
+backward dy, a and b in, da and db out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
-# These may vary between calls of one compiled kernel; they count in the constant `unit`.
+# These may differ between calls of one compiled kernel, and count units.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
@@ -190,7 +190,7 @@ def pointwise_bwd(
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
 def pointwise_bwd_columns(dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, partials_ptr, num_rows, col_units, C: tl.constexpr):
-    """Write da, and partial sums of db over rows if b is one row: a program has a block of columns and some rows."""
+    """Write da, and partial sums of the row db: a program has a block of columns and some rows."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

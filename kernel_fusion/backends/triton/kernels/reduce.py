@@ -35,7 +35,7 @@ def _finish(total, count, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "length", "section", "stride", "count"])
 def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl.constexpr):
-    """out[row][s], the sum over section s (axis 1 of the grid) of a row; `section` is a multiple of BLOCK."""
+    """out[row][s], the sum over section s (axis 1 of the grid), a multiple of BLOCK long."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

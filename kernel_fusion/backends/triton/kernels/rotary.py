@@ -186,7 +186,7 @@ def _heads_bwd(
     WEIGHT: tl.constexpr,
     DX: tl.constexpr,
 ):
-    """dx of a tile of heads, if it is wanted, and what the heads add to dweight.
+    """dx of a tile of heads, if wanted, and what they add to dweight.
 
     `pointers` are those of dy, x, weight, dx, `at` where the token begins in dy, x and dx.
     """
@@ -321,7 +321,7 @@ def rotary_bwd(
     z2,
     C: tl.constexpr,
 ):
-    """dx of query and key, and partial sums of the gradients of their weights. Strides are those of dy, x and dx."""
+    """dx of query and key, and partial sums of their weights' gradients. Strides are those of dy, x and dx."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest if C.rest > 0 else C.block

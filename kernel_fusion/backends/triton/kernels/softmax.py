@@ -1,9 +1,8 @@
 """Softmax over rows, y = softmax(scale * x + mask), and its backward, dx = scale * (dy - sum(dy y)) y.
 
-A program has `rows` whole rows, each in one block of columns. Rows longer than the block (looped) are read twice: first
-for a running maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then for the quotients.
-Masked elements, and those beyond the diagonal, are not read; they give zero, even in a row with NaN, and so does a
-fully masked row.
+A program has `rows` whole rows, each in one block of columns. Longer rows (looped) are read twice: for a running
+maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then for the quotients. Masked elements,
+and those beyond the diagonal, are not read; they give zero, even beside NaN, and so does a fully masked row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LENGTHS = ["num_rows", "col_units", "matrix_rows", "middle", "inner", "x0", "x1"
 def _logits(pointers, rows, mask_step, at, inside, C: tl.constexpr):
     """scale * x + mask of a tile, -inf for masked elements; and which elements are kept.
 
-    `pointers` are x and the mask; `rows` the offsets of their rows, and the last column of causal rows.
+    `pointers` are x and the mask; `rows` their offsets, and the last column of causal rows.
     """
     x_ptr, mask_ptr = pointers
     x_row, mask_row, diagonal = rows
@@ -48,7 +47,7 @@ def _maximum(logits):
 def _quotients(logits, kept, largest, total, C: tl.constexpr):
     y = exp(logits - largest) / total
     if C.causal or C.mask != "none":
-        # Only a fully masked row, not one with a NaN, which compares unequal.
+        # A fully masked row; NaN compares unequal.
         y = tl.where(largest == -float("inf"), 0.0, y)
     if C.leaves_out:
         y = tl.where(kept, y, 0.0)
@@ -66,7 +65,7 @@ def _long_rows(pointers, y_ptr, row, rows, mask_step, col, row_mask, num_cols, C
         at = start + col
         logits, _ = _logits(pointers, rows, mask_step, at, row_mask & (at < num_cols), C)
         found = _maximum(logits)
-        # A NaN stays: all comparisons with it are false.
+        # NaN stays: comparisons with it are false.
         larger = tl.where((found <= largest) | (largest != largest), largest, found)
         # Nothing but -inf so far: exp(-inf - -inf) would be NaN.
         shift = tl.where(larger == -float("inf"), 0.0, larger)
@@ -131,7 +130,7 @@ def _gradient(dy, y, total, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "col_units"])
 def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
-    """Write dx from contiguous dy and y; with left out elements, it is 0 where y is."""
+    """Write dx from contiguous dy and y; 0 if y is, with left out elements."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

@@ -1,4 +1,4 @@
-"""Stage rows that are factors, and their slopes; other files need not know whose they are."""
+"""Stage rows that are factors, and their slopes."""
 
 from __future__ import annotations
 
