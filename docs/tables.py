@@ -11,6 +11,7 @@ from functools import cache, partial
 from statistics import geometric_mean
 from typing import Any
 
+import table_combinations as combinations
 import table_operations as operations
 import table_published as published
 from table_faults import planted
@@ -223,6 +224,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {  # by page and na
     ("docs/published.md", "published E"): operations.published_e,
     ("docs/mental_model.md", "bytes"): operations.bytes_moved,
     **{(f"docs/{page}.md", f"fused-ops {page}"): partial(operations.fused, page) for page in operations.PAGES},
+    **{("docs/combinations.md", name): getattr(combinations, name) for name in ("options", "conditions", "backends")},
     ("docs/faults.md", "faults"): planted,
     ("docs/results.md", "results"): kept,
     **{("docs/plans.md", f"plans {direction}"): partial(plans, direction) for direction in PLANNED_LENGTHS},

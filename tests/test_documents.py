@@ -11,6 +11,7 @@ from inspect import ismodule
 
 import pictures
 import pytest
+import stage_lines
 import tables
 import typer
 from support import CPU, ROOT
@@ -62,10 +63,10 @@ _TABLES = [
 
 @pytest.mark.parametrize(("page", "name"), _TABLES)
 def test_tables_are_those_of_their_sources(page: str, name: str) -> None:
-    """`python docs/tables.py` would change nothing; and a digit that is not the source's would be found."""
+    """`python docs/tables.py` would change nothing; and a character that is not the source's would be found."""
     text = PAGES[page]
     assert tables.written_anew(page, text) == text
-    wrong = re.sub(rf"(<!-- table: {name} -->.*?\| -.*?\d)\d", r"\g<1>x", text, count=1, flags=re.DOTALL)
+    wrong = re.sub(rf"(<!-- table: {name} -->.*?\| -.*?\w)\w", r"\g<1>#", text, count=1, flags=re.DOTALL)
     assert tables.written_anew(page, wrong) == text != wrong
 
 
@@ -73,6 +74,11 @@ def test_tables_are_those_of_their_sources(page: str, name: str) -> None:
 def test_pictures_are_those_of_their_sources(name: str) -> None:
     """`python docs/pictures.py` would change nothing."""
     assert (ROOT / "docs" / "pictures" / name).read_text() == pictures.PICTURES[name]() + "\n"
+
+
+def test_every_stage_has_lines_in_every_place() -> None:
+    """The count of lines per stage finds the names by which each place knows it."""
+    assert all(count for stage in stage_lines.stages() for count in stage_lines.lines(stage))
 
 
 def test_only_sources_of_tables_are_kept() -> None:

@@ -14,8 +14,8 @@ from test_interop import CALLS
 import kernel_fusion as kf
 from kernel_fusion.backends.cuda import explain as cuda_explain
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
+from kernel_fusion.core.combinations import WITHOUT_KERNELS
 from kernel_fusion.errors import BackendUnavailableError
-from kernel_fusion.operators.fallback import WITHOUT_CUDA_KERNELS
 
 # The module, not the function of the same name that the package exports.
 explain = importlib.import_module("kernel_fusion.functional.explain")
@@ -53,7 +53,7 @@ def arguments(verb: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb(verb: str, target: Target) -> None:
     """A call with nothing unusual takes the kernels; a request for the definition takes that."""
-    if target == CUDA and verb in WITHOUT_CUDA_KERNELS:
+    if target == CUDA and verb in WITHOUT_KERNELS:
         target = TRITON
     args, kwargs = arguments(verb, target.device)
     with target.ran(forward=0):

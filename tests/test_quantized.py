@@ -31,12 +31,26 @@ def _norm(verb: str) -> Callable[..., Any]:
     return call
 
 
+def _halves(t: Tensor) -> Tensor:
+    """Two shorter rows of each, so that a scale may be that of a row, of its samples or of its positions."""
+    return t.unflatten(-1, (2, -1))
+
+
 # Each takes an input and a second row, and gives a tensor or a NormOutput.
 VERBS: dict[str, Callable[..., Any]] = {
     **{
         name: _norm(name)
         for name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "gated_layer_norm", "gated_rms_norm")
     },
+    "modulated_layer_norm": lambda x, other, **options: kf.modulated_layer_norm(
+        _halves(x), x.shape[-1] // 2, _halves(other)[:, :1], _halves(other)[:, 1:], **options
+    ),
+    "add_modulated_rms_norm": lambda x, other, **options: kf.add_modulated_rms_norm(
+        _halves(x), _halves(other), x.shape[-1] // 2, _halves(other)[:1], **options
+    ),
+    "gated_sum": lambda x, other, **options: kf.add_modulated_rms_norm(
+        x, other.to(F32), x.shape[-1], other.flip(-1), gate=other[:1], **options
+    ),
     "activation": lambda x, other, **options: kf.rms_norm(x, x.shape[-1], activation="silu", rounding="hf", **options),
     "groups": lambda x, other, **options: kf.gated_rms_norm(
         x, other, x.shape[-1], group_size=x.shape[-1] // 5, **options
@@ -217,14 +231,14 @@ def test_dequantize(shape: tuple[int, ...], per: str | int) -> None:
 
 @_TARGETS
 @pytest.mark.parametrize("per", ["tensor", "row", 128])
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm", "gated_act"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm", "gated_sum", "gated_act"])
 def test_gradients_pass_straight_through(name: str, per: str | int, target: Target) -> None:
     """`dequantize` gives its arguments' gradients to the verb's, but for what was clamped; so does `unquantized`."""
     x, other = torch.randn(2, 7, 300, device=target.device).requires_grad_(True).unbind()
     quantize = _quantize(E4M3, per, target.device, unquantized=True)
     cotangent = torch.randn(7, 300, device=target.device)
     v, ours = (VERBS[name](x, other, out_dtype=o, backend=target.backend) for o in (None, quantize))
-    if name == "add_rms_norm":
+    if isinstance(v, kf.NormOutput):
         v, ours = v.output, ours.output
     clamped = v.abs() > quantize.scale * LARGEST[E4M3] if per == "tensor" else torch.zeros_like(v, dtype=torch.bool)
     assert clamped.any() == (per == "tensor")
@@ -333,7 +347,7 @@ def test_arguments_are_checked(arguments: tuple[Any, ...], message: str) -> None
 def test_refusals_name_the_verb() -> None:
     """Arguments that go with no codes are refused by the verb's name."""
     x, rows = torch.randn(4, 64), kf.Quantize(INT8, per="row")
-    by_row = "`out_dtype` with per='row' goes with a `normalized_shape` of one dimension, got 2"
+    by_row = "`out_dtype` with a scale per row or block goes with a `normalized_shape` of one dimension, got 2"
     assert _message(lambda: kf.rms_norm(x, (4, 64), out_dtype=rows)) == f"ValueError: `rms_norm`: {by_row}"
     scaled = kf.Quantize(INT8, torch.ones(1, device="meta"))
     assert "but the `scale` of `out_dtype` is on meta" in _message(lambda: kf.layer_norm(x, 64, out_dtype=scaled))
@@ -344,15 +358,12 @@ def test_refusals_name_the_verb() -> None:
     assert "needs a dimension" in _message(lambda: kf.gated_act(scalar, scalar, "relu", out_dtype=rows))
 
 
-def test_cuda_kernels_are_refused_by_name() -> None:
-    """`backend="cuda"` says that Triton has the kernels, and so does `explain`."""
+def test_explained() -> None:
+    """`explain` names the kernels of codes, and why CUDA C++ has none."""
     x, rows = torch.randn(4, 64), kf.Quantize(INT8, per="row")
-    message = _message(lambda: kf.gated_act(x, x, "silu", out_dtype=rows, backend="cuda"))
-    assert message.startswith(
-        "BackendUnavailableError: `gated_act`: backend 'cuda' was requested, but quantised results"
-    )
     assert "quantised results" in kf.explain(kf.rms_norm, x, 64, out_dtype=rows).reasons["cuda"]
     assert kf.explain(kf.rms_norm, x, 64, out_dtype=rows).backend == "cpu"
+    assert kf.explain(kf.modulated_rms_norm, x, 64, x, out_dtype=rows, backend="triton").plan
 
 
 def test_float8_of_a_gate_agrees_with_a_chain_of_pytorch() -> None:

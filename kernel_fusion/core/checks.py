@@ -14,6 +14,7 @@ import torch.overrides
 from torch import Tensor
 
 from kernel_fusion.core.activations import ACTIVATIONS, IDENTITY
+from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import ROUNDINGS, ROWS, VERBS
 from kernel_fusion.core.stages import Given
@@ -115,7 +116,7 @@ def row_norm(
             _check_companion(verb, name, parameter, input)
     _check_mix(verb, "out_dtype", out_dtype, input.dtype)
     if weight is None and weight_offset != 0.0:
-        raise ValueError(f"`{verb}`: `weight_offset` needs a `weight`, got weight_offset={weight_offset} without one")
+        raise refusal(verb, "weight_offset", "weight", f", got weight_offset={weight_offset} without one")
 
 
 def staged_row_norm(
@@ -179,7 +180,7 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 def group_size(verb: str, shape: Sequence[int], size: int) -> None:
     """Raise unless there is one normalised dimension that `size` divides."""
     if len(shape) != 1:
-        raise ValueError(f"`{verb}`: `group_size` goes with a `normalized_shape` of one dimension, got {list(shape)}")
+        raise refusal(verb, "group_size", "normalized_shape", f", got {list(shape)}")
     if size < 1 or shape[0] % size:
         raise ValueError(f"`{verb}`: `group_size` must divide the length of a row, N = {shape[0]}, got {size}")
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from kernel_fusion.backends import eager
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.core import checks
+from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.spec import Stages, compute_dtype
 from kernel_fusion.core.stages import Given, compiled_in, rows_in
 from kernel_fusion.errors import BackendUnavailableError
@@ -54,10 +55,8 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
     Raises:
         BackendUnavailableError: a backend with kernels was asked for; there are none for this.
     """
-    if backend not in (None, "eager"):
-        raise BackendUnavailableError(
-            f"`{name}`: backend {backend!r} was requested, but no kernel norms rows that are spread over ranks"
-        )
+    if backend is not None and (reason := without_kernels("group", backend)):
+        raise BackendUnavailableError(f"`{name}`: backend {backend!r} was requested, but {reason}")
     return partial(_staged_row_norm if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm"), groups)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.combinations import WITHOUT_KERNELS, without_kernels
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
 from kernel_fusion.functional.modulated_norm import as_norm
-from kernel_fusion.functional.quantized import NO_CUDA
 from kernel_fusion.operators.dispatch import obstacle
 
 
@@ -74,14 +74,14 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
     tensors = [t for t in tensors if t is not arguments.get("positions")]
     if wanted in (None, "eager") and _has_spread_rows(arguments):
-        no_kernel = "no kernel norms rows that are spread over ranks"
-        return Explanation("eager", {backend: no_kernel for backend in BACKENDS if backend != "eager"})
+        return Explanation("eager", WITHOUT_KERNELS["group"])
+    quantised = isinstance(arguments.get("out_dtype"), Quantize)
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
-        if candidate == "cuda" and isinstance(arguments.get("out_dtype"), Quantize):
-            reason = NO_CUDA
+        if quantised and (lacks := without_kernels("out_dtype=Quantize", candidate)):
+            reason = lacks
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
@@ -156,6 +156,8 @@ def _first_call(
 
 
 def _plan_lines(chosen: str, verb: str, arguments: dict[str, Any]) -> tuple[str, ...]:
+    if isinstance(arguments.get("out_dtype"), Quantize):  # of a result in the input's dtype
+        arguments = arguments | {"out_dtype": None}
     if chosen in ("cuda", "triton") and "modulated" in verb:
         arguments = as_norm(verb, arguments)
     if chosen == "cuda":

@@ -14,7 +14,7 @@ from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.core.stages import Given
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.row_norm import Norm, explain_norm, resolved
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved
 from kernel_fusion.operators.dispatch import operator
 
 # gate_activation, gate_first, group_size, rounding.
@@ -129,8 +129,9 @@ def gated_layer_norm(
 
 def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, backend: str | None) -> Tensor:
     """A norm and its gate."""
-    normalized_shape, weight, bias, _, weight_offset, out_dtype = norm
+    normalized_shape, weight, bias, _, weight_offset, _ = norm
     activation, first, group_size, rounding = gating
+    out_dtype, quantize = quantized.apart(norm[5])
     checks.rounding(verb, rounding)
     checks.flag(verb, "gate_first", first)
     name = checks.activation(verb, "gate_activation", activation)
@@ -159,9 +160,9 @@ def _gated(verb: str, input: Tensor, gate: Tensor, norm: Norm, gating: _Gating, 
         affine = len(shape), w, b, eps, weight_offset, out_dtype, verb.endswith("rms_norm")
         options = {"rounding": rounding_for(rounding, input.dtype), "gate_activation": name, "gate_first": first}
         stages = Given(gate=g, grouped=grouped, **options)
-        if isinstance(out_dtype, Quantize):
+        if quantize is not None:
             args = x, None, *affine, *stages
-            return quantized.norm(verb, out_dtype, backend, args, g, input.shape)[0]  # type: ignore[return-value]
+            return quantized.norm(verb, quantize, backend, args, g, input.shape)[0]  # type: ignore[return-value]
         y: Tensor = serve(x, None, *affine, *stages)[0]
         # Nobody else has y, so its other shape need not be a view.
         return y if group_size is None else torch.ops.aten._unsafe_view(y.contiguous(), input.shape)

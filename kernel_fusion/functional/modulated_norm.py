@@ -15,11 +15,13 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks, groups
 from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
-from kernel_fusion.functional import interop
-from kernel_fusion.functional.row_norm import Norm, NormOutput, explain_norm, resolved
+from kernel_fusion.functional import interop, quantized
+from kernel_fusion.functional.norm_arguments import Norm, explain_norm, resolved
+from kernel_fusion.functional.results import NormOutput
 from kernel_fusion.operators.dispatch import operator
 
 # scale, shift, gate.
@@ -39,7 +41,7 @@ def modulated_layer_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Layer normalisation, scaled and shifted by other numbers for every sample or row, in one pass.
@@ -101,7 +103,7 @@ def modulated_rms_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Root-mean-square normalisation, scaled and shifted by other numbers for every sample or row, in one pass.
@@ -138,7 +140,7 @@ def add_modulated_layer_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> NormOutput:
     r"""A gated residual addition, and the modulated layer normalisation of the sum.
@@ -191,7 +193,7 @@ def add_modulated_rms_norm(
     pre_activation: str | None = None,
     activation: str | None = None,
     weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> NormOutput:
     r"""A gated residual addition, and the modulated root-mean-square normalisation of the sum.
@@ -234,7 +236,7 @@ def _modulated(
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias, *modulation)  # type: ignore[no-any-return]
     scale, shift, gate = modulation
-    checks.out_dtype(verb, norm[5])  # codes of these are not made
+    dtype, quantize = quantized.apart(norm[5])
     for name, tensor in {"scale": scale, "residual": residual}.items():
         if tensor is None and (name == "scale" or verb.startswith("add_")):
             other = verb.replace("modulated_", "") if name == "scale" else verb[4:]
@@ -247,18 +249,19 @@ def _modulated(
         for name in ("scale", "shift", "gate"):
             checks.modulation(verb, name, rows[name], input, len(shape))
         checks.other_row(verb, "residual", input, residual)
-        w, b, offset = _affine(verb, input, norm, scale, shift)
+        w, b, offset = _affine(verb, input, norm, dtype, scale, shift)
         w, b, grouped = _in_groups(verb, input, shape, w, b)
-        out_dtype = norm[5]
-        assert not isinstance(out_dtype, Quantize)
         if gate is not None:
             assert residual is not None
-            out_dtype = _out_dtype(input, residual, out_dtype)
+            dtype = _out_dtype(input, residual, dtype)
             input, residual = _gated_sum(verb, input, residual, gate, pre, stages[2]), None
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
         given = Given(pre, post, stages[2], seed, grouped=grouped)
-        serve = operator(verb, "staged_row_norm", backend, input, residual, scale)
-        y, h = serve(input, residual, len(shape), w, b, eps, offset, out_dtype, verb.endswith("rms_norm"), *given)
+        args = input, residual, len(shape), w, b, eps, offset, dtype, verb.endswith("rms_norm"), *given
+        if quantize is None:
+            y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*args)
+        else:
+            y, h = quantized.norm(verb, quantize, backend, args, None, input.shape)
         return NormOutput(y, h if gate is None else input)
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
@@ -266,11 +269,10 @@ def _modulated(
 
 
 def _affine(
-    verb: str, input: Tensor, norm: Norm, scale: Tensor, shift: Tensor | None
+    verb: str, input: Tensor, norm: Norm, out_dtype: torch.dtype | None, scale: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor | None, float]:
     """Weight, bias and offset of the norm that is modulated: those of the norm itself multiplied in."""
-    _, weight, bias, _, weight_offset, out_dtype = norm
-    assert not isinstance(out_dtype, Quantize)
+    _, weight, bias, _, weight_offset, _ = norm
     checks.row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     if weight is None and bias is None:
         return scale, shift, 1.0
@@ -329,7 +331,7 @@ def _gated_sum(verb: str, input: Tensor, residual: Tensor, gate: Tensor, pre: st
     """residual + gate * input, rounded once, to the residual's dtype."""
     for name, there in {"pre_activation": pre != IDENTITY, "dropout_p": dropout_p > 0.0}.items():
         if there:
-            raise ValueError(f"`{verb}`: `{name}` does not go with a `gate`")
+            raise refusal(verb, name, "gate")
     return torch.addcmul(residual, gate, input).to(residual.dtype)
 
 

@@ -19,13 +19,13 @@ from kernel_fusion.backends.availability import is_foreign
 from kernel_fusion.backends.triton import under_autocast
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.combinations import refusal, without_kernels
 from kernel_fusion.core.quantize import Quantize
+from kernel_fusion.core.stages import FIRST, Given
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional.results import Quantized
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator, unavailable_reason
-
-NO_CUDA = "quantised results have no CUDA C++ kernels yet; those of 'triton' serve them"
 
 
 def norm(
@@ -34,18 +34,18 @@ def norm(
     """The quantised result of a norm with its stages, and h.
 
     Args:
-        args: those of the operator `staged_row_norm`, with `quantize` for `out_dtype`.
+        args: those of the operator `staged_row_norm`; without an `out_dtype`, what is quantised has the input's dtype.
         row: what is read beside input and residual.
         shape: of the result; the operator's has groups of columns apart.
     """
-    input, residual, num_dims = args[:3]
+    input, residual, num_dims, weight, bias = args[:5]
     if quantize.per != "tensor" and num_dims != 1:
-        expected = f"`out_dtype` with per={quantize.per!r} goes with a `normalized_shape` of one dimension"
-        raise ValueError(f"`{verb}`: {expected}, got {num_dims}")
-    out_dtype = torch.float32 if under_autocast(input) else input.dtype
-    args = tuple(out_dtype if arg is quantize else arg for arg in args)
-    route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, *args[3:5], row))
-    fits = checks.parameters_fit(input.shape[input.dim() - num_dims :], *args[3:5]) and input.numel() > 0
+        raise refusal(verb, "out_dtype", "normalized_shape", f", got {num_dims}")
+    out_dtype = args[7] or (torch.float32 if under_autocast(input) else input.dtype)
+    args = *args[:7], out_dtype, *args[8:]
+    route = _route(verb, "staged_row_norm", backend, quantize, (input, residual, weight, bias, row))
+    expected = checks.parameter_shape(input, num_dims, Given(*args[FIRST:]).grouped, weight, bias)
+    fits = checks.parameters_fit(expected, weight, bias) and input.numel() > 0
     if route.fused and fits and input.shape == shape:
         values, scale, v, h = route.operator("quantized_row_norm")(*args[:2], *_options(quantize), *args[2:])
         return _result(quantize, values, scale, v), h
@@ -55,16 +55,17 @@ def norm(
     return _of(quantize, route, y), h
 
 
-def refuse_group(verb: str, group: Any) -> None:
-    """Raise where a rank has a part of each row, and would not know the largest value of the whole."""
-    if group is not None:
-        raise ValueError(f"`{verb}`: `out_dtype` quantises whole rows, and does not go with a `group`")
+def apart(out_dtype: torch.dtype | Quantize | None) -> tuple[torch.dtype | None, Quantize | None]:
+    """The dtype of an operator's result, and what is made of it."""
+    return (None, out_dtype) if isinstance(out_dtype, Quantize) else (out_dtype, None)
 
 
 def gated(
     verb: str, quantize: Quantize, backend: str | None, gate: Tensor, value: Tensor, activation: str
 ) -> Quantized:
     """The quantised result of a gated activation."""
+    if not isinstance(quantize, Quantize):
+        raise TypeError(f"`{verb}`: `out_dtype` must be a Quantize or None, got {quantize}")
     route = _route(verb, "pointwise", backend, quantize, (gate, value))
     if route.fused and gate.dim() > 0 and gate.shape == value.shape and gate.dtype == value.dtype:
         return _result(quantize, *route.operator("quantized_gate")(gate, value, activation, *_options(quantize)))
@@ -112,8 +113,8 @@ def _backend(verb: str, backend: str | None, input: Tensor) -> str | None:
     """The backend that was asked for, or Triton on a GPU, where it has the only kernels; None for the device's own."""
     check_backend_name(backend)
     wanted = backend or state.backend
-    if wanted == "cuda":
-        raise BackendUnavailableError(f"`{verb}`: backend 'cuda' was requested, but {NO_CUDA}")
+    if wanted is not None and (reason := without_kernels("out_dtype=Quantize", wanted)):
+        raise BackendUnavailableError(f"`{verb}`: backend {wanted!r} was requested, but {reason}")
     if wanted is None and input.device.type in ("cuda", "xpu"):
         return "triton" if unavailable_reason("triton", input.device) is None else "eager"
     return wanted

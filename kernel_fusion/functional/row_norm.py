@@ -10,13 +10,22 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from kernel_fusion.backends import eager
-from kernel_fusion.backends.availability import PLAIN_TENSORS, is_dtensor, is_foreign
+from kernel_fusion.backends.availability import is_dtensor, is_foreign
 from kernel_fusion.config import check_backend_name, state
 from kernel_fusion.core import checks
+from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import rounding_for
 from kernel_fusion.functional import interop, quantized
-from kernel_fusion.functional.results import NormOutput as NormOutput
+from kernel_fusion.functional.norm_arguments import (
+    Norm,
+    ends_with,
+    explain_norm,
+    num_normalized_dims,
+    resolved,
+    sizes,
+)
+from kernel_fusion.functional.results import NormOutput
 from kernel_fusion.operators import schemas
 from kernel_fusion.operators.dispatch import operator
 from kernel_fusion.operators.jagged import has_rows_of
@@ -26,8 +35,6 @@ _LAYER_NORM, _RMS_NORM = (schemas.overload(name) for name in ("layer_norm", "rms
 _layer_norm: Callable[..., Tensor] = _LAYER_NORM._op
 _rms_norm: Callable[..., Tensor] = _RMS_NORM._op
 
-# normalized_shape, weight, bias, eps, weight_offset, out_dtype.
-Norm = tuple[int | Sequence[int], Tensor | None, Tensor | None, float | None, float, torch.dtype | Quantize | None]
 _Stages = tuple[str | None, str | None, float, str]  # pre_activation, activation, dropout_p, rounding
 
 
@@ -98,7 +105,7 @@ def layer_norm(
         return _staged("layer_norm", input, None, norm, stages, backend, group).output
     try:
         if backend is None and state.backend is None:
-            num_dims = _num_normalized_dims(input, normalized_shape)
+            num_dims = num_normalized_dims(input, normalized_shape)
             if num_dims:
                 norm_op = _LAYER_NORM if is_dynamo_compiling() else _layer_norm
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
@@ -168,7 +175,7 @@ def rms_norm(
         return _staged("rms_norm", input, None, norm, stages, backend, group).output
     try:
         if backend is None and state.backend is None:
-            num_dims = _num_normalized_dims(input, normalized_shape)
+            num_dims = num_normalized_dims(input, normalized_shape)
             if num_dims:
                 norm_op = _RMS_NORM if is_dynamo_compiling() else _rms_norm
                 if weight_offset == 0.0 and out_dtype is None:  # two arguments fewer to convert, 0.1 µs
@@ -186,8 +193,8 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
     """A norm without stages, of an unusual tensor, by an explicit backend or with arguments that don't fit."""
     normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
     assert not isinstance(out_dtype, Quantize)  # which counts as a stage
-    shape = _sizes(normalized_shape)
-    if not _num_normalized_dims(input, shape):
+    shape = sizes(normalized_shape)
+    if not num_normalized_dims(input, shape):
         check_backend_name(backend)
         if not interop.is_tensor(input):
             if interop.records(input):
@@ -200,28 +207,11 @@ def _unusual(verb: str, input: Tensor, norm: Norm, backend: str | None) -> Tenso
 
             return interop.with_tensors(verb, with_tensors, input, weight, bias)  # type: ignore[no-any-return]
         ours = is_dtensor(input) or has_rows_of(input, len(shape))
-        if (is_foreign(input) and not ours) or not _ends_with(input, shape):
+        if (is_foreign(input) and not ours) or not ends_with(input, shape):
             rms = verb == "rms_norm"
             return eager.pytorch_row_norm(input, shape, weight, bias, eps, weight_offset, out_dtype, rms)
     serve = operator(verb, verb, backend, input)
     return serve(input, len(shape), weight, bias, eps, weight_offset, out_dtype)  # type: ignore[no-any-return]
-
-
-def _num_normalized_dims(input: Tensor, normalized_shape: int | Sequence[int]) -> int:
-    """How many dimensions `normalized_shape` has, or 0 where anything about the call needs a closer look."""
-    if type(input) not in PLAIN_TENSORS or input.is_nested:
-        return 0
-    shape = input.shape
-    expected = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-    # One dimension, the usual case, without slicing the shape.
-    if len(expected) == 1:
-        return 1 if shape and isinstance(expected[0], int) and shape[-1] == expected[0] else 0
-    return len(expected) if shape[len(shape) - len(expected) :] == tuple(expected) else 0
-
-
-def _ends_with(input: Tensor, shape: Sequence[int]) -> bool:
-    integers = all(isinstance(size, (int, torch.SymInt)) for size in shape)
-    return integers and 0 < len(shape) <= input.dim() and input.shape[input.dim() - len(shape) :] == tuple(shape)
 
 
 def add_layer_norm(
@@ -326,8 +316,9 @@ def _staged(
     verb: str, input: Tensor, residual: Tensor | None, norm: Norm, stages: _Stages, backend: str | None, group: Any
 ) -> NormOutput:
     """A norm with stages around it."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
+    normalized_shape, weight, bias, eps, weight_offset, _ = norm
     pre_activation, activation, dropout_p, rounding = stages
+    out_dtype, quantize = quantized.apart(norm[5])
     checks.rounding(verb, rounding)
     pre = checks.activation(verb, "pre_activation", pre_activation)
     post = checks.activation(verb, "activation", activation)
@@ -338,7 +329,7 @@ def _staged(
             return found if len(rows) == 2 else NormOutput(found, input)
 
         def with_tensors(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> NormOutput:
-            return _staged(verb, x, r, (normalized_shape, w, b, eps, weight_offset, out_dtype), stages, backend, group)
+            return _staged(verb, x, r, (normalized_shape, w, b, *norm[3:]), stages, backend, group)
 
         return interop.with_tensors(verb, with_tensors, input, residual, weight, bias)  # type: ignore[no-any-return]
     if residual is None and verb.startswith("add_"):
@@ -355,9 +346,10 @@ def _staged(
         args: tuple[Any, ...] = (input, residual, *affine, pre, post, dropout_p, seed)
         if rounding_for(rounding, (input if residual is None else residual).dtype) != "once":
             args = *args, rounding  # the default costs less where it is left out
-        if isinstance(out_dtype, Quantize):
-            quantized.refuse_group(verb, group)
-            return NormOutput(*quantized.norm(verb, out_dtype, backend, args, None, input.shape))  # type: ignore[arg-type]
+        if quantize is not None:
+            if group is not None:
+                raise refusal(verb, "out_dtype", "group")
+            return NormOutput(*quantized.norm(verb, quantize, backend, args, None, input.shape))  # type: ignore[arg-type]
         return NormOutput(*serve(*args))
     except checks.REFUSALS as error:
         explain_norm(verb, error, {"input": input, "residual": residual}, norm)
@@ -371,26 +363,3 @@ def _recorded(verb: str, rows: tuple[Any, ...], norm: Norm, stages: _Stages, bac
     if not verb.startswith("add_"):
         del options["dropout_p"]
     return interop.recorded(globals()[verb], *rows, *norm[:2], **options)
-
-
-def resolved(verb: str, input: Tensor, norm: Norm) -> tuple[tuple[int, ...], float | None]:
-    """The normalised sizes and eps; raises, in PyTorch's words, where the input does not end with the sizes."""
-    normalized_shape, weight, bias, eps, _, _ = norm
-    shape, rms = _sizes(normalized_shape), verb.endswith("rms_norm")
-    if not shape or tuple(input.shape[input.dim() - len(shape) :]) != shape:
-        eager.pytorch_row_norm(input, shape, weight, bias, eps, 0.0, None, rms)
-    return shape, schemas.default_eps(input) if eps is None and rms else eps
-
-
-def explain_norm(verb: str, error: Exception, rows: dict[str, Any], norm: Norm, **others: Any) -> None:
-    """Raise a better error than `error`, if an argument of the norm explains it; `rows` and `others` by their names."""
-    normalized_shape, weight, bias, eps, weight_offset, out_dtype = norm
-    tensors = rows | {"weight": weight, "bias": bias}
-    others |= {"normalized_shape": normalized_shape, "weight_offset": weight_offset}
-    if eps is not None or not verb.endswith("rms_norm"):  # where None is a number
-        others["eps"] = eps
-    checks.explain(verb, error, tensors, out_dtype=out_dtype, **others)
-
-
-def _sizes(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)

@@ -12,8 +12,6 @@ from kernel_fusion.core import checks
 from kernel_fusion.operators import schemas, vmap
 
 LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
-# On every GPU, Triton's kernels serve these.
-WITHOUT_CUDA_KERNELS = ("rope", "qk_norm_rope")
 
 
 def serve(verb: str, *args: Any) -> Any:

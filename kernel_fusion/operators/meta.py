@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_fusion.core import arguments
 from kernel_fusion.core.quantize import empty_scales
 from kernel_fusion.core.rotary import result_like
-from kernel_fusion.operators.schemas import library, overload
+from kernel_fusion.operators.schemas import library
 
 
 def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Tensor:
@@ -74,28 +74,6 @@ def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int
     return values, empty_scales(input, block) if scale is None else input.new_empty(0, dtype=torch.float32)
 
 
-def quantized_row_norm(
-    input: Tensor,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    scale: Tensor | None,
-    block: int,
-    keeps: bool,
-    *norm: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Those of the codes, and of the norm's operator."""
-    y, h = overload("staged_row_norm")(input, residual, *norm)
-    return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0), h
-
-
-def quantized_gate(
-    gate: Tensor, value: Tensor, activation: str, dtype: torch.dtype, scale: Tensor | None, block: int, keeps: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the codes, and of the chain."""
-    y = pointwise(gate, value, "gate", activation, 1.0, 0.0, None)
-    return *quantize(y, dtype, scale, block), y if keeps else y.new_empty(0)
-
-
 def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any) -> Any:
         arguments.one_device(function.__name__, args)
@@ -104,7 +82,7 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-_QUANTIZED = quantize, quantized_row_norm, quantized_gate
+# The operators of quantised verbs are compositions of these and the norms' (operators/quantized.py).
 for _function in (
     pointwise,
     pointwise_fwd,
@@ -114,6 +92,6 @@ for _function in (
     softmax_bwd,
     qk_norm_rope,
     qk_norm_rope_bwd,
-    *_QUANTIZED,
+    quantize,
 ):
     library.impl(_function.__name__, _on_one_device(_function), "Meta")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core import arguments
+from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.errors import BuildError
 from kernel_fusion.operators import fallback, loader, quantized, schemas
 
@@ -22,7 +23,7 @@ _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 
 def _is_native(name: str, device: str) -> bool:
-    return device in _NATIVE_DEVICES and not (device == "cuda" and name in fallback.WITHOUT_CUDA_KERNELS)
+    return device in _NATIVE_DEVICES and not without_kernels(name, device)
 
 
 def _verb_stub(name: str) -> Callable[..., Any]:

@@ -119,7 +119,7 @@ def forward(
 
 @torch.library.triton_op("kernel_fusion::triton_qk_norm_rope_bwd", mutates_args={})
 def backward(
-    dy: Tensor,
+    dy: Tensor | None,
     dy_key: Tensor | None,
     query: Tensor | None,
     key: Tensor | None,
@@ -136,13 +136,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and their weights; those that are not wanted have no elements.
 
-    Query and key themselves are there if there is a norm.
+    Query and key themselves are there if there is a norm, even one of which nothing is wanted: the sums of the other's
+    weight depend on the heads of both. What arrives at that one may be None.
     """
-    x, x_key = (dy, dy_key) if eps is None or query is None else (query, key)
+    x, x_key = (dy, dy_key) if eps is None else (query, key)
+    require("triton_qk_norm_rope_bwd", [dy, dy_key, x_key], x is not None)
+    assert x is not None
     c = Rotary(x, x_key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     takes = _takes(c) and shaped(x.shape, dy) and floating(dy, dy_key) and len(wants) == 4
-    takes = takes and (eps is None or query is not None) and (x_key is None) == (dy_key is None)
-    takes = takes and (x_key is None or shaped(x_key.shape, dy_key))
+    takes = takes and (dy_key is None if x_key is None else shaped(x_key.shape, dy_key))
+    takes = takes and (dy is not None or not any(wants[::2])) and (dy_key is not None or not any(wants[1::2]))
     require("triton_qk_norm_rope_bwd", [dy, dy_key, *c[:7]], takes)
     read = [_readable(t) for t in (dy, dy_key, x, x_key)]
     dx, dx_key = (
@@ -153,7 +156,7 @@ def backward(
         for w, wanted in zip((query_weight, key_weight), wants[2:], strict=True)
     ]
     _launch_backward(c, read, dx, dx_key, rows)
-    return tuple(dy.new_empty(0) if t is None else t for t in (dx, dx_key, *rows))  # type: ignore[return-value]
+    return tuple(x.new_empty(0) if t is None else t for t in (dx, dx_key, *rows))  # type: ignore[return-value]
 
 
 def _launch_backward(
@@ -206,18 +209,14 @@ class QKNormRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of query, key and their weights."""
         found: list[Tensor | None] = [None] * len(Rotary._fields)
-        places = [i for i, dy in enumerate(grads) if dy is not None]
-        if not places:
+        if grads[0] is None and grads[1] is None:
             return tuple(found)
-        # If something arrives at the key alone, that stands in the place of the query.
-        first, both = places[0], len(places) == 2
         x, tables = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        given = [grads[first], grads[1] if both else None]
-        of_heads = [x[first], x[1] if both else None, x[2 + first], x[3] if both else None]
-        at = [first, 1, 2 + first, 3]
-        wants = [ctx.needs_input_grad[i] and (both or n % 2 == 0) for n, i in enumerate(at)]
+        # A key without a norm, at which alone something arrives, stands in the place of the query.
+        at = [1, 0, 3, 2] if x[0] is None and grads[0] is None else [0, 1, 2, 3]
+        wants = [ctx.needs_input_grad[i] and grads[i % 2] is not None for i in at]
         gradient = _differentiable if torch.is_grad_enabled() else torch.ops.kernel_fusion.triton_qk_norm_rope_bwd
-        results = gradient(*given, *of_heads, *tables, *ctx.constants, wants)
+        results = gradient(*(grads[i] for i in at[:2]), *(x[i] for i in at), *tables, *ctx.constants, wants)
         for place, wanted, result in zip(at, wants, results, strict=True):
             if wanted:
                 found[place] = result

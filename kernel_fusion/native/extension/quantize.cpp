@@ -63,7 +63,7 @@ QuantizedNorm quantized_row_norm(const ForwardCall& call, const Quantize& q) {
   check(q, call.input);
   TORCH_CHECK(present(q.scale) || call.num_dims == 1, "kernel_fusion: scales of rows go with one normalised dimension, got ",
               call.num_dims);
-  if (!accepts(call) || call.input.numel() == 0 || groups_of(call).count > 1) {
+  if (!accepts(call) || call.input.numel() == 0) {
     static const auto op = find_op<StagedResult>("kernel_fusion::staged_row_norm", staged_call);
     auto [y, h] = call_operator(op, call);
     return std::tuple_cat(quantized(std::move(y), q), std::tuple(std::move(h)));

@@ -328,27 +328,32 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
 
 void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, Tensor& y, Tensor& h, Quantized& to) {
   const Rows x(call.input, call.num_dims);
-  const Runs runs(call, x.rows);  // one, of one group
+  const Runs runs(call, x.rows);
   const auto acc = acc_dtype(call.input);
   const auto x_type = cpu_dtype(call.input.scalar_type()), y_type = cpu_dtype(call.y_dtype());
-  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type;
+  const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
   const bool interleaved = bare && x_type == Dtype::kBFloat16;
   const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
       bias(call.bias, call.num_dims, runs, 0.0, interleaved);
   const cpu::Forward args{x.data(), weight.first, bias.first, nullptr, nullptr, nullptr, x.cols,
-                          x.layout, call.eps,     call.rms,   x_type,  y_type,  false};
+                          x.layout, call.eps,     call.rms,   x_type,  y_type,  false,   runs.together};
   const StagedForward staged(call, h);
+  const int64_t of_run = x.rows / runs.count;
   const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(call.y_dtype()));
   prefer_huge_pages(h);
   quantize_rows_of(quantization(quantize, call.y_dtype(), x.rows, x.cols, to), quantize.keeps ? &y : nullptr, [&] {
     return [&, w = Prepared(weight, acc), b = Prepared(bias, acc)](char* out, int64_t begin, int64_t end) mutable {
       cpu::Forward mine = args;
-      mine.weight = w.of(0);
-      mine.bias = b.of(0);
       // The place of row 0, had it one.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
-      if (bare) cpu::kernels().forward(mine, begin, end);
-      else cpu::kernels().forward_staged(mine, staged.args, begin, end);
+      for (int64_t last; begin < end; begin = last) {
+        const int64_t run = begin / of_run;
+        last = std::min(end, (run + 1) * of_run);
+        mine.weight = w.of(run);
+        mine.bias = b.of(run);
+        if (bare) cpu::kernels().forward(mine, begin, last);
+        else cpu::kernels().forward_staged(mine, staged.args, begin, last);
+      }
     };
   });
 }

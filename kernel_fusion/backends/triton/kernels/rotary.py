@@ -11,8 +11,9 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
 A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
 elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have gradients, programs are
 persistent: each walks through tiles with both sums in registers, and writes one partial row of each; sum_partials adds
-those in order. Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and
-sines are read once per tile, mostly from the L2 cache.
+those in order. Tiles without a wanted gradient are passed over, so the sums of a weight do not depend on what else is
+wanted. Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines are
+read once per tile, mostly from the L2 cache.
 """
 
 from __future__ import annotations
@@ -340,18 +341,19 @@ def rotary_bwd(
         example, token, tile = _place(item, tiles, tokens)
         angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
         if tile < query_tiles:
-            dy_at = (example * g0 + token * g1) * C.unit
-            at = (dy_at, (example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
-            pointers = (dy_ptr, query_ptr, query_weight_ptr, dquery_ptr)
-            d1, d2, d3 = _heads_bwd(
-                pointers, at, (g2, q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight, C.dquery
-            )
-            if C.dweight:
-                a1 += d1
-                a2 += d2
-                if C.rest > 0:
-                    a3 += d3
-        elif C.has_key:
+            if C.dquery or C.dweight:
+                dy_at = (example * g0 + token * g1) * C.unit
+                at = (dy_at, (example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
+                pointers = (dy_ptr, query_ptr, query_weight_ptr, dquery_ptr)
+                d1, d2, d3 = _heads_bwd(
+                    pointers, at, (g2, q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight, C.dquery
+                )
+                if C.dweight:
+                    a1 += d1
+                    a2 += d2
+                    if C.rest > 0:
+                        a3 += d3
+        elif C.dkey or C.dkey_weight:
             dy_at = (example * h0 + token * h1) * C.unit
             at = (dy_at, (example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
             pointers = (dy_key_ptr, key_ptr, key_weight_ptr, dkey_ptr)

@@ -1,0 +1,36 @@
+"""What goes with what: the conditions of a verb's options, and what a backend has no kernels for.
+
+A signature says which options a verb has. What it cannot say stands here, once: errors, `explain` and the tables of
+docs/combinations.md are made of it.
+"""
+
+from __future__ import annotations
+
+# What an error says of an option beside another argument, by both names. A verb that has both keeps to it.
+CONDITIONS = {
+    ("weight_offset", "weight"): "needs a `weight`",
+    ("dropout_p", "gate"): "does not go with a `gate`",
+    ("pre_activation", "gate"): "does not go with a `gate`",
+    ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",
+    ("out_dtype", "normalized_shape"): "with a scale per row or block goes with a `normalized_shape` of one dimension",
+    ("out_dtype", "group"): "quantises whole rows, and does not go with a `group`",
+}
+
+_ROTATES = "has no kernels in CUDA C++; those of 'triton' serve it on a GPU"
+# Why a backend cannot serve a verb, or an option of any verb.
+WITHOUT_KERNELS = {
+    "rope": {"cuda": f"`rope` {_ROTATES}"},
+    "qk_norm_rope": {"cuda": f"`qk_norm_rope` {_ROTATES}"},
+    "out_dtype=Quantize": {"cuda": "quantised results have no CUDA C++ kernels yet; those of 'triton' serve them"},
+    "group": dict.fromkeys(("cuda", "triton", "cpu"), "no kernel norms rows that are spread over ranks"),
+}
+
+
+def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
+    """The error of a call in which `option` and `other` do not go together."""
+    return ValueError(f"`{verb}`: `{option}` {CONDITIONS[option, other]}{got}")
+
+
+def without_kernels(what: str, backend: str) -> str | None:
+    """Why `backend` has no kernels for a verb or an option, or None."""
+    return WITHOUT_KERNELS.get(what, {}).get(backend)
