@@ -16,7 +16,7 @@ BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Quantize:
-    r"""Asks a norm, an add-norm, a gated norm or :func:`gated_act` for codes and scales, as its `out_dtype`.
+    r"""Asks a norm, with whatever stages, or :func:`gated_act` for codes and scales, as its `out_dtype`.
 
     .. math:: \mathrm{code} = \mathrm{round}(\mathrm{clamp}(v / s)), \qquad s = \max |v| \,/\, \mathrm{largest\ code}
 
