@@ -74,7 +74,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
     tensors = [t for t in tensors if t is not arguments.get("positions")]
     if wanted in (None, "eager") and _has_spread_rows(arguments):
-        return Explanation("eager", WITHOUT_KERNELS["group"])
+        return Explanation("eager", dict(WITHOUT_KERNELS["group"]))
     quantised = isinstance(arguments.get("out_dtype"), Quantize)
     reasons: dict[str, str] = {}
     chosen = None
