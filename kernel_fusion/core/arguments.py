@@ -44,11 +44,9 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"kernel_fusion::{operator}: `{name}` must be one of {choices}, got {value!r}")
     if "num_dims" in arguments:
         _num_dims(operator, arguments["input"], arguments["num_dims"])
+        _together(operator, arguments)  # of a norm; elsewhere a gate is no stage
     if "dropout_p" in arguments:
         _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
-    if found := stages.conflict(arguments, arguments.get("residual", arguments.get("has_residual"))):
-        name = found[0] if found[0] in arguments else "has_residual"
-        raise RuntimeError(f"kernel_fusion::{operator}: `{name}` does not go with a `{found[1]}`")
     if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
         raise TypeError(
             f"kernel_fusion::{operator}: `b` must be None where `combine` is 'first', and a tensor elsewhere"
@@ -61,6 +59,12 @@ def _num_dims(operator: str, input: Tensor, num_dims: int) -> None:
             f"kernel_fusion::{operator}: `num_dims` must be at least 1 and at most the number of dimensions of "
             f"`input`, {input.dim()}, got {num_dims}"
         )
+
+
+def _together(operator: str, arguments: Mapping[str, Any]) -> None:
+    if found := stages.conflict(arguments, arguments.get("residual", arguments.get("has_residual"))):
+        name = found[0] if found[0] in arguments else "has_residual"
+        raise RuntimeError(f"kernel_fusion::{operator}: `{name}` does not go with a `{found[1]}`")
 
 
 def _dropout(operator: str, p: float, seed: Tensor | None) -> None:

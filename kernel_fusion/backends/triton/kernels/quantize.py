@@ -63,12 +63,14 @@ def encode(v, s, C: tl.constexpr):
 
 
 @triton.jit
-def store_codes(vs, pointers, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's."""
-    codes_ptr, scales_ptr, num_rows = pointers
+def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
+    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's.
+
+    `to` are the pointers of codes and scales, the number of all rows, and which of them these are.
+    """
+    codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]
-    row = tl.program_id(0).to(tl.int64) * C.rows + tl.arange(0, C.rows)[:, None]
     s = tl.full([1, 1], 1.0, tl.float32)
     if C.given:
         s = s * tl.load(scales_ptr)

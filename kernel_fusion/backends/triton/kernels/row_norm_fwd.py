@@ -300,7 +300,7 @@ def row_norm_fwd(
     `num_rows` is that of samples, each of which has a row in every group.
     """
     pointers = (x_ptr, other_ptr, seed_ptr)
-    results = (y_ptr, h_ptr, (y_ptr, y_ptr, num_rows))
+    results = (y_ptr, h_ptr, (y_ptr, y_ptr))
     lengths = (num_rows, col_units, middle, inner)
     of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
     _forward(pointers, (weight_ptr, bias_ptr), results, stats_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
@@ -336,7 +336,7 @@ def row_norm_codes(
 ):
     """Codes of y, their scales unless they are given, and h; y, if C.keeps. Rows are whole."""
     pointers = (x_ptr, other_ptr, seed_ptr)
-    results = (y_ptr, h_ptr, (codes_ptr, scales_ptr, num_rows))
+    results = (y_ptr, h_ptr, (codes_ptr, scales_ptr))
     lengths = (num_rows, col_units, middle, inner)
     of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
     _forward(pointers, (weight_ptr, bias_ptr), results, y_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
@@ -363,6 +363,8 @@ def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, 
     x_row = row_offset(row, (middle, inner), x_strides, C.unit, C.flat)
     other_row = row_offset(row, (middle, inner), o_strides, C.unit, C.flat)
     rows = (x_row, other_row, row * num_cols)
+    y_ptr, h_ptr, codes = results
+    results = (y_ptr, h_ptr, codes + (of_all(num_rows, groups, C), row))
     weight_ptr, bias_ptr = affine_pointers
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
