@@ -35,7 +35,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "gate_first": {"gate_first": True, "gate_activation": "tanh"},
     "group_size": {"group_size": 4},
     "scale": {"scale": _GATE[:, :1], "shift": _X[:, 1:2]},
-    "cos": {**_ANGLES, "positions": None},
+    "cos": {**_ANGLES, "positions": torch.tensor([2, 0, 1])},
     "rounding": {"rounding": "hf"},
     "out_dtype": {"out_dtype": torch.float32},
     "group": {"group": object()},

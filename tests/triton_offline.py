@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from kernel_fusion.backends.triton import plan, pointwise, quantize, reduce, rotary, row_norm, serve, softmax
 from kernel_fusion.backends.triton.kernels.constants import Constants
+from kernel_fusion.core.stages import Given
 from kernel_fusion.operators import fallback
 
 _TYPES = {
@@ -193,6 +194,8 @@ def quantized(rows: int, cols: int, dtype: torch.dtype) -> None:
         for rms in (False, True):
             serve("quantized_row_norm", x, r, *codes, keeps, 1, w, w, 1e-5, 0.0, dtype, rms)
         serve("quantized_gate", x, r, "silu", *codes, keeps)
+    tokens = x, None, *kinds[-1], False, 1, r, r, 1e-5, 1.0, dtype, False
+    serve("quantized_row_norm", *tokens, *Given(grouped=True))
 
 
 def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
