@@ -77,7 +77,7 @@ def _given(verb: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_pairs_of_options(verb: str) -> None:
-    """Each option of a verb, alone and with any other, goes: the kernels serve them, and give what the definition gives."""
+    """Kernels serve each option of a verb, alone and with any other, and give what the definition gives."""
     excluded = {frozenset(pair) for pair, text in CONDITIONS.items() if "does not go" in text}
     for pair in pairs(_options_of(verb), 2):
         if frozenset(pair) in excluded:
