@@ -1,12 +1,8 @@
-"""What goes with what: the conditions of a verb's options, and what a backend has no kernels for.
-
-A signature says which options a verb has. What it cannot say stands here, once: errors, `explain` and the tables of
-docs/combinations.md are made of it.
-"""
+"""What goes with what, beyond signatures: errors, `explain` and the tables of docs/combinations.md are made of it."""
 
 from __future__ import annotations
 
-# What an error says of an option beside another argument, by both names. A verb that has both keeps to it.
+# What errors say of an option beside another argument; it holds for each verb that has both.
 CONDITIONS = {
     ("weight_offset", "weight"): "needs a `weight`",
     ("dropout_p", "gate"): "does not go with a `gate`",

@@ -82,7 +82,7 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# The operators of quantised verbs are compositions of these and the norms' (operators/quantized.py).
+# Quantised verbs are compositions of these.
 for _function in (
     pointwise,
     pointwise_fwd,

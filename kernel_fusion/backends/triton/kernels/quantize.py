@@ -64,10 +64,7 @@ def encode(v, s, C: tl.constexpr):
 
 @triton.jit
 def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's.
-
-    `to` are the pointers of codes and scales, the number of all rows, and which of them these are.
-    """
+    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's."""
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]

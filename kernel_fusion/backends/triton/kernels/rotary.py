@@ -11,9 +11,9 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
 A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
 elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have gradients, programs are
 persistent: each walks through tiles with both sums in registers, and writes one partial row of each; sum_partials adds
-those in order. Tiles without a wanted gradient are passed over, so the sums of a weight do not depend on what else is
-wanted. Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines
-are read once per tile, mostly from the L2 cache.
+those in order. Tiles without a wanted gradient are passed over, so a weight's sums are the same without the others'.
+Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines are read
+once per tile, mostly from the L2 cache.
 """
 
 from __future__ import annotations
