@@ -3,9 +3,10 @@
     python benchmarks/spread_rows.py --output-dir OUTPUT_DIR                         # local work: one rank
     torchrun --nproc-per-node 4 benchmarks/spread_rows.py --output-dir OUTPUT_DIR    # with the collective
 
-Every rank has 4096 columns of 8192 rows, as one of four shards of 16384. Calls rotate over inputs that no cache holds.
-The floor is PyTorch's `neg` (forward) and `add` (backward) of the bytes that a kernel must move. Rank 0 writes
-`spread-rows-WORLD.json` with the machine, the versions and this command.
+Every rank has 4096 columns of 8192 rows, as one of four shards of 16384. Calls rotate over inputs that no cache holds;
+on a GPU they are one CUDA graph, so that the host's time does not count. The floor is PyTorch's `neg` (forward) and
+`add` (backward) of the bytes that a kernel must move. Rank 0 writes `spread-rows-WORLD.json` with the machine, the
+versions and this command.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +61,39 @@ def calls_on(device: torch.device, rows: int, cols: int, sets: int) -> dict[str,
     return calls
 
 
+def captured(call: Call, sets: int) -> Callable[[], None]:
+    """All calls of a contender as one CUDA graph, on the current stream, to which its backward belongs, too."""
+    call(0)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL has a thread that asks CUDA
+        results = [call(i) for i in range(sets)]
+    del results  # kept until now, so that no call wrote to the memory of another's results
+    return graph.replay
+
+
+def launched(call: Call, sets: int) -> Callable[[], None]:
+    """All calls of a contender, one after the other."""
+
+    def run() -> None:
+        for i in range(sets):
+            call(i)
+
+    return run
+
+
 def measure(calls: dict[str, Call], sets: int, device: torch.device) -> dict[str, float]:
     """The median ms of each call; ranks take the same calls in the same order, as collectives ask for."""
+    prepare = captured if device.type == "cuda" else launched
+    runs = {name: prepare(call, sets) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round in range(ROUNDS + 1):
-        for name, call in calls.items():
+        for name, run in runs.items():
             dist.barrier()
             synchronize(device)
             start = time.perf_counter()
-            for i in range(sets):
-                call(i)
+            run()
             synchronize(device)
-            if round:  # the first compiles
+            if round:  # the first compiles, where nothing was captured
                 samples[name].append((time.perf_counter() - start) / sets * 1e3)
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
@@ -93,7 +116,8 @@ def main() -> None:
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     sets = rotating_calls(4 * arguments.rows * arguments.cols)
-    medians = measure(calls_on(device, arguments.rows, arguments.cols, sets), sets, device)
+    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+        medians = measure(calls_on(device, arguments.rows, arguments.cols, sets), sets, device)
     if rank == 0:
         print(f"{world} ranks, {arguments.rows} rows of {arguments.cols} columns on each, {device}")
         for name, ms in medians.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import kernel_fusion as kf
+from kernel_fusion.backends.triton.launch import launches
 from kernel_fusion.distributed import FeatureParallel
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.testing import unfused
@@ -23,6 +25,8 @@ from kernel_fusion.testing import unfused
 __all__ = ["four_ranks", "ranks"]
 
 _ROWS, _COLS, _DRAWS = 6, 40, 8
+_BACKENDS = ["eager", "triton"]  # Triton's, on a CPU in its interpreter
+_KERNELS = "row_norm_fwd", "row_norm_apply", "row_norm_bwd", "sum_partials", "row_norm_bwd_apply"
 
 
 def _collectives(mode: CommDebugMode) -> dict[str, int]:
@@ -33,7 +37,7 @@ def _one_all_reduce(mode: CommDebugMode) -> None:
     assert _collectives(mode) == {"c10d.allreduce_": 1}
 
 
-def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str) -> Draw:
+def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str, backend: str) -> Draw:
     added, rms = verb.startswith("add_"), verb.endswith("rms_norm")
     rows = [torch.randn(_ROWS, _COLS, device=device, dtype=dtype) for _ in range(1 + added)]
     parameters = [torch.randn(_COLS, device=device, dtype=dtype) for _ in range(2)]
@@ -42,7 +46,7 @@ def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str) -> Draw:
     spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
     *x, weight, bias = spreads
     with CommDebugMode() as forward:
-        y = getattr(kf, verb)(*x, _COLS, weight, bias=bias, eps=1e-5, rounding=rounding)
+        y = getattr(kf, verb)(*x, _COLS, weight, bias=bias, eps=1e-5, rounding=rounding, backend=backend)
     _one_all_reduce(forward)
     ys = list(y) if added else [y]
     with CommDebugMode() as backward:
@@ -63,39 +67,46 @@ def _draw(device: str, verb: str, dtype: torch.dtype, rounding: str) -> Draw:
     return [*map(whole, ys), *map(whole, grads)], pytorch, plain
 
 
-def _check_verb(device: str, verb: str, dtype: torch.dtype, rounding: str) -> None:
-    assert_draws_as_accurate([_draw(device, verb, dtype, rounding) for _ in range(_DRAWS)])
+def _check_verb(device: str, *call: Any) -> None:
+    kernels = Counter({name: _DRAWS for name in _KERNELS if call[-1] == "triton"})
+    before = Counter(launches)
+    assert_draws_as_accurate([_draw(device, *call) for _ in range(_DRAWS)])
+    assert Counter(launches) - before == kernels
 
 
+@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("rounding", ["once", "hf"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
-def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str) -> None:
+def test_one_all_reduce_each_way(ranks: Ranks, name: str, dtype: torch.dtype, rounding: str, backend: str) -> None:
     """Nothing but one all-reduce is sent in either direction, and the budget of the unsharded norm holds."""
-    ranks(_check_verb, name, dtype, rounding)
+    ranks(_check_verb, name, dtype, rounding, backend)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
-def test_four_ranks(four_ranks: Ranks, name: str) -> None:
+def test_four_ranks(four_ranks: Ranks, name: str, backend: str) -> None:
     """The same with four parts of a row."""
-    four_ranks(_check_verb, name, torch.float32, "once")
+    four_ranks(_check_verb, name, torch.float32, "once", backend)
 
 
-def _check_group(device: str, cols: int) -> None:
+def _check_group(device: str, cols: int, backend: str) -> None:
     x, residual = torch.randn(2, _ROWS, cols, device=device)
     weight = torch.randn(cols, device=device)
     rank, world = dist.get_rank(), dist.get_world_size()
     first, last = (cols * r // world for r in (rank, rank + 1))  # unequal parts
-    expected = kf.add_layer_norm(x, residual, cols, weight, weight, activation="silu")
+    stages = {"pre_activation": "gelu", "activation": "silu"}
+    expected = kf.add_layer_norm(x, residual, cols, weight, weight, **stages)
     x, residual, weight = (t[..., first:last].contiguous().requires_grad_() for t in (x, residual, weight))
     size = last - first
     with CommDebugMode() as collectives:
-        y, h = kf.add_layer_norm(x, residual, size, weight, weight, activation="silu", group=dist.group.WORLD)
+        how = {"group": dist.group.WORLD, "backend": backend}
+        y, h = kf.add_layer_norm(x, residual, size, weight, weight, **stages, **how)
     _one_all_reduce(collectives)
     torch.testing.assert_close(y, expected.output[..., first:last])
-    assert torch.equal(h, expected.residual[..., first:last])
-    plain = kf.rms_norm(x.detach(), size, group=dist.group.WORLD)
+    torch.testing.assert_close(h, expected.residual[..., first:last])
+    plain = kf.rms_norm(x.detach(), size, **how)
     torch.testing.assert_close(plain, kf.rms_norm(_whole_row(x.detach(), cols), cols)[..., first:last])
 
 
@@ -107,51 +118,59 @@ def _whole_row(part: Tensor, cols: int) -> Tensor:
     return row
 
 
+@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("cols", [40, 41, 1])
-def test_plain_tensors_and_a_group(ranks: Ranks, cols: int) -> None:
+def test_plain_tensors_and_a_group(ranks: Ranks, cols: int, backend: str) -> None:
     """`group=` norms plain tensors that are a rank's columns; ranks may have different numbers of them, or none."""
-    ranks(_check_group, cols)
+    ranks(_check_group, cols, backend)
 
 
-def _check_far_from_zero(device: str) -> None:
+def _check_far_from_zero(device: str, backend: str) -> None:
     x = 1e4 + torch.randn(64, 256, device=device)
-    y = whole(kf.layer_norm(spread(x, Shard(1)), 256))
+    y = whole(kf.layer_norm(spread(x, Shard(1)), 256, backend=backend))
     exact = torch.nn.functional.layer_norm(x.double(), (256,))
     theirs = torch.nn.functional.layer_norm(x, (256,))
     assert (y - exact).abs().max() <= 2 * ((theirs - exact).abs().max() + torch.finfo(x.dtype).eps)
     mean, scale = torch.tensor([0.0, 1e3], device=device), torch.tensor([1e-3, 1e3], device=device)
     parts = (mean[:, None] + scale[:, None] * torch.randn(2, 128, device=device)).flatten()[None]
-    y = whole(kf.layer_norm(spread(parts, Shard(1)), 256))
+    y = whole(kf.layer_norm(spread(parts, Shard(1)), 256, backend=backend))
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(parts, (256,)))
 
 
-def test_statistics_are_merged_stably(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_statistics_are_merged_stably(ranks: Ranks, backend: str) -> None:
     """Rows far from zero, and parts that differ by six orders of magnitude, lose no digits."""
-    ranks(_check_far_from_zero)
+    ranks(_check_far_from_zero, backend)
 
 
-def _check_batch(device: str) -> None:
-    x = torch.randn(33, 256, device=device)
+def _check_batch(device: str, backend: str) -> None:
+    x, dy = torch.randn(2, 33, 256, device=device)
     for verb in (kf.layer_norm, kf.rms_norm):
-        everything = verb(spread(x, Shard(1)), 256).to_local()
-        for rows in (1, 7, 32):
-            assert torch.equal(verb(spread(x[:rows], Shard(1)), 256).to_local(), everything[:rows])
+        results = []
+        for rows in (33, 7, 1):
+            part = spread(x[:rows].requires_grad_(), Shard(1))
+            y = verb(part, 256, backend=backend)
+            results.append((y.to_local(), torch.autograd.grad(y, part, spread(dy[:rows], Shard(1)))[0].to_local()))
+        for several in results[1:]:
+            for one, of_all in zip(several, results[0], strict=True):
+                assert torch.equal(one, of_all[: len(one)])
 
 
-def test_a_row_does_not_depend_on_the_others(ranks: Ranks, request: pytest.FixtureRequest) -> None:
-    """The bits of a row are the same in calls of other numbers of rows."""
-    if ranks.device == "cuda":
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_a_row_does_not_depend_on_the_others(ranks: Ranks, backend: str, request: pytest.FixtureRequest) -> None:
+    """The bits of y and dx of a row are the same in calls of other numbers of rows."""
+    if (ranks.device, backend) == ("cuda", "eager"):
         reason = "the sums of a rank's columns are PyTorch's, whose order on a GPU depends on the number of rows"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    ranks(_check_batch)
+    ranks(_check_batch, backend)
 
 
-def _check_gated(device: str) -> None:
+def _check_gated(device: str, backend: str) -> None:
     x, gate, weight, dy = (torch.randn(*shape, device=device) for shape in ((4, 32), (4, 32), (32,), (4, 32)))
     for first in (False, True):
         plain = [t.clone().requires_grad_() for t in (x, gate, weight)]
         spreads = [spread(t, Shard(t.dim() - 1)) for t in plain]
-        y = kf.gated_rms_norm(spreads[0], spreads[1], 32, spreads[2], gate_first=first)
+        y = kf.gated_rms_norm(spreads[0], spreads[1], 32, spreads[2], gate_first=first, backend=backend)
         expected = kf.gated_rms_norm(*plain[:2], 32, plain[2], gate_first=first)
         grads = torch.autograd.grad(y, spreads, spread(dy, Shard(1)))
         for one, other in zip(grads, torch.autograd.grad(expected, plain, dy), strict=True):
@@ -163,9 +182,27 @@ def _check_gated(device: str) -> None:
     torch.testing.assert_close(whole(y), kf.gated_rms_norm(x, gate, 32, group_size=4))
 
 
-def test_gates(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_gates(ranks: Ranks, backend: str) -> None:
     """A gate is spread as the row is; of groups of columns that are on one rank nothing is sent."""
-    ranks(_check_gated)
+    ranks(_check_gated, backend)
+
+
+def _check_modulated(device: str, backend: str) -> None:
+    plain = [torch.randn(*shape, device=device).requires_grad_() for shape in ((2, 3, 32), (2, 1, 32), (2, 1, 32))]
+    spreads = [spread(t, Shard(2)) for t in plain]
+    dy = torch.randn(2, 3, 32, device=device)
+    y = kf.modulated_layer_norm(spreads[0], 32, *spreads[1:], backend=backend)
+    grads = torch.autograd.grad(y, spreads, spread(dy, Shard(2)))
+    expected = kf.modulated_layer_norm(plain[0], 32, *plain[1:])
+    for one, other in zip((y, *grads), (expected, *torch.autograd.grad(expected, plain, dy)), strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+def test_modulation(ranks: Ranks, backend: str) -> None:
+    """Scale and shift of each example are spread as its rows are."""
+    ranks(_check_modulated, backend)
 
 
 def _check_weights(device: str) -> None:
@@ -227,14 +264,33 @@ def test_feature_parallel_norm(ranks: Ranks) -> None:
     ranks(_check_module)
 
 
+def _check_autocast(device: str) -> None:
+    x = torch.randn(4, 32, device=device, dtype=torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        ys = kf.rms_norm(spread(x, Shard(1)), 32), kf.rms_norm(x, 32, group=dist.group.WORLD), kf.rms_norm(x, 32)
+    assert {y.dtype for y in ys} == {torch.float32 if device == "cuda" else torch.bfloat16}
+
+
+def test_autocast(ranks: Ranks) -> None:
+    """Under autocast the result has the dtype of the unsharded norm's."""
+    ranks(_check_autocast)
+
+
 def _check_refusals(device: str) -> None:
     x = spread(torch.randn(4, 32, device=device), Shard(1)).requires_grad_()
-    with pytest.raises(BackendUnavailableError, match=f"backend '{device}' was requested, but no kernel norms rows"):
+    with pytest.raises(
+        BackendUnavailableError, match=f"backend '{device}' was requested, but it has no kernels for rows"
+    ):
         kf.layer_norm(x, 32, backend=device)
     with pytest.raises(TypeError, match="`rms_norm`: `group` goes with tensors that are a rank's columns"):
         kf.rms_norm(x, 32, group=dist.group.WORLD)
-    assert kf.explain(kf.layer_norm, x, 32).backend == "eager"
-    assert kf.explain(kf.layer_norm, x.to_local(), 16, group=dist.group.WORLD).backend == "eager"
+    chosen = "triton" if device == "cuda" else "eager"
+    with pytest.raises(RuntimeError, match="weight"):
+        kf.rms_norm(x.to_local(), x.to_local().shape[1], torch.ones(1, device=device), group=dist.group.WORLD)
+    assert kf.explain(kf.layer_norm, x, 32).backend == chosen
+    assert kf.explain(kf.layer_norm, x.to_local(), 16, group=dist.group.WORLD).backend == chosen
+    asked = kf.explain(kf.layer_norm, x, 32, backend="triton").plan
+    assert asked[-1] == "each of them sums; a kernel that applies the sums over all ranks follows"
     (dx,) = torch.autograd.grad(kf.rms_norm(x, 32).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

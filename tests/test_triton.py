@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from verbs import VERBS, Verb, cotangents, gradients, results
 import kernel_fusion as kf
 from kernel_fusion.backends import availability
 from kernel_fusion.backends.eager.dropout import random_bits, threshold
-from kernel_fusion.backends.triton import plan
+from kernel_fusion.backends.triton import plan, row_norm_parts
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.operators import dispatch
@@ -113,6 +114,23 @@ def _with_marks(case: Case) -> Any:
 def test_within_budget(case: Case) -> None:
     """Every verb, stage, activation, dtype and direction is within the oracle's budget."""
     check(case, TRITON)
+
+
+# Grid rationale. A part of a row in pieces; and looped over in both directions, with sums of columns apart.
+@pytest.mark.parametrize(("rms", "cols"), [(True, 1500), pytest.param(False, 16400, marks=pytest.mark.slow)])
+def test_long_parts_of_rows(rms: bool, cols: int) -> None:
+    """A norm that joins the sums of one part, with a residual and dropout, has the results of the definition."""
+    shapes = (2, cols), (2, cols), (cols,), (cols,)
+    leaves = [torch.randn(*shape, dtype=F64, device=DEVICE).requires_grad_() for shape in shapes]
+    x, residual, weight, bias = leaves
+    args = 1, weight, bias, 1e-5, 0.0, None, rms, "gelu", "silu", 0.25, torch.ones(1, dtype=torch.int64, device=DEVICE)
+    dys, results = torch.randn(2, 2, cols, dtype=F64, device=DEVICE).unbind(), []
+    definition = torch.ops.kernel_fusion.staged_row_norm_reference
+    for norm in (partial(row_norm_parts.staged_row_norm, lambda sums: None), definition):
+        outputs = norm(x, residual, *args)
+        results.append((*outputs, *torch.autograd.grad(outputs, leaves, dys)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 # Grid rationale. A row in one block, in pieces, and looped over in both directions.

@@ -24,7 +24,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernel_fusion.backends.triton import plan, pointwise, quantize, reduce, rotary, row_norm, serve, softmax
+from kernel_fusion.backends.triton import (
+    plan,
+    pointwise,
+    quantize,
+    reduce,
+    rotary,
+    row_norm,
+    row_norm_parts,
+    serve,
+    softmax,
+)
 from kernel_fusion.backends.triton.kernels.constants import Constants
 from kernel_fusion.core.stages import Given
 from kernel_fusion.operators import fallback
@@ -69,7 +79,7 @@ def record(calls: Callable[[], None], device: plan.Device = _DEVICES["90"]) -> l
         pointers = tuple(first if arg is None else arg for arg in args)
         launches.append(Launch(kernel, pointers, warps, registers, constants))
 
-    families = (row_norm, pointwise, reduce, rotary, softmax, quantize)
+    families = (row_norm, row_norm_parts, pointwise, reduce, rotary, softmax, quantize)
     originals = [family.launch for family in families], plan.device_of
     try:
         for family in families:
@@ -210,6 +220,18 @@ def norms(rows: int, cols: int, dtype: torch.dtype) -> None:
         torch.autograd.grad([y, h], [x, r, w], [torch.zeros_like(y), torch.zeros_like(h)])
 
 
+def parts(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Both norms of rows that are spread over ranks, in both directions, bare and with every stage."""
+    x, r = torch.zeros(2, rows, cols, dtype=dtype).requires_grad_().unbind()
+    w = torch.zeros(cols, dtype=dtype, requires_grad=True)
+    stages = "gelu", "silu", 0.1, torch.zeros(1, dtype=torch.int64)
+    for rms in (False, True):
+        for residual, around in ((None, ("identity", "identity", 0.0, None)), (r, stages)):
+            norm = 1, w, w, 1e-5, 0.0, None, rms
+            y, _ = row_norm_parts.staged_row_norm(lambda sums: None, x, residual, *norm, *around)
+            torch.autograd.grad(y, [x, w], torch.zeros_like(y))
+
+
 def activations() -> None:
     """Value and slope of every activation, in one chain each."""
     from kernel_fusion.core.activations import ACTIVATIONS
@@ -233,6 +255,8 @@ def all_launches(arch: str) -> list[Launch]:
     for cols, pairs, dtype in ((128, 64, torch.bfloat16), (80, 20, torch.float16), (6, 3, torch.float64)):
         launches += recorded(partial(heads, 2, cols, pairs, dtype))
     launches += recorded(lambda: norms(3, 2048, torch.float32))
+    for cols, dtype in ((1024, torch.bfloat16), (40000, torch.bfloat16), (255, torch.float64)):
+        launches += recorded(partial(parts, 3, cols, dtype))
     for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
         launches += recorded(partial(gated, 3, cols, dtype))
     for cols, dtype in ((320, torch.float16), (4096, torch.bfloat16), (40000, torch.bfloat16), (2048, torch.float32)):
@@ -254,7 +278,7 @@ def each_kernel(arch: str) -> list[Launch]:
     """One launch of each kernel, and of each that loops over a row."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
-        calls = partial(verbs, rows, cols, torch.bfloat16), partial(quantized, rows, cols, torch.bfloat16)
+        calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized, parts)]
         for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
             found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):

@@ -18,7 +18,7 @@ WITHOUT_KERNELS = {
     "rope": {"cuda": f"`rope` {_ROTATES}"},
     "qk_norm_rope": {"cuda": f"`qk_norm_rope` {_ROTATES}"},
     "out_dtype=Quantize": {"cuda": "quantised results have no CUDA C++ kernels yet; those of 'triton' serve them"},
-    "group": dict.fromkeys(("cuda", "triton", "cpu"), "no kernel norms rows that are spread over ranks"),
+    "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
 }
 
 

@@ -6,8 +6,8 @@ then S = sum of n mean and Q = sum of (M2 + n mean^2) over the ranks give M2 = Q
 merging (count, mean, M2), without the loss of digits that it would have in float32; and sums of a few float32 numbers
 are as a rule exact, in whatever order a collective adds them.
 
-The local arithmetic is PyTorch operations in the compute type, but for the sum of squares: no kernel of ours takes
-statistics from outside yet.
+On a GPU the local arithmetic is that of the Triton kernels, two in each direction. Elsewhere, and without Triton, it is
+PyTorch operations in the compute type, but for the sum of squares.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernel_fusion.backends import eager
-from kernel_fusion.backends.availability import is_dtensor
+from kernel_fusion.backends import eager, triton
+from kernel_fusion.backends.availability import is_dtensor, refusal, why_not_triton
 from kernel_fusion.core import checks
 from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.spec import Stages, compute_dtype
@@ -53,11 +53,12 @@ def operator(name: str, backend: str | None, groups: Groups) -> Callable[..., An
     """Return the operator `name` of a norm, for tensors whose normalised dimensions these groups share.
 
     Raises:
-        BackendUnavailableError: a backend with kernels was asked for; there are none for this.
+        BackendUnavailableError: a backend was asked for that has no kernels for this.
     """
     if backend is not None and (reason := without_kernels("group", backend)):
         raise BackendUnavailableError(f"`{name}`: backend {backend!r} was requested, but {reason}")
-    return partial(_staged_row_norm if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm"), groups)
+    staged = partial(_staged_row_norm, backend, groups)
+    return staged if name == "staged_row_norm" else partial(_row_norm, name == "rms_norm", staged)
 
 
 def operator_of_columns(verb: str, backend: str | None, group: dist.ProcessGroup, input: Tensor) -> Callable[..., Any]:
@@ -69,7 +70,7 @@ def operator_of_columns(verb: str, backend: str | None, group: dist.ProcessGroup
 
 def _row_norm(
     rms: bool,
-    groups: Groups,
+    staged: Callable[..., tuple[Tensor, Tensor]],
     input: Tensor,
     num_dims: int,
     weight: Tensor | None,
@@ -81,10 +82,30 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input.dtype)).eps
     affine = num_dims, weight, bias, eps, weight_offset, out_dtype, rms
-    return _staged_row_norm(groups, input, None, *affine)[0]
+    return staged(input, None, *affine)[0]
 
 
-def _staged_row_norm(groups: Groups, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+def _staged_row_norm(
+    backend: str | None, groups: Groups, input: Tensor, residual: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """By the Triton kernels, or by the definition."""
+    num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = others
+    shape = checks.parameter_shape(input, num_dims, Given(*stages).grouped, weight, bias)
+    if not checks.parameters_fit(shape, weight, bias):
+        eager.pytorch_row_norm(input, shape, weight, bias, eps, offset, None, rms)  # raises, before ranks wait
+    if out_dtype is None and triton.under_autocast(input):
+        out_dtype = torch.float32
+    others = (num_dims, weight, bias, eps, offset, out_dtype, rms, *stages)
+    tensors = [t for t in (input, residual, weight, bias) if t is not None]
+    on_gpu = input.device.type in ("cuda", "xpu") and why_not_triton(input.device) is None
+    if backend == "triton" or (backend is None and on_gpu and not any(map(refusal, tensors))):
+        from kernel_fusion.backends.triton import row_norm_parts
+
+        return row_norm_parts.staged_row_norm(partial(_all_reduce, groups), input, residual, *others)
+    return _definition(groups, input, residual, *others)
+
+
+def _definition(groups: Groups, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     """As the definition, backends/eager/row_norm.py, with the norm in the middle over all ranks."""
     num_dims, weight, bias, eps, weight_offset, out_dtype, rms, *stages = others
     s = Given(*stages)
@@ -163,10 +184,14 @@ def _all_reduced(sums: Sequence[Tensor], groups: Groups, *others: Tensor) -> lis
     """The sums over all ranks of tensors of one shape, and of single numbers, in float64, with one collective."""
     parts = [t.double().flatten() for t in (*sums, *others)]
     packed = torch.cat(parts)
-    for group in groups:
-        dist.all_reduce(packed, group=group)
+    _all_reduce(groups, packed)
     unpacked = packed.split([part.numel() for part in parts])
     return [part.view(t.shape) for part, t in zip(unpacked, (*sums, *others), strict=True)]
+
+
+def _all_reduce(groups: Groups, packed: Tensor) -> None:
+    for group in groups:
+        dist.all_reduce(packed, group=group)
 
 
 def _normalized(h: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernel_fusion.backends.availability import is_dtensor
 from kernel_fusion.config import BACKENDS, check_backend_name, state
 from kernel_fusion.core import checks
-from kernel_fusion.core.combinations import WITHOUT_KERNELS, without_kernels
+from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.functional import interop
@@ -73,15 +73,14 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     # A boolean mask is read as it is, and so are positions; other booleans and integers are PyTorch's affair.
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and (t is not mask or t.dtype != torch.bool)]
     tensors = [t for t in tensors if t is not arguments.get("positions")]
-    if wanted in (None, "eager") and _has_spread_rows(arguments):
-        return Explanation("eager", dict(WITHOUT_KERNELS["group"]))
-    quantised = isinstance(arguments.get("out_dtype"), Quantize)
+    spread = _has_spread_rows(arguments)
+    options = {"out_dtype=Quantize": isinstance(arguments.get("out_dtype"), Quantize), "group": spread}
     reasons: dict[str, str] = {}
     chosen = None
     for candidate in BACKENDS:
         reason = None if candidate == "eager" else obstacle(candidate, name, tensors)
-        if quantised and (lacks := without_kernels("out_dtype=Quantize", candidate)):
-            reason = lacks
+        lacks = [without_kernels(option, candidate) for option, given in options.items() if given]
+        reason = next(filter(None, lacks), reason)
         if reason is None and wanted not in (None, candidate):
             reason = f"{wanted!r} was requested"
         if reason is None and wanted is None and candidate == "triton" and tensors[0].device.type == "cpu":
@@ -94,7 +93,10 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             reasons[candidate] = reason
     if chosen is None:
         raise BackendUnavailableError(f"`{name}`: backend {wanted!r} was requested, but {reasons[wanted or 'eager']}")
-    return Explanation(chosen, reasons, _plan_lines(chosen, name, arguments))
+    lines = _plan_lines(chosen, name, _of_part(arguments) if spread else arguments)
+    if spread and lines:
+        lines = *lines, "each of them sums; a kernel that applies the sums over all ranks follows"
+    return Explanation(chosen, reasons, lines)
 
 
 class _VerbCalled(BaseException):
@@ -109,6 +111,14 @@ def _has_spread_rows(arguments: dict[str, Any]) -> bool:
     sizes = arguments["normalized_shape"]
     first: int = input.dim() - (1 if isinstance(sizes, int) else len(sizes))
     return any(placement.is_shard() and placement.dim >= first for placement in input.placements)
+
+
+def _of_part(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a norm of spread rows, with this rank's parts instead of DTensors."""
+    with torch.no_grad():
+        parts = {name: value.to_local() if is_dtensor(value) else value for name, value in arguments.items()}
+    sizes = parts["normalized_shape"]
+    return parts | {"normalized_shape": parts["input"].shape[-(1 if isinstance(sizes, int) else len(sizes)) :]}
 
 
 def _bound(verb: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -224,6 +224,13 @@ def norm_columns(itemsize: int, warp_size: int) -> Plan:
     return Plan(4, 2048 // _width(itemsize), _narrow(8, warp_size), resident=2)
 
 
+def norm_apply(cols: int, itemsize: int, warp_size: int) -> Plan:
+    """For what follows the sums of parts of rows: 4096 elements per program, of float64 half as many."""
+    most = _NORM_BLOCK // _width(itemsize)
+    block, _ = _pieces(int(cols), 128, most)
+    return Plan(most // block, block, _narrow(8, warp_size))
+
+
 def partial_sums(warp_size: int) -> Plan:
     """For adding partial rows: many rows of few columns."""
     return Plan(128, 16, _narrow(4, warp_size))

@@ -186,26 +186,17 @@ def backward(
         bias: if a stage follows it.
     """
     s = Given(*stages)
-    other = other_row(s, None)
-    takes = _takes(h, num_dims, [weight, bias], [dy, dh, x], s, stored)
-    takes = takes and {input_dtype, bias_dtype or input_dtype} <= set(checks.FLOATING) and len(wants) == 4
-    takes = takes and _are_statistics(stats, h, num_dims, rms)
-    tensors = [dy, dh, h, x, stats, weight, bias, *(getattr(s, name) for name in TENSORS)]
-    require("triton_row_norm_bwd", tensors, takes)
-    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
-    of = _grouped(h, num_dims, [weight, bias], s.grouped)
+    call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
+    call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
+    other, shape = other_row(s, None), checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
     weight_dtype = input_dtype if weight is None else weight.dtype
     dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype
-    results = _memory(h, shape, dtypes, wants)
-    read, rows = rows_of([dy, h, other if other is not None else h if x is None else x], num_dims)
-    size, *numbers = _in_units(rows, product(h.shape[h.dim() - num_dims :]), of)
-    constants = _constants(weight, bias, weight_offset, rms, stats.dtype == torch.float64, s)
-    constants |= {"stored": stored, "flat": rows.simple, "unit": size}
-    again = (h, other) if other is not None and not Stages(**compiled_in(s._asdict())).follows else ()
-    fetched = _bytes(dy, dh, h, x, weight, bias, other) + _bytes(*again)
-    dh = None if dh is None else dh.contiguous()
-    _launch_backward([*read, dh, *of.parameters, s.seed, stats], results, numbers, of, fetched, wants, constants)
-    return results
+    dx, dother, dweight, dbias = (
+        torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
+        for of, dtype, wanted in zip((h.shape, h.shape, shape, shape), dtypes, wants, strict=True)
+    )
+    call.launch((dx, dother, dweight, dbias), wants)
+    return dx, dother, dweight, dbias
 
 
 def require_forward(
@@ -237,23 +228,29 @@ def launch_forward(
     norm: tuple[int, Tensor | None, Tensor | None, float, float, bool],
     s: Given,
     results: Sequence[Tensor | None],
+    layout: plan.Plan | None = None,
     **constants: Any,
 ) -> None:
-    """Launch a kernel of forward, which fills `results`; `constants` are those that say which."""
+    """Launch a kernel of forward, which fills `results`; `constants` are those that say which.
+
+    A `layout` is that of a kernel whose programs have parts of rows, and which is not chained.
+    """
     num_dims, weight, bias, eps, weight_offset, rms = norm
     other, wide = other_row(s, residual), input.dtype == torch.float64
     of = _grouped(input, num_dims, [weight, bias], s.grouped)
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
-    layout, device = forward_plan(input, num_dims, rms), plan.device_of(input.device)
+    device = plan.device_of(input.device)
+    beside, chained = (1, device.chained) if layout is None else (-(-cols // layout.block), False)
+    layout = layout or forward_plan(input, num_dims, rms)
     size, lengths, strides = _in_units(rows, cols, of)
     compiled = RowNormForward(
         eps=eps, **_constants(weight, bias, weight_offset, rms, wide, s), **constants,
         has_residual=residual is not None, flat=rows.simple, unit=size,
         **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
-        chained=device.chained, releases=layout.releases,
+        chained=chained, releases=layout.releases,
     )  # fmt: skip
-    per_group = -(-lengths[0] // layout.rows)
+    per_group = -(-lengths[0] // layout.rows) * beside
     launch(
         kernel, (per_group * of.groups.count,),
         tensors[0], tensors[-1], *of.parameters, s.seed, *results, *lengths, *strides, *of.numbers(per_group, size),
@@ -266,68 +263,96 @@ def _bytes(*tensors: Tensor | None) -> int:
     return sum(t.dtype.itemsize for t in tensors if t is not None)
 
 
-def _memory(
-    h: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], wants: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for dx, the other row's gradient, and dweight and dbias, which have this shape."""
-    dx, dother, dweight, dbias = (
-        torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
-        for of, dtype, wanted in zip((h.shape, h.shape, shape, shape), dtypes, wants, strict=True)
-    )
-    return dx, dother, dweight, dbias
+class Backward(NamedTuple):
+    """What backward reads: the arguments of its operator, which explains them."""
 
+    dy: Tensor
+    dh: Tensor | None
+    h: Tensor
+    x: Tensor | None
+    stats: Tensor
+    num_dims: int
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_offset: float
+    rms: bool
+    stored: bool
+    stages: Given
 
-def _launch_backward(
-    given: Sequence[Tensor | None],
-    results: Sequence[Tensor],
-    numbers: Sequence[list[int]],
-    of: _Grouped,
-    fetched: int,
-    wants: Sequence[bool],
-    constants: dict[str, Any],
-) -> None:
-    """Fill the wanted gradients, from dy, h, the other row, dh, weight, bias, seed and the statistics."""
-    dy, h, other, dh, *parameters, seed, stats = given
-    assert h is not None
-    assert stats is not None
-    device = plan.device_of(h.device)
-    dx, dother, dweight, dbias = results
-    lengths, strides = numbers
-    count, cols, groups = lengths[0], lengths[1] * constants["unit"], of.groups.count
-    staged = around(constants)
-    sizes = fetched, device.shared_bytes
-    layout = plan.norm_backward(cols, h.dtype.itemsize, device.warp_size, constants["rms"], staged, *sizes)
-    # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
-    sums = wants[2] or wants[3]
-    whole = sums and layout.resident > 0
-    columns = plan.norm_columns(h.dtype.itemsize, device.warp_size)
-    beside = 1 if whole else -(-cols // columns.block)
-    programs = device.programs(layout if whole else columns, count, beside * groups)
-    partials = torch.empty((wants[2] + wants[3]) * programs * cols * groups, dtype=stats.dtype, device=h.device)
-    if wants[0] or wants[1] or whole:
-        of_rows = RowNormBackward(
-            has_dh=dh is not None, dx=wants[0], dother=wants[1], dweight=wants[2] and whole,
-            dbias=wants[3] and whole, **row_tile(layout, cols), pieces=layout.pieces, again=layout.again,
-            looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
-            **constants,
-        )  # fmt: skip
-        per_group = programs if whole else -(-count // layout.rows)
-        launch(
-            bwd.row_norm_bwd, (per_group * groups,), *given, dx, dother, partials, *lengths, *strides,
-            *of.numbers(per_group, constants["unit"]), constants=of_rows, warps=layout.warps,
-            registers=None if staged else device.registers_of(layout),
-        )  # fmt: skip
-    if sums and not whole:
-        launch(
-            bwd.row_norm_bwd_columns, (beside * groups, programs),
-            dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
-            *of.numbers(beside, constants["unit"]), warps=columns.warps,
-            constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
-        )  # fmt: skip
-    if sums:
-        sum_partials(
-            partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1
+    def require(self, operator: str, wants: Sequence[bool], *dtypes: torch.dtype | None) -> None:
+        """Raise unless the kernels take it, and can write gradients of these dtypes."""
+        s, h = self.stages, self.h
+        takes = _takes(h, self.num_dims, [self.weight, self.bias], [self.dy, self.dh, self.x], s, self.stored)
+        takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 4
+        takes = takes and _are_statistics(self.stats, h, self.num_dims, self.rms)
+        tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
+        require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
+
+    def arguments(self) -> tuple[list[Tensor | None], list[list[int]], _Grouped, dict[str, Any]]:
+        """What kernels get: tensors (dy, h, the other row, dh, weight, bias, seed, statistics), numbers, constants."""
+        s, h, x, other = self.stages, self.h, self.x, other_row(self.stages, None)
+        of = _grouped(h, self.num_dims, [self.weight, self.bias], s.grouped)
+        read, rows = rows_of([self.dy, h, other if other is not None else h if x is None else x], self.num_dims)
+        size, *numbers = _in_units(rows, product(h.shape[h.dim() - self.num_dims :]), of)
+        constants = _constants(
+            self.weight, self.bias, self.weight_offset, self.rms, self.stats.dtype == torch.float64, s
         )
+        constants |= {"stored": self.stored, "flat": rows.simple, "unit": size}
+        dh = None if self.dh is None else self.dh.contiguous()
+        return [*read, dh, *of.parameters, s.seed, self.stats], numbers, of, constants
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that a program reads per column."""
+        other = other_row(self.stages, None)
+        again = (
+            (self.h, other) if other is not None and not Stages(**compiled_in(self.stages._asdict())).follows else ()
+        )
+        return _bytes(self.dy, self.dh, self.h, self.x, self.weight, self.bias, other) + _bytes(*again)
+
+    def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
+        """Fill the wanted gradients: of x, the other row, weight and bias. `parts` are constants of parts of rows."""
+        given, (lengths, strides), of, constants = self.arguments()
+        device = plan.device_of(self.h.device)
+        dx, dother, dweight, dbias = results
+        count, cols, groups = lengths[0], lengths[1] * constants["unit"], of.groups.count
+        itemsize, staged = self.h.dtype.itemsize, around(constants)
+        sizes = self.fetched, device.shared_bytes
+        layout = plan.norm_backward(cols, itemsize, device.warp_size, self.rms, staged, *sizes)
+        # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
+        sums = wants[2] or wants[3]
+        whole = sums and layout.resident > 0
+        columns = plan.norm_columns(itemsize, device.warp_size)
+        beside = 1 if whole else -(-cols // columns.block)
+        programs = device.programs(layout if whole else columns, count, beside * groups)
+        partials = torch.empty(
+            (wants[2] + wants[3]) * programs * cols * groups, dtype=self.stats.dtype, device=dx.device
+        )
+        if wants[0] or wants[1] or whole:
+            of_rows = RowNormBackward(
+                has_dh=self.dh is not None, dx=wants[0], dother=wants[1], dweight=wants[2] and whole,
+                dbias=wants[3] and whole, **row_tile(layout, cols), pieces=layout.pieces, again=layout.again,
+                looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
+                **constants, **parts,
+            )  # fmt: skip
+            per_group = programs if whole else -(-count // layout.rows)
+            launch(
+                bwd.row_norm_bwd, (per_group * groups,), *given, dx, dother, partials, *lengths, *strides,
+                *of.numbers(per_group, constants["unit"]), constants=of_rows, warps=layout.warps,
+                registers=None if staged else device.registers_of(layout),
+            )  # fmt: skip
+        if sums and not whole:
+            dy, h, other, _, *parameters, seed, stats = given
+            launch(
+                bwd.row_norm_bwd_columns, (beside * groups, programs),
+                dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
+                *of.numbers(beside, constants["unit"]), warps=columns.warps,
+                constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
+            )  # fmt: skip
+        if sums:
+            sum_partials(
+                partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1
+            )
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,36 +22,45 @@ class StagedRowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """y, and h or nothing."""
-        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
-        s = Given(*stages)
         y, h, stats = _forward(*args, wants_stats=True)
-        if residual is None:
-            ctx.mark_non_differentiable(h)
-        ctx.set_materialize_grads(False)
-        stored = residual is not None
-        # With h at hand, backward needs the input for the slope of the pre-activation alone.
-        kept = input if not stored or s.pre_activation != IDENTITY else None
-        ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
-        ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
-        ctx.stages = s._replace(**dict.fromkeys(TENSORS))
-        at = row_at(s)
-        ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
-        ctx.stored, ctx.input_dtype = stored, input.dtype
+        keep(ctx, args, h, stats)
         return y, h
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Gradients of input, the other row, weight and bias."""
-        dy, dh = grads
-        places = 0, ctx.other, 3, 4
-        found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
-        if dy is None and dh is None:
-            return tuple(found)
+        kernels = partial(kernel_backward, torch.ops.kernel_fusion.triton_row_norm_bwd)
+        return gradients(ctx, grads, _differentiable_backward if torch.is_grad_enabled() else kernels)
+
+
+def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
+    """What forward keeps of its arguments and results for backward."""
+    input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
+    s = Given(*stages)
+    if residual is None:
+        ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+    stored = residual is not None
+    # With h at hand, backward needs the input for the slope of the pre-activation alone.
+    kept = input if not stored or s.pre_activation != IDENTITY else None
+    ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
+    ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
+    ctx.stages = s._replace(**dict.fromkeys(TENSORS))
+    at = row_at(s)
+    ctx.other = 1 if at is None else FIRST + at  # where the other row stands among the arguments
+    ctx.stored, ctx.input_dtype = stored, input.dtype
+
+
+def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tensor | None]]) -> tuple[Any, ...]:
+    """Those of the operator's arguments; `through` computes those of input, the other row, weight and bias."""
+    dy, dh = grads
+    places = 0, ctx.other, 3, 4
+    found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
+    if dy is not None or dh is not None:
         wants = [ctx.needs_input_grad[i] for i in places]
-        through = _differentiable_backward if torch.is_grad_enabled() else _kernel_backward
         for place, gradient in zip(places, through(ctx, dy, dh, wants), strict=True):
             found[place] = gradient
-        return tuple(found)
+    return tuple(found)
 
 
 def _saved(ctx: Any) -> tuple[list[Any], Given]:
@@ -67,7 +78,10 @@ def _forward(*args: Any, wants_stats: bool) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
+def kernel_backward(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]
+) -> list[Tensor | None]:
+    """The kernels' gradients; `backward` has the arguments of the operator `triton_row_norm_bwd`."""
     (x, h, weight, bias, stats), s = _saved(ctx)
     num_dims, _, offset, out_dtype, rms = ctx.call
     normalised = h if ctx.stored else x
@@ -79,7 +93,7 @@ def _kernel_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
-    results = torch.ops.kernel_fusion.triton_row_norm_bwd(
+    results = backward(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
         ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
     )  # fmt: skip

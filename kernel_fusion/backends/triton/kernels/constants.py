@@ -58,6 +58,7 @@ class RowNorm(Constants, Stages):
         flat: whether rows have one stride.
         unit: elements that lengths and strides count, so that the compiler knows divisors.
         exact: whether blocks divide rows, so that no column needs a mask.
+        part: whether rows have other columns on other ranks.
     """
 
     rms: bool
@@ -70,6 +71,7 @@ class RowNorm(Constants, Stages):
     unit: int
     exact: bool
     has_residual: bool = False
+    part: bool = False
 
     @property
     def first_factor(self) -> bool:

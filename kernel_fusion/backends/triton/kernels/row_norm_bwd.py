@@ -37,6 +37,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     scalar,
     shifted,
     store,
+    store_sums,
     within,
 )
 from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
@@ -51,20 +52,31 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def _row_means(gwn, gw, count, each, C: tl.constexpr):
-    """E[gwn] and E[gw] (not for RMSNorm) of sums by lanes, across the program at once. `each` is 1 / count."""
+def _row_sums(gwn, gw, C: tl.constexpr):
+    """Sums of gwn and gw (not for RMSNorm), which are sums by lanes, across the program at once."""
     if C.rms:
-        mean_gwn = quotient(tl.sum(gwn, axis=1)[:, None], count, each)
-        mean_gw = tl.zeros_like(mean_gwn)
+        sum_gwn = tl.sum(gwn, axis=1)[:, None]
+        sum_gw = tl.zeros_like(sum_gwn)
     else:
         first, second = tl.reduce((gwn, gw), 1, _add_pairs)
-        mean_gwn = quotient(first[:, None], count, each)
-        mean_gw = quotient(second[:, None], count, each)
+        sum_gwn = first[:, None]
+        sum_gw = second[:, None]
+    return sum_gwn, sum_gw
+
+
+@triton.jit
+def _row_means(gwn, gw, count, each, C: tl.constexpr):
+    """E[gwn] and E[gw] (not for RMSNorm). `each` is 1 / count."""
+    sum_gwn, sum_gw = _row_sums(gwn, gw, C)
+    mean_gwn = quotient(sum_gwn, count, each)
+    mean_gw = sum_gw
+    if not C.rms:
+        mean_gw = quotient(sum_gw, count, each)
     return mean_gwn, mean_gw
 
 
 @triton.jit
-def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
+def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
     """Mean and rstd of rows."""
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
@@ -76,7 +88,7 @@ def _statistics(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
 
 
 @triton.jit
-def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
+def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
     """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
 
     `pointers` are dy, h, the other row, weight, bias and seed. Masked dy is read as zero, so g is zero there, and n
@@ -114,7 +126,7 @@ def _gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.const
 
 
 @triton.jit
-def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
+def write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
     """dx, and the gradient of the residual or of a first factor's row, of a tile.
 
     `pointers` are dh, h, the other row (x where forward stored h), seed, and the two.
@@ -145,15 +157,15 @@ def _write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr,
 
 
 @triton.jit
-def _write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """The gradient of a last factor, of a tile; `pointers` as for `_write`."""
+def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """The gradient of a last factor, of a tile; `pointers` as for `write`."""
     if C.last_factor and C.dother:
         store(pointers[5], rows[3] + at, dfactor, mask, LAST)
 
 
 @triton.jit
 def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that are read a block at a time, twice."""
+    """dx and dother of rows that are read a block at a time, twice; of parts of rows, the sums of gwn and gw."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     sum_gwn = tl.zeros([ROWS, BLOCK], C.acc)
@@ -161,22 +173,28 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
     for start in range(0, num_cols, BLOCK):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
-        n, _, _, gw, _ = _gradient(sources, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
+        n, _, _, gw, _ = gradient(sources, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
         sum_gwn += gw * n
         sum_gw += gw
+    if C.part:
+        return _row_sums(sum_gwn, sum_gw, C)
     means = _row_means(sum_gwn, sum_gw, count, each, C)
     for start in range(0, num_cols, BLOCK):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, _, _, gw, dfactor = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
-        _write_factor(targets, rows, at, dfactor, mask, C, True)
-        _write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
+        n, _, _, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+        write_factor(targets, rows, at, dfactor, mask, C, True)
+        write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
+    return means
 
 
 @triton.jit
 def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that registers hold; and `sums` of dweight and dbias, by pieces, with theirs."""
+    """dx and dother of rows that registers hold; and `sums` of dweight and dbias, by pieces, with theirs.
+
+    Of parts of rows: no dx and dother, but the sums of gwn and gw.
+    """
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again
     dweight, dbias = sums
@@ -189,8 +207,8 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, rounded, g, gw, dfactor = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
-        _write_factor(targets, rows, at, dfactor, mask, C, AGAIN)
+        n, rounded, g, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
+        write_factor(targets, rows, at, dfactor, mask, C, AGAIN)
         if not AGAIN:
             ns = ns + (n,)
             gws = gws + (gw,)
@@ -202,7 +220,10 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             sum_gw += gw
         dweight_now = dweight_now + (dweight[i] + tl.sum(g * rounded, axis=0) if C.dweight else dweight[i],)
         dbias_now = dbias_now + (dbias[i] + tl.sum(g, axis=0) if C.dbias else dbias[i],)
-    if C.dx or C.dother:
+    row_sums = (sum_gwn, sum_gw)
+    if C.part:
+        row_sums = _row_sums(sum_gwn, sum_gw, C)
+    elif C.dx or C.dother:
         means = _row_means(sum_gwn, sum_gw, count, each, C)
         for i in tl.static_range(PIECES):
             start = i * C.block
@@ -210,12 +231,12 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             col_mask = within(at, num_cols, C.exact)
             mask = row_mask & col_mask
             if AGAIN:
-                n, _, _, gw, _ = _gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+                n, _, _, gw, _ = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
             else:
                 n = ns[i]
                 gw = gws[i]
-            _write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, AGAIN)
-    return dweight_now, dbias_now
+            write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, AGAIN)
+    return dweight_now, dbias_now, row_sums
 
 
 @triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
@@ -251,7 +272,10 @@ def row_norm_bwd(
     bias_pitch,
     C: tl.constexpr,
 ):
-    """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group."""
+    """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group.
+
+    C.part: `dx_ptr` gets the rows' sums of gwn and gw, for `row_norm_bwd_apply`.
+    """
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     PIECES: tl.constexpr = C.pieces
@@ -279,17 +303,19 @@ def row_norm_bwd(
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = sample < num_rows
         row = row_of(sample, group, (sample_step, group_step), C)
-        statistics = _statistics(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
         other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
         rows = (dy_row, h_row, other_row, row * num_cols)
         if C.looped:
-            _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C)
+            sums = _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
-            dweight, dbias = _whole_rows(
+            dweight, dbias, sums = _whole_rows(
                 sources, targets, rows, col, statistics, row_mask, (dweight, dbias), num_cols, count, each, C
             )
+        if C.part and C.dx:
+            store_sums(dx_ptr, row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
     # Partial rows, of all groups: those of dweight, one per program, then those of dbias.
     partials_ptr = of_group(partials_ptr, group, num_cols, C)
     width = of_all(num_cols, groups, C)
@@ -351,12 +377,12 @@ def row_norm_bwd_columns(
         row = row_of(sample, group, (sample_step, group_step), C)
         col_mask = within(col, num_cols, C.exact)
         mask = row_mask & col_mask
-        statistics = _statistics(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
+        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
         dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
         h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
         other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
         rows = (dy_row, h_row, other_row, row * num_cols)
-        _, rounded, g, _, _ = _gradient(sources, rows, start, col, statistics, mask, col_mask, C, True)
+        _, rounded, g, _, _ = gradient(sources, rows, start, col, statistics, mask, col_mask, C, True)
         if C.dweight:
             dweight += g * rounded
         if C.dbias:

@@ -33,6 +33,7 @@ from kernel_fusion.backends.triton.kernels.rows import (
     scalar,
     shifted,
     store,
+    store_sums,
     within,
 )
 from kernel_fusion.backends.triton.kernels.stages import factor
@@ -157,8 +158,8 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """Mean and rstd of rows that are read a block at a time."""
+def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
+    """Mean and variance of rows that are read a block at a time; a part of a row is read but now, so h is written."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     x_row, other_row, y_row = rows
@@ -172,6 +173,8 @@ def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, eac
         at = start + col
         mask = row_mask & within(at, num_cols, C.exact)
         h = normalised(pointers, (x_row + at, other_row + at), y_row + start, mask, C, BLOCK, False)
+        if C.part and C.has_residual:
+            store(h_ptr, y_row + at, h, mask)
         deviation = h - center
         if not C.exact:
             deviation = tl.where(mask, deviation, 0.0)
@@ -183,17 +186,23 @@ def _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, eac
     if not C.rms:
         mean = center + rest
         variance = tl.where(variance < float("inf"), variance - rest * rest, variance)
-    return mean, reciprocal_sqrt(variance + C.eps)
+    return mean, variance
 
 
 @triton.jit
 def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """y and h of rows that are read a block at a time, twice; and their mean and rstd."""
+    """y and h of rows that are read a block at a time, twice; and their mean and rstd.
+
+    Of parts of rows, as of those in registers: h alone, and the mean and the variance.
+    """
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     x_row, other_row, y_row = rows
     y_ptr = results[0]
     h_ptr = results[1]
-    mean, rstd = _statistics_of_long_rows(pointers, rows, row_mask, col, num_cols, count, each, C)
+    mean, variance = _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count, each, C)
+    if C.part:
+        return mean, variance
+    rstd = reciprocal_sqrt(variance + C.eps)
     for start in range(0, num_cols, C.block):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
@@ -213,7 +222,10 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
 
 @triton.jit
 def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
-    """y, or its codes, and h of rows that registers hold; and their mean and rstd."""
+    """y, or its codes, and h of rows that registers hold; and their mean and rstd.
+
+    Of parts of rows: h alone, and the mean and the variance.
+    """
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces
     x_row, other_row, y_row = rows
@@ -241,6 +253,8 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
             at = i * C.block + col
             store(h_ptr, y_row + at, hs[i], row_mask & within(at, num_cols, C.exact))
     mean, deviations, variance = _moments(hs, col, start, num_cols, count, each, C)
+    if C.part:
+        return mean, variance
     rstd = reciprocal_sqrt(variance + C.eps)
     for i in tl.static_range(PIECES):
         at = i * C.block + col
@@ -297,7 +311,8 @@ def row_norm_fwd(
 ):
     """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
 
-    `num_rows` is that of samples, each of which has a row in every group.
+    `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
+    of squares and of values, for `row_norm_apply`.
     """
     pointers = (x_ptr, other_ptr, seed_ptr)
     results = (y_ptr, h_ptr, (y_ptr, y_ptr))
@@ -375,7 +390,13 @@ def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, 
         mean, rstd = _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C)
     else:
         mean, rstd = _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C)
-    if C.stats:
+    if C.part:
+        # The variance takes the place of rstd. In float64 no digits are lost where moments are moved to zero.
+        shift = mean.to(tl.float64)
+        squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
+        all_rows = of_all(num_rows, groups, C)
+        store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)
+    elif C.stats:
         # Mean and rstd, one after the other; for RMSNorm rstd alone.
         if C.rms:
             store(stats_ptr, row, rstd, row_mask)

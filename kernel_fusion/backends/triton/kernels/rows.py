@@ -28,18 +28,20 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def place(per_group, C: tl.constexpr):
+def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
     """This program's number in its group of rows, the group, and how many groups there are.
 
-    Axis 0 of the grid has `per_group` programs for each.
+    Axis 0 of the grid has `per_group` programs for each. REVERSED: the programs that start first have the last rows.
     """
     number = tl.program_id(0)
+    if REVERSED:
+        number = tl.num_programs(0) - 1 - number
     group = tl.full([], 0, tl.int64)
     groups = tl.full([], 1, tl.int64)
     if C.grouped:
-        group = (tl.program_id(0) // per_group).to(tl.int64)
+        group = (number // per_group).to(tl.int64)
         groups = (tl.num_programs(0) // per_group).to(tl.int64)
-        number = tl.program_id(0) % per_group
+        number = number % per_group
     return number, group, groups
 
 
@@ -106,3 +108,27 @@ def store(ptr, offset, values, mask, LAST: tl.constexpr = False):
     """A tile, rounded to the tensor's type. LAST: beside the last of two readings."""
     policy: tl.constexpr = "evict_first" if LAST else ""
     tl.store(ptr + offset, values.to(ptr.dtype.element_ty), mask=mask, eviction_policy=policy)
+
+
+@triton.jit
+def store_sums(ptr, row, num_rows, num_cols, row_mask, sums, C: tl.constexpr):
+    """Two sums of each row, for RMSNorm one, over a rank's columns; and how many those are, once.
+
+    In float64, and by kinds: the first sum of all rows, then the second, then the number of columns.
+    """
+    store(ptr, row, sums[0], row_mask)
+    if not C.rms:
+        store(ptr, num_rows + row, sums[1], row_mask)
+    if tl.program_id(0) == 0:
+        tl.store(ptr + (1 if C.rms else 2) * num_rows, scalar(num_cols, tl.float64))
+
+
+@triton.jit
+def means_over_ranks(ptr, row, num_rows, row_mask, C: tl.constexpr):
+    """The sums of `store_sums`, added up over all ranks, divided by the number of all columns."""
+    each = 1.0 / tl.load(ptr + (1 if C.rms else 2) * num_rows)
+    first = load(ptr, row, row_mask, True) * each
+    second = tl.zeros_like(first)
+    if not C.rms:
+        second = load(ptr, num_rows + row, row_mask, True) * each
+    return first, second

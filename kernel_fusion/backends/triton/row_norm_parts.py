@@ -1,0 +1,221 @@
+"""LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
+
+Either direction has two operators, between which the caller adds up sums of rows over the ranks. A rank without
+columns, or without rows, launches nothing and has zeros to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernel_fusion.backends.triton import plan
+from kernel_fusion.backends.triton.kernels import row_norm_parts as kernels
+from kernel_fusion.backends.triton.kernels.constants import RowNormBackward
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
+from kernel_fusion.backends.triton.launch import launch, row_tile
+from kernel_fusion.backends.triton.layout import product
+from kernel_fusion.backends.triton.row_norm import Backward, launch_forward, require_forward, with_stages
+from kernel_fusion.backends.triton.row_norm_autograd import gradients, keep, kernel_backward
+from kernel_fusion.core import checks
+from kernel_fusion.core.activations import IDENTITY
+from kernel_fusion.core.spec import compute_dtype
+from kernel_fusion.core.stages import Given, other_row
+
+# Adds up a tensor over all ranks, in place.
+Join = Callable[[Tensor], None]
+
+
+def _memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a kernel to fill, or zeros where none runs."""
+    make = torch.empty if like.numel() > 0 else torch.zeros
+    return make(shape, dtype=dtype, device=like.device)
+
+
+def _sums(rows: Tensor, num_dims: int, rms: bool) -> Tensor:
+    count = product(rows.shape[: rows.dim() - num_dims])
+    return _memory(rows, (1 if rms else 2) * count + 1, dtype=torch.float64)
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_moments", mutates_args={})
+@with_stages
+def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *stages: Any) -> tuple[Tensor, Tensor]:
+    """The sums of rows' squares, for LayerNorm those of values, and the number of columns; and h, as in forward.
+
+    The stages are those before the norm.
+    """
+    s, norm = Given(*stages), (num_dims, None, None, 0.0, 0.0, rms)
+    sums = _sums(input, num_dims, rms)
+    h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
+    if input.numel() > 0:
+        require_forward("triton_row_norm_moments", input, residual, num_dims, None, None, input.dtype, s)
+        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums], stats=True, part=True)
+    return sums, h
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_apply", mutates_args={})
+@with_stages
+def apply(
+    h: Tensor,
+    sums: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    out_dtype: torch.dtype,
+    rms: bool,
+    *stages: Any,
+) -> tuple[Tensor, Tensor]:
+    """y and the statistics, from sums over all ranks.
+
+    h is what `moments` wrote where there is a residual, and then the stages are those after the norm; else the input.
+    """
+    s, norm = Given(*stages), (num_dims, weight, bias, eps, weight_offset, rms)
+    count = product(h.shape[: h.dim() - num_dims])
+    y = torch.empty(h.shape, dtype=out_dtype, device=h.device)
+    stats = _memory(h, 1 if rms else 2, count, dtype=compute_dtype(h.dtype))
+    if h.numel() > 0:
+        require_forward("triton_row_norm_apply", h, None, num_dims, weight, bias, out_dtype, s)
+        cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
+        layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size)
+        launch_forward(kernels.row_norm_apply, h, None, norm, s, [sums, y, stats], layout, stats=True)
+    return y, stats
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_sums", mutates_args={})
+@with_stages
+def backward_sums(
+    dy: Tensor,
+    h: Tensor,
+    stats: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    weight_offset: float,
+    rms: bool,
+    stored: bool,
+    wants: Sequence[bool],
+    *stages: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows' sums of gwn, for LayerNorm those of gw, and the number of columns; dweight and dbias.
+
+    Arguments as for `triton_row_norm_bwd`; `wants` are the results'.
+    """
+    s = Given(*stages)
+    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
+    sums = _sums(h, num_dims, rms)
+    dtypes = h.dtype if weight is None else weight.dtype, bias_dtype or h.dtype
+    dweight, dbias = (
+        _memory(h, *(shape if wanted else [0]), dtype=dtype) for dtype, wanted in zip(dtypes, wants[1:], strict=True)
+    )
+    if h.numel() > 0:
+        call = Backward(dy, None, h, None, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
+        asked = [wants[0], False, *wants[1:]]
+        call.require("triton_row_norm_bwd_sums", asked, *dtypes)
+        call.launch((sums, h, dweight, dbias), asked, part=True)  # h is not written
+    return sums, dweight, dbias
+
+
+@torch.library.triton_op("kernel_fusion::triton_row_norm_bwd_apply", mutates_args={})
+@with_stages
+def backward_apply(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    x: Tensor | None,
+    stats: Tensor,
+    sums: Tensor,
+    num_dims: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_dtype: torch.dtype,
+    weight_offset: float,
+    rms: bool,
+    stored: bool,
+    wants: Sequence[bool],
+    *stages: Any,
+) -> tuple[Tensor, Tensor]:
+    """dx and the other row's gradient, from sums over all ranks. Arguments as for `triton_row_norm_bwd`."""
+    s = Given(*stages)
+    other = other_row(s, None)
+    dtypes = input_dtype, (h if other is None else other).dtype
+    dx, dother = (
+        torch.empty(h.shape if wanted else (0,), dtype=dtype, device=h.device)
+        for dtype, wanted in zip(dtypes, wants, strict=True)
+    )
+    if h.numel() > 0:
+        call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
+        call.require("triton_row_norm_bwd_apply", [*wants, False, False], *dtypes)
+        given, (lengths, strides), of, constants = call.arguments()
+        cols = lengths[1] * constants["unit"]
+        layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
+        per_group = -(-lengths[0] // layout.rows) * -(-cols // layout.block)
+        launch(
+            kernels.row_norm_bwd_apply, (per_group * of.groups.count,), *given, sums, dx, dother, *lengths, *strides,
+            *of.numbers(per_group, constants["unit"]), warps=layout.warps,
+            constants=RowNormBackward(
+                has_dh=dh is not None, dx=wants[0], dother=wants[1], dweight=False, dbias=False,
+                **row_tile(layout, cols), **constants,
+            ),
+        )  # fmt: skip
+    return dx, dother
+
+
+class NormOfParts(torch.autograd.Function):
+    """Autograd of the norm; arguments as for `kernel_fusion::staged_row_norm`, and what joins the ranks' sums."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        """y, and h or nothing."""
+        *args_of_norm, join = args
+        input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args_of_norm
+        s = Given(*stages)
+        before = s._replace(activation=IDENTITY, rounding="once", grouped=False, gate=s.gate if s.gate_first else None)
+        after = s if residual is None else s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None)
+        sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, residual, num_dims, rms, *before)
+        join(sums)
+        affine = weight, bias, eps, offset, out_dtype or input.dtype, rms
+        normalised = input if residual is None else h
+        y, stats = torch.ops.kernel_fusion.triton_row_norm_apply(normalised, sums, num_dims, *affine, *after)
+        keep(ctx, tuple(args_of_norm), h, stats)
+        ctx.join = join
+        return y, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of input, the other row, weight and bias."""
+        dy, dh = grads
+        of_results = dy, dh if ctx.stored else None  # Dynamo has a gradient for an h that is nothing
+        return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
+
+
+def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the operator `triton_row_norm_bwd`, with its arguments; sums are joined if the gradient of a row is wanted."""
+    dy, dh, h, x, stats, num_dims, weight, bias, input_dtype, bias_dtype, offset, rms, stored, wants, *stages = args
+    ops, of_rows, how = torch.ops.kernel_fusion, wants[0] or wants[1], (offset, rms, stored)
+    sums, dweight, dbias = ops.triton_row_norm_bwd_sums(
+        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:]], *stages
+    )
+    dx = dother = sums[:0]
+    if of_rows:
+        join(sums)
+        norm = num_dims, weight, bias, input_dtype
+        dx, dother = ops.triton_row_norm_bwd_apply(dy, dh, h, x, stats, sums, *norm, *how, wants[:2], *stages)
+    return dx, dother, dweight, dbias
+
+
+def staged_row_norm(join: Join, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    """`kernel_fusion::staged_row_norm` of a rank's columns; `join` adds up a tensor over the ranks, in place."""
+    _, weight, bias, _, weight_offset, out_dtype, rms, *stages = others
+    s = Given(*stages)
+    checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
+    apply_norm: Callable[..., tuple[Tensor, Tensor]] = NormOfParts.apply
+    return apply_norm(input, residual, *others[:7], *s, join)
