@@ -1,9 +1,9 @@
 """Whether compiled kernels keep everything in registers: the compiler's own count, which needs no GPU.
 
 A grid gives, for an architecture, the kernels to look at. One that several architectures of a generation plan is
-compiled for the first of them. For sm_90 every kernel is compiled; for the other generations as few as have every pair
-of what spec, access and plan say: one that is short of registers is so in more kernels than one. Verdicts are kept in
-the cache folder, by all that they depend on.
+compiled for the first of them. So few are compiled as have every pair of what spec, access and plan say: where
+registers are short, they are so in more kernels than one. Verdicts are kept in the cache folder, by all that they
+depend on.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def assert_no_local_memory(grid: Grid, generation: str) -> None:
         kernels = [kernels[index] for index in covering(rows, 1)]
     else:
         kernels = _planned(grid, generation)
-        if generation != "hopper":
-            kernels = [kernels[index] for index in covering([*map(_demands, kernels)])]
+        kernels = [kernels[index] for index in covering([*map(_demands, kernels)])]
     verdicts = (local_memory(source, f"{spec} {access}", arch) for (spec, access), arch, _, source in kernels)
     bad = [line for line in verdicts if line]
     assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory:\n" + "\n".join(bad)
@@ -81,7 +80,12 @@ def _planned(grid: Grid, generation: str) -> list[Planned]:
 
 
 def _demands(kernel: Planned) -> dict[str, Hashable]:
-    """What decides how many registers a kernel needs and may have: of the length only what the plan makes of it."""
+    """What decides how many registers a kernel needs and may have.
+
+    Of the length that is what the plan makes of it; on sm_90, whose plans are tightest, also the length itself, with
+    the direction as one.
+    """
     (spec, access), arch, plan, _ = kernel
     row = factors({"spec": spec, "access": access, "arch": arch, "plan": plan})
-    return {name: value for name, value in row.items() if name not in ("spec.cols", "plan.shared_bytes")}
+    cols, _ = row.pop("spec.cols", None), row.pop("plan.shared_bytes", None)
+    return row | {"length": f"{row.get('spec.direction')} {cols}"} if arch == 90 else row
