@@ -120,8 +120,11 @@ def _randn(device: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device)
 
 
-def right_calls(device: str) -> dict[str, list[Arguments]]:
-    """Calls of every operator that the kernels take, by its name; more of them where there are stages."""
+def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[str, list[Arguments]]:
+    """Calls of every operator that the kernels take, by its name; more of them where there are stages.
+
+    `heads`: of a query, how many examples, tokens, and heads of a token.
+    """
     x, r, dy = (_randn(device, 3, 5, 6) for _ in range(3))
     w, b = _randn(device, 6), _randn(device, 6)
     seed = torch.tensor([7], device=device)
@@ -156,14 +159,15 @@ def right_calls(device: str) -> dict[str, list[Arguments]]:
     keep = torch.rand(3, 5, 6, device=device) < 0.7
     soft = [{"input": x, "mask": mask, "scale": 0.5, "causal": True} for mask in (keep, _randn(device, 6), None)]
     y = torch.softmax(x, -1)
-    heads, key = _randn(device, 2, 4, 3, 6), _randn(device, 2, 4, 1, 6)
+    of_query, of_key = (*heads, 6), (*heads[:2], 1, 6)
     tables = {"cos": _randn(device, 1, 5, 2), "sin": _randn(device, 1, 5, 2),
-              "positions": torch.tensor([[0, 3, 4, 1]], device=device)}  # fmt: skip
+              "positions": torch.tensor([[0, 3, 4, 1][: heads[1]]], device=device)}  # fmt: skip
     options = {"weight_offset": 0.5, "interleaved": True, "rounding": "hf"}
     bare = {"query_weight": None, "key_weight": None, "eps": None, "weight_offset": 0.0, "rounding": "once"}
-    rotary = {"query": heads, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
+    query, key = _randn(device, *of_query), _randn(device, *of_key)
+    rotary = {"query": query, "key": key, "query_weight": w, "key_weight": b, **tables, "eps": 1e-5, **options}
     rotary_calls = [rotary, rotary | bare | {"key": None}]
-    given = {"dy": _randn(device, 2, 4, 3, 6), "dy_key": _randn(device, 2, 4, 1, 6)}
+    given = {"dy": _randn(device, *of_query), "dy_key": _randn(device, *of_key)}
     return {
         "layer_norm": [{"input": x, **affine}],
         "rms_norm": [{"input": x, **affine}],
@@ -190,7 +194,7 @@ _BY_TRITON = ("staged_row_norm", "pointwise", "reduce", "softmax", "qk_norm_rope
 
 def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
     """The same of the Triton backend's operators: the verbs, and those on the kernels."""
-    calls = right_calls(device)
+    calls = right_calls(device, heads=(1, 3, 2))  # in the interpreter every head takes long
     calls = {f"triton_{name}": calls[name] for name in _BY_TRITON} | {
         "triton_row_norm_fwd": [
             call | {"out_dtype": torch.float32, "wants_stats": True} for call in calls["staged_row_norm"]

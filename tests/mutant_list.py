@@ -167,7 +167,7 @@ _OF_TRITON = (
     ),
     Mutant(
         "triton: dresidual lacks what arrives at h", f"{_TRITON}/row_norm_bwd.py",
-        "    if C.has_dh:\n", "    if C.has_dh and not C.dresidual:\n",
+        "    if C.has_dh:\n", "    if C.has_dh and not C.dother:\n",
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(

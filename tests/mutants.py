@@ -5,8 +5,9 @@
     python tests/mutants.py --cuda --output FILE.json      # those that only tests on an NVIDIA GPU catch
     python tests/mutants.py --only NAME                    # one of them, whatever it needs
 
-Each fault is planted in a copy of the tree, with caches of its own. The tests that are to catch it run first in a copy
-without faults, where they must pass. The exit code is 0 if every fault was caught.
+Each fault is planted in a copy of the tree, with a cache of its own, which begins with the libraries in the user's: a
+fault in their sources has another key. The tests that are to catch it run first in a copy without faults, where they
+must pass. The exit code is 0 if every fault was caught.
 
 Compiling the extension for each fault would take most of the time, so CXX names this file, which remembers objects: an
 object is made anew if its command or a file of the tree that it includes has changed.
@@ -30,6 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kernel_fusion.config import cache_dir
 
 ROOT = Path(__file__).parents[1]
 _UNNEEDED = shutil.ignore_patterns(".*", "__pycache__", "results", "_build")
@@ -73,10 +76,12 @@ class _Outcome:
 
 
 def _tested(tree: Path, work: Path, tests: list[str], *, cuda: bool) -> _Outcome:
-    """Run pytest in a tree, with empty caches."""
+    """Run pytest in a tree, with a cache that has built libraries and no more."""
     marks = "cuda" if cuda else "not slow and not cuda"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider", "-m", marks]
     with tempfile.TemporaryDirectory(dir=work) as cache, tempfile.TemporaryFile("w+") as output:
+        if (built := cache_dir() / "extension").exists():
+            shutil.copytree(built, Path(cache, "extension"))
         environment = {
             **os.environ,
             _TREE: str(tree),

@@ -17,7 +17,7 @@ from support import CPU, CUDA, EAGER, Target, call, python
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
-from verbs import Verb, cotangents, gradients, results
+from verbs import VERBS, Verb, cotangents, gradients, results
 
 import kernel_fusion as kf
 
@@ -245,7 +245,17 @@ def test_automatic_backend_compiles(operation: Verb, target: Target) -> None:
         assert_equal(results(compiled(*tensors)), results(operation.ours(*tensors)), target)
 
 
+# Grid rationale. Each operator, with what is optional and without; other verbs give Inductor the
+# same nodes, which `test_training_compiles_once` traces.
+_INDUCTOR = (
+    *("layer_norm", "rms_norm-staged", "add_layer_norm", "gated_rms_norm-grouped", "modulated_rms_norm-rows"),
+    *("add_modulated_layer_norm-rows", "add_act-column", "bias_act-tanh", "act_dropout", "gated_act-row", "mean_abs"),
+    *("softmax", "softmax-masked", "attention_weights", "rope", "qk_norm_rope"),
+)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("operation", [VERBS[name] for name in _INDUCTOR], ids=str)
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about products in fp32
 def test_inductor(operation: Verb, target: Target) -> None:
     """Inductor's graphs run our kernels between its own, forward and backward."""

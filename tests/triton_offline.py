@@ -1,7 +1,8 @@
 """Compiles, for one GPU that need not be there, every kernel of the Triton backend as the operators launch it.
 
-Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`;
-with `each` behind that, once each kernel in bf16, not all dtypes, activations and lengths.
+Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`,
+and behind that `each`, once each kernel in bf16; or `values` or `pairs`: of all dtypes, activations and lengths so many
+that each kernel has every type and constant once, or every pair of them.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
 calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, the bytes
 of shared memory that it takes beyond what the device has (none, if the plan is right), and how often it touches global
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from covering import covering, factors
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -155,6 +157,16 @@ def distinct(launches: list[Launch]) -> Iterator[Launch]:
             yield launch
 
 
+def chosen(launches: list[Launch], strength: int) -> list[Launch]:
+    """Few launches that have, of each kernel, all combinations of so many types and constants."""
+    rows = []
+    for launch in launches:
+        types = {name: kind for name, (kind, _) in signature(launch).items()}
+        row = factors({**types, "C": launch.constants, "warps": launch.warps, "registers": launch.registers})
+        rows.append({f"{launch.kernel.fn.__name__}.{name}": value for name, value in row.items()})
+    return [launches[index] for index in covering(rows, strength)]
+
+
 def early_accesses(ptx: str) -> int | None:
     """How many instructions that touch global memory precede the wait for the previous kernel, if there is one."""
     before, wait, _ = ptx.partition("griddepcontrol.wait")
@@ -286,13 +298,14 @@ def each_kernel(arch: str) -> list[Launch]:
     return [*found.values()]
 
 
-def main(backend: str, arch: str, which: str = "all") -> None:
+def main(backend: str, arch: str, which: str) -> None:
     """Compile, and print what was compiled."""
     fallback.define_triton()
     cuda = backend == "cuda"
     device = _DEVICES[arch]
     shared = device.shared_bytes or _AMD_SHARED_BYTES
-    for launch in distinct(each_kernel(arch) if which == "each" else all_launches(arch)):
+    launches = [*distinct(each_kernel(arch) if which == "each" else all_launches(arch))]
+    for launch in launches if which == "each" else chosen(launches, {"values": 1, "pairs": 2}[which]):
         size, taken, early = compile_for(GPUTarget(backend, int(arch) if cuda else arch, device.warp_size), launch)
         looped = getattr(launch.constants, "looped", False)
         print(json.dumps([launch.kernel.fn.__name__, looped, size, max(0, taken - shared), early]))
