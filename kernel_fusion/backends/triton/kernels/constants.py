@@ -94,7 +94,7 @@ class RowNormForward(RowNorm):
     Attributes:
         eps: added to the variance.
         stats: whether mean and rstd are written.
-        codes, largest, group, given: as in `Codes`, of y; no name without quantisation.
+        codes, largest, group, given, rounds: as in `Codes`, of y; no name without quantisation.
         keeps: whether y is written.
     """
 
@@ -109,6 +109,7 @@ class RowNormForward(RowNorm):
     largest: float = 0.0
     group: int = 0
     given: bool = False
+    rounds: bool = False
     keeps: bool = True
 
 
@@ -266,6 +267,7 @@ class Codes(Constants):
     largest: float
     group: int
     given: bool
+    rounds: bool
     keeps: bool
     unit: int
     flat: bool

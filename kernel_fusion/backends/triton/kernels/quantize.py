@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
@@ -75,19 +76,23 @@ def encode(v, scale, C: tl.constexpr):
     power, s, reciprocal = scale
     v = v * power
     q = v * reciprocal
-    y = tl.fma(-tl.fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
+    y = fma(-fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
     if C.given:
         # A given scale may be 0 or leave a quotient that is too large; those need no correction.
         y = tl.where((tl.abs(q) > 0.0) & (tl.abs(q) < float("inf")), y, q)
-    y = tl.clamp(y, -C.largest, C.largest, propagate_nan=tl.PropagateNan.ALL)
-    if C.codes == "int8":
-        # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
-        code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
-    elif C.codes == "float8_e4m3fn":
-        code = _float8(y, 4, 3)
+    if C.rounds:  # to at most the largest code
+        code = y.to(tl.float8e4nv if C.codes == "float8_e4m3fn" else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        code = _float8(y, 5, 2)
-    return (code & 0xFF).to(tl.uint8)
+        y = tl.clamp(y, -C.largest, C.largest, propagate_nan=tl.PropagateNan.ALL)
+        if C.codes == "int8":
+            # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
+            code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
+        elif C.codes == "float8_e4m3fn":
+            code = _float8(y, 4, 3)
+        else:
+            code = _float8(y, 5, 2)
+        code = (code & 0xFF).to(tl.uint8)
+    return code
 
 
 @triton.jit
