@@ -20,11 +20,6 @@ if INTERPRETED:
         return tl.exp(x)
 
     @triton.jit
-    def fma(a, b, c):
-        """a b + c in float32, rounded once but for ties of float64; some interpreters' own rounds twice."""
-        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
-
-    @triton.jit
     def expm1(x):
         """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
         u = tl.exp(x)
@@ -50,11 +45,6 @@ else:  # pragma: gpu
     def exp(x):
         """e^x."""
         return libdevice.exp(x)
-
-    @triton.jit
-    def fma(a, b, c):
-        """a b + c, rounded once."""
-        return tl.fma(a, b, c)
 
     @triton.jit
     def expm1(x):

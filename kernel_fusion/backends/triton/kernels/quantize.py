@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
-from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
@@ -76,7 +75,7 @@ def encode(v, scale, C: tl.constexpr):
     power, s, reciprocal = scale
     v = v * power
     q = v * reciprocal
-    y = fma(-fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
+    y = tl.fma(-tl.fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
     if C.given:
         # A given scale may be 0 or leave a quotient that is too large; those need no correction.
         y = tl.where((tl.abs(q) > 0.0) & (tl.abs(q) < float("inf")), y, q)
