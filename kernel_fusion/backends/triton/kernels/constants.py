@@ -254,6 +254,7 @@ class Codes(Constants):
         codes: PyTorch's name of their type; largest: the largest code.
         group: columns that share a scale; 0: a row, or it is given.
         given: whether it is.
+        rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
         unit: elements that lengths and strides count.
         flat: whether rows have one stride.

@@ -1,7 +1,7 @@
 """Codes and scales of rows, of a tensor or of activation(gate) * value: backends/eager/quantize.py is the definition.
 
 A program has ROWS rows, a block of columns at a time; a row that is longer (LOOPED) is read twice where it has one
-scale. Codes are made in integers, which every GPU has.
+scale. Codes are made in integers, which every GPU has, or by an instruction where there is one (C.rounds).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
@@ -75,7 +76,7 @@ def encode(v, scale, C: tl.constexpr):
     power, s, reciprocal = scale
     v = v * power
     q = v * reciprocal
-    y = tl.fma(-tl.fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
+    y = fma(-fma(q, s, -v), reciprocal, q)  # 0 keeps its sign
     if C.given:
         # A given scale may be 0 or leave a quotient that is too large; those need no correction.
         y = tl.where((tl.abs(q) > 0.0) & (tl.abs(q) < float("inf")), y, q)
