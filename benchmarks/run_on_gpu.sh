@@ -46,6 +46,7 @@ for part in $parts; do
     peers)
       run peers python3 -m kernel_fusion bench large models sweep --device cuda --dtypes bf16 --backends cuda,triton \
         --directions forward,backward --peers torch.compile,liger,quack,flash-attn --output-dir "$out/peers"
+      run peers-stages python3 -m kernel_fusion bench stages rope quantised --device cuda --dtypes bf16 --output-dir "$out/peers"
       ;;
     profile)
       for case in layer_norm rms_norm; do

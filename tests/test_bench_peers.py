@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_support import CPU, EFFORT, FP32, norm
+from bench_support import BF16, CPU, EFFORT, FP32, norm
 from torch import Tensor
 
-from kernel_fusion.bench import check, operations, peers
-from kernel_fusion.bench.workloads import Workload
+from kernel_fusion.bench import check, operations, peers, quantised, rotary, stages
+from kernel_fusion.bench.workloads import Inputs, Operation, Workload
+from kernel_fusion.testing import unfused
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -36,10 +37,46 @@ def _liger() -> dict[str, Any]:
         assert (casting_mode, in_place) == ("gemma", False)
         return _rms_norm(x, offset + weight, eps)
 
-    return {
-        "liger_kernel.ops.layer_norm": {"LigerLayerNormFunction": SimpleNamespace(apply=_layer_norm)},
-        "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": SimpleNamespace(apply=rms_norm)},
+    def add(x: Tensor, residual: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        h = x + residual
+        return rms_norm(h, weight, *rest), h
+
+    def modulated(x: Tensor, weight: None, scale: Tensor, shift: Tensor, *rest: Any) -> Tensor:
+        assert scale.shape == shift.shape == (x.shape[0], x.shape[-1])
+        return rms_norm(x, torch.ones_like(x[0, 0]), *rest) * (1 + scale[:, None]) + shift[:, None]
+
+    def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        assert rest == (None, 1, query.shape[-1])
+        return _turned_in_place(query, cos, sin), _turned_in_place(key, cos, sin)
+
+    functions = {
+        "layer_norm.LigerLayerNormFunction": _layer_norm,
+        "rms_norm.LigerRMSNormFunction": rms_norm,
+        "fused_add_rms_norm.LigerFusedAddRMSNormFunction": add,
+        "modulated_rms_norm.LigerModulatedRMSNormFunction": modulated,
+        "rope.LigerRopeFunction": rope,
     }
+    paths = ((path.split("."), function) for path, function in functions.items())
+    return {f"liger_kernel.ops.{file}": {name: SimpleNamespace(apply=f)} for (file, name), f in paths}
+
+
+class _Turned(torch.autograd.Function):
+    """Rotates (.., tokens, columns), and its gradient, where they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return x.copy_(unfused.rope(x, cos, sin))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return dy.copy_(unfused.rope(dy, cos, -sin)), None, None
+
+
+def _turned_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y: Tensor = _Turned.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _quack() -> dict[str, Any]:
@@ -54,10 +91,59 @@ def _quack() -> dict[str, Any]:
         native = torch.ops.aten.native_layer_norm_backward
         return native(dy, x, x.shape[-1:], mean, rstd, weight, torch.zeros_like(weight), [True] * 3)
 
-    def rmsnorm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-        return _rms_norm(x, weight, eps)
+    def rmsnorm(x: Tensor, weight: Tensor, residual: Tensor | None = None, *, eps: float, prenorm: bool = False) -> Any:
+        if residual is None:
+            return _rms_norm(x, weight, eps)
+        assert prenorm
+        return _rms_norm(x + residual, weight, eps), x + residual
 
-    return {"quack.rmsnorm": {"layernorm_fwd": forward, "layernorm_bwd": backward, "rmsnorm": rmsnorm}}
+    return {
+        "quack.rmsnorm": {"layernorm_fwd": forward, "layernorm_bwd": backward, "rmsnorm": rmsnorm},
+        "quack.rotary": {"apply_rotary_emb": _rotary_embedding},
+    }
+
+
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As flash-attn, fla and Quack have it: (batch, tokens, heads, columns)."""
+    return unfused.rope(x, cos[:, None], sin[:, None])
+
+
+def _fla() -> dict[str, Any]:
+    def rms_norm_gated(x: Tensor, g: Tensor, weight: Tensor, bias: None, activation: str, *, eps: float) -> Tensor:
+        assert activation == "swish"
+        return _rms_norm(x, weight, eps) * F.silu(g)
+
+    return {
+        "fla.modules.fused_norm_gate": {"rms_norm_gated": rms_norm_gated},
+        "fla.modules.rotary": {"rotary_embedding": _rotary_embedding},
+    }
+
+
+def _flashinfer() -> dict[str, Any]:
+    """In fp16 and bf16 alone, with results where they are told, and angles of float32 in one table."""
+
+    def rmsnorm_quant(out: Tensor, x: Tensor, weight: Tensor, scale: float, eps: float) -> None:
+        assert x.dtype in (torch.half, torch.bfloat16) and x.dim() == 2  # noqa: PT018
+        out.copy_((_rms_norm(x.float(), weight.float(), eps) / scale).clamp(-448, 448))
+
+    def fused_add_rmsnorm_quant(
+        out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, scale: float, eps: float
+    ) -> None:
+        rmsnorm_quant(out, residual.add_(x), weight, scale, eps)
+
+    def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(_rms_norm(residual.add_(x), weight, eps))
+
+    def rope(positions: Tensor, query: Tensor, key: Tensor, size: int, table: Tensor) -> list[Tensor]:
+        assert table.dtype == FP32
+        cos, sin = table[positions, None].chunk(2, -1)
+        return [unfused.rope(x.unflatten(1, (-1, size)), cos, sin).flatten(1).to(x.dtype) for x in (query, key)]
+
+    norms = (rmsnorm_quant, fused_add_rmsnorm_quant, fused_add_rmsnorm)
+    return {
+        "flashinfer.norm": {norm.__name__: norm for norm in norms},
+        "flashinfer.rope": {"apply_rope_with_cos_sin_cache": rope},
+    }
 
 
 def _apex() -> dict[str, Any]:
@@ -86,6 +172,8 @@ _STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "apex": _apex,
     "flash-attn": _flash_attn,
 }
+_FOR_STAGES: dict[str, Callable[[], dict[str, Any]]] = _STAND_INS | {"fla": _fla, "flashinfer": _flashinfer}
+_BY_NAME = {operation.name: operation for operation in (*operations.OPERATIONS, *stages.OPERATIONS, *quantised.NORMS)}
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
@@ -99,8 +187,8 @@ def _install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:
         vars(sys.modules[path]).update(contents)
 
 
-def _assert_right(provider: peers.Provider, workload: Workload) -> None:
-    (inputs,) = workload.input_sets(CPU, 1)
+def _assert_right(provider: peers.Provider, workload: Workload, inputs: Inputs | None = None) -> None:
+    inputs = inputs or workload.input_sets(CPU, 1)[0]
     verdict = check.check(workload, [provider], inputs, EFFORT.max_checked)[provider]
     assert not isinstance(verdict, str), verdict
     assert all(comparison.ok for comparison in verdict), verdict
@@ -117,6 +205,33 @@ def test_norms(name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("weight and bias in fp32 for layer_norm" in states[name]) == (name == "quack")
     _assert_right(provider, norm((6, 4, 32), verb=verb))
     assert not provider.measures(Workload("a", operations.RELU_LAYER_NORM, (4, 8), FP32))
+
+
+# Every operation but bare norms that a library has, at a shape that it takes.
+@pytest.mark.parametrize(
+    ("name", "operation", "shape"),
+    [
+        *((name, _BY_NAME["add+rms_norm"], (6, 256)) for name in ("liger", "quack", "flashinfer")),
+        ("fla", _BY_NAME["gated rms_norm"], (2, 6, 256)),
+        ("liger", _BY_NAME["modulated rms_norm"], (2, 6, 256)),
+        *((name, rotary.ROPE, (6, 256)) for name in ("quack", "fla")),
+        *((name, rope, (6, 512)) for name in ("liger", "flashinfer") for rope in rotary.ROPE_OF_BOTH),
+        ("flashinfer", _BY_NAME["rms_norm, given scale"], (6, 256)),
+        ("flashinfer", _BY_NAME["add+rms_norm, given scale"], (6, 256)),
+    ],
+    ids=lambda of: of.name if isinstance(of, Operation) else str(of),
+)
+def test_stages(name: str, operation: Operation, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients are right, codes up to their rounding; what overwrites its arguments gets copies."""
+    _install(monkeypatch, _FOR_STAGES[name]())
+    ((provider,), _) = peers.find([name], torch.device("cuda"))
+    assert provider.measures(Workload("a", operation, shape, FP32)) == (name != "flashinfer")
+    workload = Workload("a", operation, shape, BF16)
+    assert provider.measures(workload)
+    (inputs,) = workload.input_sets(CPU, 1)
+    before = [t.clone() for t in inputs.tensors]
+    _assert_right(provider, workload, inputs)
+    assert all(map(torch.equal, inputs.tensors, before))
 
 
 @pytest.mark.parametrize(

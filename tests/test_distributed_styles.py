@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,6 @@ def _mine(x: Tensor, dim: int = 1) -> Tensor:
 
 def _input(device: str, features: int = _WIDTH) -> Tensor:
     return torch.randn(2, _LENGTH * dist.get_world_size(), features, device=device)
-
-
-@pytest.mark.parametrize("style", [FeatureParallel, PackedColwiseParallel, ResidualSequenceParallel, fsdp_placement])
-def test_docstring_examples(style: Any) -> None:
-    """The example of every style, and of the function beside them, holds."""
-    (example,) = doctest.DocTestFinder(recurse=False).find(style, style.__name__, globs={})
-    assert example.examples
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 # ---- Sequence parallel -----------------------------------------------------------------------------------------------

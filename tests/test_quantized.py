@@ -103,15 +103,44 @@ def test_codes_are_the_nearest(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 2.0**9, 0.3])
 def test_every_value_of_16_bits(scale: float, dtype: torch.dtype, target: Target) -> None:
     """The codes of all bf16 and fp16 numbers are the definition's."""
-    operator = _quantize_operator(target)
-    s = torch.tensor(scale, device=target.device)
     for kind in (BF16, F16):
-        v = torch.arange(2**16, dtype=torch.int32, device=target.device).to(torch.int16).view(kind).view(16, -1)
-        values, _ = operator(v, dtype, s, 0)
-        wanted, _ = eager.quantize(v, dtype, s, 0)
-        number = ~v.isnan()  # NaN has one of several codes
-        assert torch.equal(values.view(torch.uint8)[number], wanted.view(torch.uint8)[number])
-        assert torch.equal(values.to(F32).isnan(), wanted.to(F32).isnan())
+        v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(kind).view(16, -1)
+        _assert_codes(v, torch.tensor(scale), dtype, target)
+
+
+# Grid rationale. Scales whose reciprocals round the most, beside powers of two; ordinary ones; and those at which
+# quotients, remainders or reciprocals leave the range of float32, 0 and infinity among them.
+_HARD_SCALES = [
+    *(2.0 - 2.0**-23 * k for k in (1, 2, 3)), *(1.0 + 2.0**-23 * k for k in (0, 1, 2)), 0.3, 1e-4, 777.0,
+    *(2.0**e * 1.7 for e in (-148, -130, -100, -61, -60, 90, 101, 126, 127)), 0.0, float("inf"),
+]  # fmt: skip
+
+
+@_DTYPES
+@_TARGETS
+def test_beside_the_middle_of_two_codes(dtype: torch.dtype, target: Target) -> None:
+    """Numbers beside the middle of two codes, times a scale, have the definition's codes: the quotient is exact."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).to(F64)
+    codes = torch.unique(codes[codes.isfinite() & (codes >= -LARGEST[dtype])])
+    steps = torch.arange(-2, 3, dtype=torch.int32)
+    rows = []
+    for scale in map(torch.tensor, _HARD_SCALES):
+        v = ((codes[1:] + codes[:-1]) / 2 * scale.to(F64)).to(F32)  # and its neighbours in float32
+        v = (v[:, None].view(torch.int32) + steps).view(F32).flatten()
+        rows.append(torch.cat([v, codes[-1:].to(F32) * scale, torch.tensor([0.0, -0.0, torch.finfo(F32).max])]))
+        _assert_codes(rows[-1][None], scale, dtype, target)
+    _assert_codes(torch.stack(rows)[:, :-1], None, dtype, target)
+
+
+def _assert_codes(v: Tensor, scale: Tensor | None, dtype: torch.dtype, target: Target) -> None:
+    """Codes and scales are the definition's; NaN has one of several codes."""
+    given = None if scale is None else scale.to(target.device)
+    found = _quantize_operator(target)(v.to(target.device), dtype, given, 0)
+    wanted, scales = eager.quantize(v, dtype, scale, 0)
+    number = ~wanted.to(F32).isnan()
+    assert torch.equal(found[0].cpu().view(torch.uint8)[number], wanted.view(torch.uint8)[number])
+    assert torch.equal(found[0].cpu().to(F32).isnan(), ~number)
+    assert torch.equal(found[1].cpu().nan_to_num(-1.0), scales.nan_to_num(-1.0))
 
 
 def _quantize_operator(target: Target) -> Callable[..., Any]:

@@ -53,8 +53,8 @@ _TYPES = {
 # AMD's shared memory, of 64 KB, is not used for fetching ahead.
 _DEVICES = {
     "80": plan.Device(108, 32, 166912, 65536),
-    "90": plan.Device(132, 32, 232448, 65536, chained=True),
-    "100": plan.Device(148, 32, 232448, 65536, chained=True),
+    "90": plan.Device(132, 32, 232448, 65536, chained=True, rounds_float8=True),
+    "100": plan.Device(148, 32, 232448, 65536, chained=True, rounds_float8=True),
     "gfx942": plan.Device(304, 64),
 }
 _AMD_SHARED_BYTES = 65536

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.workloads import DROPOUT_P, Argument, Call, Dropout, Function, Inputs, Operation, Workload
+from kernel_fusion.bench.workloads import DROPOUT_P, EPS, Argument, Call, Dropout, Function, Inputs, Operation, Workload
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.core.spec import dtype_name
 from kernel_fusion.testing import oracle, unfused
@@ -24,7 +24,6 @@ Arguments = Callable[[Shape, torch.dtype], Sequence[Argument]]
 
 NORMS = ("layer_norm", "rms_norm")
 SCORES_BATCH = 16  # scores are (batch, rows, columns)
-_EPS = 1e-6
 _HEAD = 64  # the size of query and key
 _HALF = (torch.float16, torch.bfloat16)
 # Backward needs one bit per element beside dy if the slope has two values: next to nothing.
@@ -100,10 +99,10 @@ def _row_norms() -> list[Operation]:
     def one(name: str, verb: str, parameters: Sequence[str], **stages: Any) -> Operation:
         def pytorch(_: Dropout, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             rms = verb == "rms_norm"
-            return unfused.staged_norm(x, None, x.shape[-1:], weight, bias, _EPS, rms=rms, **stages)[0]
+            return unfused.staged_norm(x, None, x.shape[-1:], weight, bias, EPS, rms=rms, **stages)[0]
 
         def fused(x: Tensor, *affine: Tensor, p: float, backend: str | None) -> Tensor:
-            y: Tensor = getattr(kf, verb)(x, x.shape[-1:], *affine, eps=_EPS, backend=backend, **stages)
+            y: Tensor = getattr(kf, verb)(x, x.shape[-1:], *affine, eps=EPS, backend=backend, **stages)
             return y
 
         return Operation(name, verb, _with_rows(*parameters), pytorch, fused)
@@ -133,10 +132,10 @@ def _add_norm(norm: str, wide_residual: bool, dropout: bool) -> Operation:
         dropout: Dropout, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rms = norm == "rms_norm"
-        return unfused.staged_norm(x, residual, x.shape[-1:], weight, bias, _EPS, rms=rms, dropout=dropout)
+        return unfused.staged_norm(x, residual, x.shape[-1:], weight, bias, EPS, rms=rms, dropout=dropout)
 
     def fused(x: Tensor, residual: Tensor, *weights: Tensor, p: float, backend: str | None) -> kf.NormOutput:
-        options: dict[str, Any] = {"eps": _EPS, "dropout_p": p, "backend": backend}
+        options: dict[str, Any] = {"eps": EPS, "dropout_p": p, "backend": backend}
         output: kf.NormOutput = getattr(kf, verb)(x, residual, x.shape[-1:], *weights, **options)
         return output
 
@@ -258,7 +257,7 @@ def _cupy_relu_layer_norm(cupy: Any) -> Function:
         u = cupy.maximum(x, 0)
         mean = u.mean(axis=-1, keepdims=True)
         variance = u.var(axis=-1, keepdims=True)
-        return (u - mean) / cupy.sqrt(variance + _EPS) * weight + bias
+        return (u - mean) / cupy.sqrt(variance + EPS) * weight + bias
 
     return call
 

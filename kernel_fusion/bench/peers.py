@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kernel_fusion.bench import quantised, rotary
 from kernel_fusion.bench.operations import case_of
 from kernel_fusion.bench.providers import Provider, ours
 from kernel_fusion.bench.results import BASELINE
 from kernel_fusion.bench.timing import reason
-from kernel_fusion.bench.workloads import Function, Workload
+from kernel_fusion.bench.workloads import EPS, Function, Workload
 from kernel_fusion.errors import BuildError
 from kernel_fusion.native import build
 from kernel_fusion.native.library import say
@@ -102,18 +104,88 @@ def _cupy() -> Provider:
     )
 
 
+_ROPE_OF_BOTH = tuple(operation.name for operation in rotary.ROPE_OF_BOTH)
+# No offset, fp32 throughout with one rounding as in PyTorch, and dy is not overwritten.
+_LIGER_RMS = 0.0, "gemma", False
+
+
 def _liger() -> Provider:
-    layer_norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
-    rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
+    def of(module: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply
+
+    layer_norm, rms_norm = of("layer_norm", "LigerLayerNormFunction"), of("rms_norm", "LigerRMSNormFunction")
+    add = of("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    modulated = of("modulated_rms_norm", "LigerModulatedRMSNormFunction")
+    rope = of("rope", "LigerRopeFunction")
 
     def norm(case: RowNormCase) -> Function:
         eps = default_eps(case)
         if case.verb == "layer_norm":
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
-        # No offset, fp32 throughout with one rounding as in PyTorch, and dy is not overwritten.
-        return lambda x, weight: rms_norm(x, weight, eps, 0.0, "gemma", False)
+        return lambda x, weight: rms_norm(x, weight, eps, *_LIGER_RMS)
 
-    return _of_norms("liger", _version("liger-kernel"), norm)
+    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        heads = (t.transpose(0, 1)[None] for t in (query, key))  # in memory, tokens stay first
+        y, y_key, *_ = rope(*heads, cos, sin, None, 1, 2 * cos.shape[-1])
+        return y[0].transpose(0, 1), y_key[0].transpose(0, 1)
+
+    calls: dict[str, Function] = {
+        "add+rms_norm": lambda x, residual, weight: add(x, residual, weight, EPS, *_LIGER_RMS),
+        "modulated rms_norm": lambda x, scale, shift: modulated(
+            x, None, scale.squeeze(1), shift.squeeze(1), EPS, *_LIGER_RMS
+        ),
+        **dict.fromkeys(_ROPE_OF_BOTH, rotated),
+    }
+    return _library("liger", _version("liger-kernel"), norm, calls, in_place=_ROPE_OF_BOTH)
+
+
+def _fla() -> Provider:
+    gated = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated
+    rope = importlib.import_module("fla.modules.rotary").rotary_embedding
+    calls: dict[str, Function] = {
+        "gated rms_norm": lambda x, gate, weight: gated(x, gate, weight, None, "swish", eps=EPS),
+        rotary.ROPE.name: lambda x, cos, sin: rope(x[None], cos, sin)[0],
+    }
+    return _library("fla", _version("fla-core"), None, calls)
+
+
+def _flashinfer() -> Provider:
+    """FlashInfer, which has no backward passes, and whose add-norms add to the residual where it lies."""
+    norm = importlib.import_module("flashinfer.norm")
+    rope = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache
+
+    def add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        norm.fused_add_rmsnorm(x, residual, weight, EPS)
+        return x, residual
+
+    def quantised_norm(x: Tensor, weight: Tensor) -> Tensor:
+        codes = torch.empty_like(x, dtype=quantised.CODES)
+        norm.rmsnorm_quant(codes, x, weight, quantised.GIVEN, EPS)
+        return codes
+
+    def quantised_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        codes = torch.empty_like(x, dtype=quantised.CODES)
+        norm.fused_add_rmsnorm_quant(codes, x, residual, weight, quantised.GIVEN, EPS)
+        return codes, residual
+
+    @lru_cache(maxsize=1)
+    def table(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(cos), device=cos.device), torch.cat((cos, sin), -1).float()
+
+    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        positions, angles = table(cos, sin)
+        both = rope(positions, query.flatten(1), key.flatten(1), query.shape[-1], angles)
+        return tuple(y.view(x.shape) for y, x in zip(both, (query, key), strict=True))
+
+    adding = {"add+rms_norm": add, "add+rms_norm, given scale": quantised_add}
+    calls: dict[str, Function] = {
+        **adding,
+        "rms_norm, given scale": quantised_norm,
+        **dict.fromkeys(_ROPE_OF_BOTH, rotated),
+    }
+    version = _version("flashinfer-python")
+    halves = (torch.float16, torch.bfloat16)
+    return _library("flashinfer", version, None, calls, dtypes=halves, in_place=tuple(adding), differentiable=False)
 
 
 def _quack() -> Provider:
@@ -126,7 +198,12 @@ def _quack() -> Provider:
             return lambda x, weight, bias: layer_norm(x, weight, bias, eps)
         return lambda x, weight: module.rmsnorm(x, weight, eps=eps)
 
-    return _of_norms("quack", _version("quack-kernels"), norm, f32_weights=("layer_norm",))
+    rotate = importlib.import_module("quack.rotary").apply_rotary_emb
+    calls: dict[str, Function] = {
+        "add+rms_norm": lambda x, residual, weight: module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
+        rotary.ROPE.name: lambda x, cos, sin: rotate(x[None], cos, sin)[0],
+    }
+    return _library("quack", _version("quack-kernels"), norm, calls, f32_weights=("layer_norm",))
 
 
 def _quack_layer_norm(module: Any) -> Callable[..., Tensor]:
@@ -165,7 +242,7 @@ def _apex() -> Provider:
             return lambda x, weight, bias: module.fused_layer_norm_affine(x, weight, bias, shape, eps)
         return lambda x, weight: module.fused_rms_norm_affine(x, weight, shape, eps)
 
-    return _of_norms("apex", _version("apex"), norm)
+    return _library("apex", _version("apex"), norm)
 
 
 # flash-attn's norms refuse longer rows.
@@ -182,7 +259,7 @@ def _flash_attn() -> Provider:
             return partial(module.layer_norm_fn, eps=default_eps(case))
         return lambda x, weight: module.rms_norm_fn(x, weight, None, eps=default_eps(case))
 
-    return _of_norms("flash-attn", _version("flash-attn"), norm, longest=_FLASH_ROW_BYTES)
+    return _library("flash-attn", _version("flash-attn"), norm, longest=_FLASH_ROW_BYTES)
 
 
 def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any) -> list[Any]:
@@ -194,22 +271,32 @@ def holding_a_row(configs: list[Any], named_args: dict[str, Any], **kwargs: Any)
     return [config for config in configs if columns <= 255 * 32 * config.num_warps]
 
 
-def _of_norms(
+def _library(
     name: str,
     version: str,
-    norm: Callable[[RowNormCase], Function],
-    f32_weights: tuple[str, ...] = (),
+    norm: Callable[[RowNormCase], Function] | None,
+    calls: Mapping[str, Function] = MappingProxyType({}),
+    *,
     longest: float = math.inf,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    **facts: Any,
 ) -> Provider:
-    """A library that has bare norms, for rows of up to `longest` bytes."""
+    """A library that has bare norms, for rows of up to `longest` bytes, and `calls`, by the operation's name."""
 
     def measures(workload: Workload) -> bool:
-        return workload.what.bare and workload.shape[-1] * workload.dtype.itemsize <= longest
+        if dtypes is not None and workload.dtype not in dtypes:
+            return False
+        if not workload.what.bare:
+            return workload.what.name in calls
+        return norm is not None and workload.shape[-1] * workload.dtype.itemsize <= longest
 
     def function(workload: Workload) -> Function:
-        return norm(case_of(workload))
+        if workload.what.bare:
+            assert norm is not None
+            return norm(case_of(workload))
+        return calls[workload.what.name]
 
-    return Provider(name, version, function, None, f32_weights, measures)
+    return Provider(name, version, function, measures=measures, **facts)
 
 
 def _version(distribution: str) -> str:
@@ -226,6 +313,8 @@ PEERS: dict[str, Callable[[], Provider]] = {
     "quack": _quack,
     "apex": _apex,
     "flash-attn": _flash_attn,
+    "fla": _fla,
+    "flashinfer": _flashinfer,
     "cupy": _cupy,
 }
 # The device types of peers that do not run on CUDA alone.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Provider:
         convert: turns a tensor into the function's argument, outside the timing; None for tensors.
         differentiable: whether it has a backward pass.
         in_graphs: whether CUDA graphs can capture its calls.
+        in_place: the operations in which it overwrites arguments or dy; it gets copies, made outside the timing.
         variant: the build of our CPU kernels to run; None for the best.
     """
 
@@ -60,6 +61,7 @@ class Provider:
     convert: Callable[[Tensor], object] | None = None
     differentiable: bool = True
     in_graphs: bool = True
+    in_place: tuple[str, ...] = ()
     variant: str | None = None
 
     def prepare(self, direction: Direction, workload: Workload, inputs: Inputs) -> Call:
@@ -76,8 +78,10 @@ class Provider:
     def results(self, workload: Workload, inputs: Inputs) -> dict[str, Tensor]:
         """Results and gradients by name; without a backward pass, only results."""
         if not self.differentiable:
-            (y,) = workload.what.results
-            return {y: torch.utils.dlpack.from_dlpack(self.prepare("forward", workload, inputs)())}
+            got: Any = self.prepare("forward", workload, inputs)()
+            each = got if isinstance(got, tuple) else (got,)
+            tensors = (y if isinstance(y, Tensor) else torch.utils.dlpack.from_dlpack(y) for y in each)
+            return dict(zip(workload.what.results, tensors, strict=True))
         inputs = self.accepted(workload, inputs)
         backend = self.backend if workload.what.has_kernels else None
         with a_kernel_must_run(backend):
@@ -99,7 +103,10 @@ class Provider:
             loader.use_cpu_variant(best)
 
     def accepted(self, workload: Workload, inputs: Inputs) -> Inputs:
-        """The inputs, with weight and bias in a dtype that the provider takes."""
+        """The inputs, with weight and bias in a dtype that the provider takes, or copies that it may overwrite."""
+        if workload.what.name in self.in_place:
+            copies = inputs.map(lambda _, t: t.clone())
+            return replace(copies, cotangents=tuple(t.clone() for t in inputs.cotangents))
         if workload.verb not in self.f32_weights:
             return inputs
         return inputs.map(lambda name, t: t.float() if name in ("weight", "bias") else t)

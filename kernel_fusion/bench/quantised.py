@@ -10,23 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.workloads import Argument, Dropout, Inputs, Operation, Workload
+from kernel_fusion.bench.workloads import EPS, Argument, Dropout, Inputs, Operation, Workload
 from kernel_fusion.core.quantize import BLOCK, LARGEST
 from kernel_fusion.testing import unfused
 from kernel_fusion.testing.oracle import Reference
 
-_EPS = 1e-6
-_CODES = torch.float8_e4m3fn
-_GIVEN = 2.0**-6  # a scale that clamps little of what a norm gives
+CODES = torch.float8_e4m3fn
+GIVEN = 2.0**-6  # a scale that clamps little of what a norm gives
 _Call = Callable[..., tuple[Tensor, ...]]  # what is quantised, and what else there is
 
 
 def _norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return (unfused.staged_norm(x, None, x.shape[-1:], weight, None, _EPS, rms=True)[0],)
+    return (unfused.staged_norm(x, None, x.shape[-1:], weight, None, EPS, rms=True)[0],)
 
 
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return unfused.staged_norm(x, residual, x.shape[-1:], weight, None, _EPS, rms=True)
+    return unfused.staged_norm(x, residual, x.shape[-1:], weight, None, EPS, rms=True)
 
 
 def _gate(gate: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -34,11 +33,11 @@ def _gate(gate: Tensor, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ours_norm(x: Tensor, weight: Tensor, **options: Any) -> tuple[Any, ...]:
-    return (kf.rms_norm(x, x.shape[-1:], weight, _EPS, **options),)
+    return (kf.rms_norm(x, x.shape[-1:], weight, EPS, **options),)
 
 
 def _ours_add_norm(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Any, ...]:
-    return kf.add_rms_norm(x, residual, x.shape[-1:], weight, _EPS, **options)
+    return kf.add_rms_norm(x, residual, x.shape[-1:], weight, EPS, **options)
 
 
 def _ours_gate(gate: Tensor, value: Tensor, **options: Any) -> tuple[Any, ...]:
@@ -48,9 +47,9 @@ def _ours_gate(gate: Tensor, value: Tensor, **options: Any) -> tuple[Any, ...]:
 def _scale(v: Tensor, per: str | int) -> Tensor:
     """The scale of every element of v, as PyTorch's users write it; of a row or block once."""
     if per == "tensor":
-        return torch.full((), _GIVEN, dtype=v.dtype, device=v.device)
+        return torch.full((), GIVEN, dtype=v.dtype, device=v.device)
     parts = v.unflatten(-1, (-1, BLOCK)) if per == BLOCK else v
-    return parts.abs().amax(-1, keepdim=True) / LARGEST[_CODES]
+    return parts.abs().amax(-1, keepdim=True) / LARGEST[CODES]
 
 
 def _quotients(v: Tensor, per: str | int) -> tuple[Tensor, Tensor]:
@@ -58,7 +57,7 @@ def _quotients(v: Tensor, per: str | int) -> tuple[Tensor, Tensor]:
     v = v if v.dtype == torch.float64 else v.float()
     scale = _scale(v, per)
     parts = v.unflatten(-1, (-1, BLOCK)) if per == BLOCK else v
-    clamped = (parts / scale).clamp(-LARGEST[_CODES], LARGEST[_CODES]).reshape(v.shape)
+    clamped = (parts / scale).clamp(-LARGEST[CODES], LARGEST[CODES]).reshape(v.shape)
     return clamped, scale.squeeze(-1) if per == BLOCK else scale
 
 
@@ -79,14 +78,14 @@ def _operation(
     def chain(*args: Tensor) -> dict[str, Tensor]:
         v, *rest = theirs(*args)
         clamped, scale = _quotients(v, per)
-        return _named(names, clamped.to(_CODES), scale, rest)
+        return _named(names, clamped.to(CODES), scale, rest)
 
     def pytorch(_: Dropout, *args: Tensor) -> tuple[Tensor, ...]:
         return tuple(chain(*args).values())
 
     def fused(*args: Tensor, p: float, backend: str | None) -> tuple[Tensor, ...]:
-        given = torch.full((), _GIVEN, device=args[0].device) if per == "tensor" else None
-        codes, *rest = ours(*args, out_dtype=kf.Quantize(_CODES, given, per), backend=backend)
+        given = torch.full((), GIVEN, device=args[0].device) if per == "tensor" else None
+        codes, *rest = ours(*args, out_dtype=kf.Quantize(CODES, given, per), backend=backend)
         return tuple(_named(names, codes.values, codes.scale, rest).values())
 
     def judged(_: Workload, inputs: Inputs) -> tuple[Reference, dict[str, Tensor]]:

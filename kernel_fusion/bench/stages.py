@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.bench.workloads import Argument, Dropout, Operation
+from kernel_fusion.bench.workloads import EPS, Argument, Dropout, Operation
 from kernel_fusion.testing import unfused
 
 BATCH = 2  # samples, each with numbers of its own; what is modulated is compared by whole samples
 # Rows of a sample, and columns, of an image's and a video's tokens.
 SIZES = ((2304, 3072), (8192, 4096), (37800, 5120))
 QUICK_SIZES = ((256, 1024),)
-_EPS = 1e-6
 
 
 def _chunks(shape: tuple[int, ...], dtype: torch.dtype, *names: str) -> list[Argument]:
@@ -32,11 +31,11 @@ def _modulated(norm: str) -> Operation:
         return [Argument("x", shape, dtype), *_chunks(shape, dtype, "scale", "shift")]
 
     def pytorch(_: Dropout, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        y = unfused.norm(x, x.shape[-1:], None, None, _EPS, rms=norm == "rms_norm")
+        y = unfused.norm(x, x.shape[-1:], None, None, EPS, rms=norm == "rms_norm")
         return unfused.modulated(y, scale, shift)
 
     def fused(x: Tensor, scale: Tensor, shift: Tensor, p: float, backend: str | None) -> Any:
-        return getattr(kf, f"modulated_{norm}")(x, x.shape[-1:], scale, shift, eps=_EPS, backend=backend)
+        return getattr(kf, f"modulated_{norm}")(x, x.shape[-1:], scale, shift, eps=EPS, backend=backend)
 
     return Operation(f"modulated {norm}", f"modulated_{norm}", arguments, pytorch, fused, row_dims=2)
 
@@ -48,11 +47,11 @@ def _add_modulated() -> Operation:
 
     def pytorch(_: Dropout, x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, gate: Tensor) -> Any:
         h = residual + gate * x
-        return unfused.modulated(unfused.norm(h, x.shape[-1:], None, None, _EPS, rms=False), scale, shift), h
+        return unfused.modulated(unfused.norm(h, x.shape[-1:], None, None, EPS, rms=False), scale, shift), h
 
     def fused(x: Tensor, residual: Tensor, scale: Tensor, *rest: Tensor, p: float, backend: str | None) -> Any:
         shift, gate = rest
-        options: dict[str, Any] = {"eps": _EPS, "gate": gate, "backend": backend}
+        options: dict[str, Any] = {"eps": EPS, "gate": gate, "backend": backend}
         return kf.add_modulated_layer_norm(x, residual, x.shape[-1:], scale, shift, **options)
 
     name, verb = "gated addition, modulated layer_norm", "add_modulated_layer_norm"
@@ -65,10 +64,10 @@ def _gated() -> Operation:
         return [Argument("x", shape, dtype), Argument("gate", shape, dtype), weight]
 
     def pytorch(_: Dropout, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return unfused.gated_norm(x, gate, x.shape[-1:], weight, None, _EPS, rms=True)
+        return unfused.gated_norm(x, gate, x.shape[-1:], weight, None, EPS, rms=True)
 
     def fused(x: Tensor, gate: Tensor, weight: Tensor, p: float, backend: str | None) -> Tensor:
-        return kf.gated_rms_norm(x, gate, x.shape[-1:], weight, _EPS, backend=backend)
+        return kf.gated_rms_norm(x, gate, x.shape[-1:], weight, EPS, backend=backend)
 
     return Operation("gated rms_norm", "gated_rms_norm", arguments, pytorch, fused)
 

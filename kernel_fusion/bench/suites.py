@@ -183,7 +183,7 @@ _STAGES = Suite(
     _DTYPES,
     _QUICK_DTYPES,
     directions=("forward", "backward"),
-    peers=("torch.compile",),
+    peers=("torch.compile", "liger", "fla"),
     quick_parts=(Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))),),
     about="norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
 )
@@ -201,7 +201,7 @@ _ROPE = Suite(
     _DTYPES,
     _QUICK_DTYPES,
     directions=("forward", "backward"),
-    peers=("torch.compile",),
+    peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
     about="the rotary embedding, alone and after the norm of each head",
 )
 
@@ -226,7 +226,7 @@ _QUANTISED = Suite(
     *({"cuda": (_BF16,), "cpu": (_BF16,)},) * 2,
     quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
     directions=("forward",),
-    peers=("torch.compile",),
+    peers=("torch.compile", "flashinfer"),
     about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
 )
 

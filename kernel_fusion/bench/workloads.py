@@ -25,6 +25,7 @@ Call = Callable[[], object]
 Function = Callable[..., Any]  # from arguments in order to a result or a tuple of them
 Dropout = Callable[[Tensor], Tensor]
 
+EPS = 1e-6  # of all norms but the bare ones
 DROPOUT_P = 0.125  # a multiple of 2^-32, so that the scale equals PyTorch's to the last bit
 
 

@@ -352,6 +352,7 @@ class Device:
         shared_bytes: a program's shared memory; 0 to fetch nothing ahead.
         registers: of a multiprocessor; 0 to leave their number to the compiler.
         chained: whether a kernel may start while the one before it runs.
+        rounds_float8: whether one instruction makes float8 of two numbers.
     """
 
     processors: int
@@ -359,6 +360,7 @@ class Device:
     shared_bytes: int = 0
     registers: int = 0
     chained: bool = False
+    rounds_float8: bool = False
 
     def programs(self, plan: Plan, rows: int, beside: int = 1) -> int:
         """How many persistent programs share the rows of each of the `beside` parts of a row.
@@ -392,6 +394,7 @@ def device_of(device: torch.device) -> Device:
             shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             registers=properties.regs_per_multiprocessor,  # type: ignore[attr-defined]
             chained=properties.major >= 9,
+            rounds_float8=(properties.major, properties.minor) >= (8, 9),
         )
     if device.type == "xpu":  # pragma: gpu
         return Device(torch.xpu.get_device_properties(device).max_compute_units, 32)

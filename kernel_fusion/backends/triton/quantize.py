@@ -78,14 +78,17 @@ def quantized_row_norm(
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     results = y, h, values.view(torch.uint8), scales if scale is None else scale
     launch_forward(
-        row_norm_codes, input, residual, norm, s, results, stats=False, codes=_name(dtype), largest=LARGEST[dtype],
-        group=group, given=scale is not None, keeps=keeps,
+        row_norm_codes, input, residual, norm, s, results, stats=False, **_codes(input, dtype, scale, group),
+        keeps=keeps,
     )  # fmt: skip
     return values, scales, y, h
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _codes(input: Tensor, dtype: torch.dtype, scale: Tensor | None, group: int) -> dict[str, Any]:
+    """The constants that say what codes a kernel makes."""
+    rounds = dtype.is_floating_point and plan.device_of(input.device).rounds_float8
+    name = str(dtype).removeprefix("torch.")
+    return {"codes": name, "largest": LARGEST[dtype], "group": group, "given": scale is not None, "rounds": rounds}
 
 
 def _empty(like: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
@@ -117,9 +120,8 @@ def _launch(
     strides = [stride for of in (rows.strides * 2)[:2] for stride in of]
     size = unit(cols, *strides)
     constants = Codes(
-        **source, **row_tile(layout, cols), codes=_name(dtype), largest=LARGEST[dtype],
-        group=group, given=scale is not None, keeps=keeps, unit=size, flat=rows.simple, looped=layout.looped,
-        wide=first.dtype == torch.float64,
+        **source, **row_tile(layout, cols), **_codes(first, dtype, scale, group), keeps=keeps, unit=size,
+        flat=rows.simple, looped=layout.looped, wide=first.dtype == torch.float64,
     )  # fmt: skip
     launch(
         quantize_rows, (-(-rows.count // layout.rows),),

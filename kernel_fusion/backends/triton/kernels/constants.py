@@ -96,7 +96,7 @@ class RowNormForward(RowNorm):
     Attributes:
         eps: added to the variance.
         stats: whether mean and rstd are written.
-        codes, largest, group, given: as in `Codes`, of y; no name without quantisation.
+        codes, largest, group, given, rounds: as in `Codes`, of y; no name without quantisation.
         keeps: whether y is written.
     """
 
@@ -111,6 +111,7 @@ class RowNormForward(RowNorm):
     largest: float = 0.0
     group: int = 0
     given: bool = False
+    rounds: bool = False
     keeps: bool = True
 
 
@@ -255,6 +256,7 @@ class Codes(Constants):
         codes: PyTorch's name of their type; largest: the largest code.
         group: columns that share a scale; 0: a row, or it is given.
         given: whether it is.
+        rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
         unit: elements that lengths and strides count.
         flat: whether rows have one stride.
@@ -268,6 +270,7 @@ class Codes(Constants):
     largest: float
     group: int
     given: bool
+    rounds: bool
     keeps: bool
     unit: int
     flat: bool

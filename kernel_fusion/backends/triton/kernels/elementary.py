@@ -20,6 +20,21 @@ if INTERPRETED:
         return tl.exp(x)
 
     @triton.jit
+    def fma(a, b, c):
+        """a b + c in float32, rounded once; the interpreter of Triton 3.6 rounds twice.
+
+        A sum in float64 that leaves an error is made odd, so that rounding to float32 finds no tie.
+        """
+        product, c = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        total = product + c
+        part = total - product
+        error = (product - (total - part)) + (c - part)
+        bits = total.to(tl.int64, bitcast=True)
+        odd = tl.where((error > 0.0) == (total > 0.0), bits + 1, bits - 1)
+        inexact = (error != 0.0) & (bits & 1 == 0)
+        return tl.where(inexact, odd, bits).to(tl.float64, bitcast=True).to(tl.float32)
+
+    @triton.jit
     def expm1(x):
         """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
         u = tl.exp(x)
@@ -45,6 +60,11 @@ else:  # pragma: gpu
     def exp(x):
         """e^x."""
         return libdevice.exp(x)
+
+    @triton.jit
+    def fma(a, b, c):
+        """a b + c, rounded once."""
+        return tl.fma(a, b, c)
 
     @triton.jit
     def expm1(x):

@@ -1,7 +1,7 @@
 """Codes and scales of rows, of a tensor or of activation(gate) * value: backends/eager/quantize.py is the definition.
 
 A program has ROWS rows, a block of columns at a time; a row that is longer (LOOPED) is read twice where it has one
-scale. Codes are made in integers, which every GPU has.
+scale. Codes are made in integers, which every GPU has, or by an instruction where there is one (C.rounds).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
@@ -47,19 +48,51 @@ def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def encode(v, s, C: tl.constexpr):
-    """The codes of v, as bytes."""
-    y = tl.div_rn(v, s)
-    y = tl.where(y < -C.largest, -C.largest, y)  # NaN stays
-    y = tl.where(y > C.largest, C.largest, y)
-    if C.codes == "int8":
-        # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
-        code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
-    elif C.codes == "float8_e4m3fn":
-        code = _float8(y, 4, 3)
+def divisor(s):
+    """A scale s as `encode` takes it: -p, p s and -1 / (p s), rounded correctly.
+
+    The power of two p keeps remainders from underflow and the reciprocal among normal numbers. Infinity becomes 0,
+    which gives finite numbers the quotient 0.
+    """
+    size = tl.abs(s)
+    power = tl.where(size < 2.0**-60, 2.0**96, tl.where(size > 2.0**100, 2.0**-64, 1.0))
+    scaled = s * power
+    reciprocal = tl.div_rn(tl.full(s.shape, -1.0, tl.float32), scaled)
+    return power * -1.0, tl.where(size == float("inf"), 0.0, scaled), reciprocal
+
+
+@triton.jit
+def encode(v, scale, C: tl.constexpr):
+    """The codes of v, as bytes; `scale` as `divisor` gives it.
+
+    The quotient is that of v and the scale, rounded correctly, without a division for each element: r being 1 / s
+    rounded correctly, q = v r and the remainder v - q s, q + remainder r is it (Markstein, 1990; Brisebarre, Muller,
+    Raina: Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance, 2004). Only a
+    midpoint m between two numbers can part them. With u = 2^-24, 1 <= s < 2 and 1 <= v / s < 2: |r - 1/s| <= u / 2, so
+    q is within 3 u of v / s, and beside m one of its two neighbours. Then the remainder is exact, and the last sum off
+    by (s u) (u / 2) < u^2 before it is rounded. But v and m s are multiples of 2 u^2, so v / s is 2 u^2 / s > u^2 away
+    from m. Every s was tried with every v of 12 binary digits. What is too small for these bounds has the code 0.
+    """
+    power, s, reciprocal = scale
+    v = v * power
+    q = v * reciprocal
+    y = fma(fma(q, s, v), reciprocal, q)  # the signs of v and 1 / s are turned, so that 0 keeps its own
+    if C.given:
+        # A given scale may be 0 or leave a quotient that is too large; those need no correction.
+        y = tl.where((tl.abs(q) > 0.0) & (tl.abs(q) < float("inf")), y, q)
+    if C.rounds:  # to at most the largest code
+        code = y.to(tl.float8e4nv if C.codes == "float8_e4m3fn" else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        code = _float8(y, 5, 2)
-    return (code & 0xFF).to(tl.uint8)
+        y = tl.clamp(y, -C.largest, C.largest, propagate_nan=tl.PropagateNan.ALL)
+        if C.codes == "int8":
+            # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
+            code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
+        elif C.codes == "float8_e4m3fn":
+            code = _float8(y, 4, 3)
+        else:
+            code = _float8(y, 5, 2)
+        code = (code & 0xFF).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -80,6 +113,7 @@ def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
             largest = tl.max(largest, axis=0)[:, None]
         s = scale_of(largest, C.largest)
         tl.store(scales_ptr + row, s, mask=row_mask)
+    scale = divisor(s)
     for i in tl.static_range(len(vs)):
         at = i * C.block + col
         if C.group > 0:
@@ -87,7 +121,7 @@ def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
             last = tl.cdiv(num_cols, C.group)
             codes = _quantize_blocks(vs[i], block, (num_rows, row), row_mask, last, scales_ptr, C, HEIGHT, WIDTH)
         else:
-            codes = encode(vs[i], s, C)
+            codes = encode(vs[i], scale, C)
         tl.store(codes_ptr + v_row + at, codes, mask=row_mask & within(at, num_cols, C.exact))
 
 
@@ -114,7 +148,7 @@ def _quantize_blocks(
     at = block + tl.arange(0, BLOCKS)[None, :]
     num_rows, row = place
     tl.store(scales_ptr + at * num_rows + row, s, mask=row_mask & (at < num_blocks))
-    codes = encode(parts, tl.broadcast_to(s[:, :, None], [ROWS, BLOCKS, GROUP]), C)
+    codes = encode(parts, divisor(s[:, :, None]), C)
     return tl.reshape(codes, [ROWS, WIDTH])
 
 
@@ -159,6 +193,7 @@ def quantize_rows(
             largest = tl.maximum(largest, magnitude(v))
         s = scale_of(tl.max(largest, axis=1)[:, None], C.largest)
         tl.store(scales_ptr + row, s, mask=row_mask)
+    scale = divisor(s)
     for start in range(0, num_cols, BLOCK):
         at = start + col
         mask = row_mask & within(at, num_cols, C.exact)
@@ -173,5 +208,6 @@ def quantize_rows(
             if not C.given and not C.looped:
                 s = scale_of(tl.max(magnitude(v), axis=1)[:, None], C.largest)
                 tl.store(scales_ptr + row, s, mask=row_mask)
-            codes = encode(v, s, C)
+                scale = divisor(s)
+            codes = encode(v, scale, C)
         tl.store(values_ptr + row * num_cols + at, codes, mask=mask)
