@@ -8,7 +8,7 @@
 #include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
-#include "cpu/quantize.h"
+#include "cpu/quantized_rows.h"
 #include "cpu/tasks.h"
 
 namespace kf {
