@@ -131,6 +131,12 @@ def test_every_source_is_in_a_unit(cores: int) -> None:
     assert compiled == Counter(path.name for folder in folders for path in (extension / folder).glob("*.cpp"))
 
 
+def test_each_header_has_a_name_of_its_own() -> None:
+    """Quotes find a file of the includer's folder first, so a second header of one name would hide the other."""
+    names = Counter(path.name for path in (PACKAGE / "native").rglob("*.h"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who needs the library gets what is known."""
     monkeypatch.setattr(loader, "_library", None)

@@ -1,5 +1,5 @@
 // Quantised results on the CPU: rows are computed into memory that stays in a cache, a few at a time, and are quantised there.
-#include "cpu/quantize.h"
+#include "cpu/quantized_rows.h"
 
 #include "backends.h"
 #include "cpu/memory.h"

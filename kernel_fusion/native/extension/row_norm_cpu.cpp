@@ -8,7 +8,7 @@
 #include "backends.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
-#include "cpu/quantize.h"
+#include "cpu/quantized_rows.h"
 #include "cpu/tasks.h"
 
 namespace kf {
@@ -221,6 +221,8 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
   const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
   // The sums of one of many runs that is a single block are results at once, or rounded to them from memory of the thread.
   const bool at_once = runs.count > 1 && blocks_of_run == 1;
+  const auto is_bf16 = [](const Tensor& t) { return !t.defined() || t.scalar_type() == at::kBFloat16; };
+  const bool interleaved = at_once && !staged && is_bf16(call.input) && is_bf16(dweight) && is_bf16(dbias);
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : gradients * blocks * row_bytes);
   const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
@@ -236,6 +238,7 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
             own_partials = std::unique_ptr<char[]>(new char[own])](int64_t begin, int64_t end) mutable {
       cpu::Backward mine = args;
       mine.totals = totals ? room.get() : nullptr;
+      mine.restores = !interleaved;
       cpu::BackwardStages stages{};
       if (staged) stages = *staged;
       const auto sums_at = [&](int64_t gradient, int64_t block, int64_t run) {
@@ -254,7 +257,7 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
         for (int64_t gradient = 0; at_once && gradient < gradients; ++gradient)
           if (const auto type = result(gradient).scalar_type(); type != acc)
             cpu::kernels().round_row(cpu_dtype(acc), sums_at(gradient, block, run), cols, cpu_dtype(type),
-                                     result_of(gradient, run));
+                                     result_of(gradient, run), interleaved);
       }
     };
   });
@@ -380,8 +383,7 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   args.groups = runs.together;
   if (!bare) staged.emplace(call, x, dresidual);
   count(Counter::kCpuBackward);
-  prefer_huge_pages(dx);
-  prefer_huge_pages(dresidual);
+  for (const Tensor& result : {dx, dweight, dbias, dresidual}) prefer_huge_pages(result);
   if (by_columns) {
     args.dweight = call.wants[1] ? dweight.data_ptr() : nullptr;
     args.dbias = call.wants[2] ? dbias.data_ptr() : nullptr;

@@ -85,6 +85,7 @@ struct Backward {
   bool is_far;               // rows come from memory, or nearly fill a cache
   double* totals = nullptr;  // sums of dweight and dbias in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
+  bool restores = true;      // dweight and dbias of bare bf16 rows leave the order of `Interleaved`
 };
 
 // At most kFewRows rows whose columns threads share. `parameter` is the weight as given; dweight and dbias are results.
@@ -135,8 +136,8 @@ struct BackwardStages : Stages {
 
 // Prepares n elements of a parameter.
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
-// n elements of the accumulator type `acc`, rounded to `type`.
-using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out);
+// n elements of the accumulator type `acc`, rounded to `type`; `interleaved` are those of bf16 rows that were not restored.
+using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
 // Pieces [begin, end) of long rows; piece row * stretches + s is stretch s of a row: their moments; the statistics of rows

@@ -23,6 +23,8 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
   const A offset = p.offset == 0 ? A(-0.0) : static_cast<A>(p.offset);  // -0.0 changes nothing, not even the sign of a zero
   const auto offsets = both(offset);
   sweep<A>(end - begin, [&](int64_t i, auto part) {
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (p.interleaved) return store_pair(out + i, load_pair(static_cast<const Interleaved*>(in) + i, part) + offsets, part);
     auto v = load_pair(in + i, part) + offsets;
     if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // other results are rounded so that NaN stays, or not at all
     if constexpr (std::is_same_v<A, float> && std::is_same_v<decltype(part), Whole>)

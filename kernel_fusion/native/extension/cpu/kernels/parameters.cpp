@@ -1,6 +1,8 @@
 // Weight and bias prepared as a whole, and their gradients rounded. Compiled once per instruction set.
 #include "cpu/parameters.h"
 
+#include "cpu/results.h"
+
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
@@ -11,7 +13,12 @@ void prepare(const Parameter& p, int64_t n, void* out) {
   });
 }
 
-void round_row(Dtype acc, const void* row, int64_t n, Dtype type, void* out) {
+void round_row(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved) {
+  if (interleaved) {
+    const auto* in = static_cast<const float*>(row);
+    const auto results = Results<Interleaved>::at(type, out);
+    return sweep<float>(n, [&](int64_t i, auto part) { results.put(i, load_pair(in + i, part), part); });
+  }
   const auto round = [&]<class A>(const A* from) {
     with_type_of<A>(type, [&](auto* to) { narrow(from, n, static_cast<decltype(to)>(out)); });
   };

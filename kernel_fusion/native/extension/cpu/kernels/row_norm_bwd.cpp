@@ -24,7 +24,7 @@ inline void restore(float* sum, int64_t cols) {
 template <class T> void restore_sums(const Backward& c) {
   if constexpr (std::is_same_v<T, Interleaved>)
     for (void* sum : {c.dweight, c.dbias})
-      if (sum) restore(static_cast<float*>(sum), c.cols);
+      if (sum && c.restores) restore(static_cast<float*>(sum), c.cols);
 }
 
 template <class T> void backward_rows(const Backward& c, int64_t begin, int64_t end) {
