@@ -111,16 +111,6 @@ def test_samples_are_norms_of_their_own(cols: int, rows: int, dtype: torch.dtype
             assert all(torch.equal(ours[i : i + 1], theirs) for ours, theirs in zip(whole, alone, strict=True))
 
 
-def test_a_shift_per_token_has_the_gradient_of_an_addition() -> None:
-    """It is what arrives, in no memory of its own, and expanded if that is."""
-    leaves = [t.requires_grad_() for t in torch.randn(3, 2, 5, 96).unbind()]
-    dy = torch.randn(2, 1, 96).expand(2, 5, 96)
-    with CPU.ran(forward=1, backward=1):
-        _, _, dshift = torch.autograd.grad(kf.modulated_layer_norm(leaves[0], 96, *leaves[1:]), leaves, dy)
-    assert dshift.stride() == dy.stride()
-    assert torch.equal(dshift, dy)
-
-
 def test_many_groups(target: Target) -> None:
     """There may be more groups than a grid of CUDA has blocks along its second dimension."""
     check(ModulatedNormCase("modulated_rms_norm", (2, 35000, 8), F32, shift=F32, varies=(2, 35000)), target)

@@ -88,11 +88,6 @@ struct RowNormBackward : SavingNode {
   // Whether h = residual + x, so that both have one gradient, up to its dtype.
   bool only_adds() const { return has_residual && norm.pre_activation == 0 && !norm.dropout; }
 
-  // Whether dbias is dy itself, as that of an addition: no two rows share a bias, and nothing comes after it.
-  bool is_dbias(const Tensor& dy, const Tensor& b, const StageTensors& stages) const {
-    return !norm.activation && !present(stages.row()) && b.scalar_type() == dy.scalar_type() && b.sym_sizes() == dy.sym_sizes();
-  }
-
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return variable_list(num_outputs());
@@ -103,16 +98,12 @@ struct RowNormBackward : SavingNode {
     const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack());
     const UnpackedStages stages(of_stages);
     if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, stages.row()}, stages, wants);
-    const bool same = only_adds() && x_dtype == saved.scalar_type(), others = wants[0] || wants[1] || wants[3];
-    const bool passes_dy = wants[2] && others && is_dbias(dy, *b, stages);
-    auto of_kernel = wants;
-    if (same) of_kernel = {wants[0] || wants[3], wants[1], wants[2], false};
-    if (passes_dy) of_kernel[2] = false;
+    const bool same = only_adds() && x_dtype == saved.scalar_type();
+    const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false} : wants;
     auto [dx, dweight, dbias, dresidual] =
         call_backward({norm, stages, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
                        norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent, has_residual});
     if (same) dresidual = dx;
-    if (passes_dy) dbias = dy;
     variable_list list(num_outputs());
     if (wants[0]) list[0] = std::move(dx);
     if (wants[1]) list[1] = std::move(dweight);
