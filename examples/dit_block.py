@@ -2,7 +2,7 @@
 
 Both have the same parameters. In the block of diffusers a modulated norm is a norm, two operations on its result and
 one on the scale; here it is one pass, which reads scale and shift where they lie in the projection of the time step.
-The gated residual additions are `addcmul`, the first of them by `kf.add_modulated_layer_norm`.
+The first gated residual addition is part of the second norm's pass, and the last one is `addcmul`.
 
     python examples/dit_block.py                                  # the best device: fp32 on a CPU, bf16 on a GPU
     python examples/dit_block.py --batch 2 --tokens 4096 --heads 24 --head-size 128

@@ -57,7 +57,7 @@ def assert_sound(spec: RowNormSpec, access: Access, plan: Plan, device: Device) 
     # Backward asks only dy how long its vectors may be beside x; a streamed forward asks only y.
     asked = [(), (spec.y,)]
     if spec.direction != "backward":
-        asked.append((spec.y, spec.weight, spec.bias, spec.residual, spec.gate))
+        asked.append((spec.y, spec.weight, spec.bias, spec.residual, spec.gate, spec.residual_gate))
     assert plan.vec in [min([natural, *(16 // ITEMSIZE[dtype] for dtype in dtypes if dtype)]) for dtypes in asked]
     assert 32 <= plan.threads <= 1024
     assert plan.threads % 32 == 0
@@ -115,11 +115,11 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
         tensors = [(spec.x, access.x)] + [(spec.y, access.y)] * (ITEMSIZE[spec.y] != ITEMSIZE[spec.x])
         elements = plan.per_block * spec.cols
         return sum(-(-(elements * ITEMSIZE[t] + 16 - min(align, 16)) // 16) * 16 for t, align in tensors), 8
-    # The rows of a block add up their sums in a table: dweight and dbias one after the other, or at once if streamed.
-    sums = plan.sums == "registers" and any(spec.grads[1:]) and plan.per_block > 1
+    # The rows of a block add up their sums in a table: one after the other, or all at once if streamed.
+    sums, several = plan.sums == "registers" and any(spec.column_sums) and plan.per_block > 1, 3 if spec.dgate else 2
     members = (plan.threads - 32 * plan.helpers) // plan.per_block
     table_cols = per_thread * members if plan.slots else spec.cols
-    table = plan.per_block * table_cols * acc * (2 if plan.slots else 1) if sums else 0
+    table = plan.per_block * table_cols * acc * (several if plan.slots else 1) if sums else 0
     if plan.slots:
         tensors = _streamed(spec, access)
         # Whatever its alignment, a row lies in this many units of 16 bytes.
@@ -135,7 +135,7 @@ def _shared_bytes(spec: RowNormSpec, access: Access, plan: Plan) -> tuple[int, i
     assert plan.keeps in ("weight", "nothing")
     if plan.sums == "shared":
         assert plan.warps > 1  # the rows of a block are added up where the sums would be
-        table = plan.threads * per_thread * 2 * acc
+        table = plan.threads * per_thread * several * acc
     return table, 2 * 2 * plan.warps * acc
 
 

@@ -130,8 +130,10 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     seed = torch.tensor([7], device=device)
     affine = {"num_dims": 1, "weight": w, "bias": b, "eps": 1e-5, "weight_offset": 0.5, "out_dtype": None}
     none = {"pre_activation": "identity", "activation": "identity", "dropout_p": 0.0, "seed": None, "rounding": "once",
-            "gate": None, "gate_activation": "identity", "gate_first": False, "grouped": False}  # fmt: skip
-    some = none | {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf"}
+            "gate": None, "gate_activation": "identity", "gate_first": False, "grouped": False,
+            "residual_gate": None}  # fmt: skip
+    some = none | {"pre_activation": "relu", "activation": "silu", "dropout_p": 0.25, "seed": seed, "rounding": "hf",
+                   "residual_gate": _randn(device, 6)}  # fmt: skip
     gated = none | {"gate": _randn(device, 3, 5, 6), "gate_activation": "silu", "weight": _randn(device, 5, 6),
                     "bias": _randn(device, 5, 6), "grouped": True}  # fmt: skip
     of_samples = none | {"weight": _randn(device, 3, 1, 6), "bias": _randn(device, 3, 1, 6), "grouped": True}
@@ -143,11 +145,11 @@ def right_calls(device: str, heads: tuple[int, int, int] = (2, 4, 3)) -> dict[st
     ]
     stats = torch.stack([x.mean(-1), (x.var(-1, correction=0) + 1e-5).rsqrt()])
     bwd = {"dy": dy, "input": x, "stats": stats, "num_dims": 1, "weight": w, "bias_dtype": torch.float32,
-           "weight_offset": 0.5, "rms": False, "output_mask": [True, True, True, False], "x_dtype": None, "dh": None,
+           "weight_offset": 0.5, "rms": False, "output_mask": [True] * 3 + [False] * 2, "x_dtype": None, "dh": None,
            "x": None, "bias": None, "has_residual": False, **none}  # fmt: skip
-    bwd_staged = {"output_mask": [True] * 4, "x_dtype": torch.float32, "dh": _randn(device, 3, 5, 6), "x": r, "bias": b,
+    bwd_staged = {"output_mask": [True] * 5, "x_dtype": torch.float32, "dh": _randn(device, 3, 5, 6), "x": r, "bias": b,
                   "has_residual": True, **some, "dropout_p": 0.0, "seed": None}  # fmt: skip
-    bwd_gated = {"output_mask": [True] * 4, **gated, "gate_first": True}
+    bwd_gated = {"output_mask": [True] * 4 + [False], **gated, "gate_first": True}
     pointwise = [
         {"a": x, "b": b, "combine": "add", "activation": "tanh", "scale": 0.5, "dropout_p": 0.25, "seed": seed},
         {"a": x, "b": None, "combine": "first", "activation": "relu", "scale": 1.0, "dropout_p": 0.0, "seed": None},
@@ -205,8 +207,9 @@ def right_triton_calls(device: str) -> dict[str, list[Arguments]]:
              "input_dtype": torch.float32, "bias_dtype": torch.float32, "weight_offset": 0.5, "rms": False,
              "pre_activation": call["pre_activation"], "activation": call["activation"], "dropout_p": 0.0,
              "seed": None, "stored": call["has_residual"],
-             "wants": [True, call["output_mask"][3], True, call["bias"] is not None],
-             **{name: call[name] for name in ("rounding", "gate", "gate_activation", "gate_first", "grouped")}}
+             "wants": [True, call["output_mask"][3], True, call["bias"] is not None, call["output_mask"][4]],
+             **{name: call[name] for name in ("rounding", "gate", "gate_activation", "gate_first", "grouped",
+                                              "residual_gate")}}
             for call in calls["row_norm_bwd"]
         ],
         "triton_pointwise_fwd": [call | {"out_dtype": None} for call in calls["pointwise"]],
@@ -300,13 +303,16 @@ def _row_norm_bwd(**call: Any) -> tuple[Any, ...]:
     if call["dh"] is not None:
         dh = dh + call["dh"].double()
     u_of_x = x.double().detach().requires_grad_()
-    u = formula(call["pre_activation"])(u_of_x) * first
-    (dx,) = torch.autograd.grad(u, u_of_x, dh, retain_graph=True)
+    absent = call["residual_gate"] is None
+    of_residual = (torch.ones_like(w) if absent else call["residual_gate"].double()).detach().requires_grad_()
+    u = formula(call["pre_activation"])(u_of_x) * first * of_residual
+    dx, dgate = torch.autograd.grad(u, (u_of_x, of_residual), dh, retain_graph=True)
     other = dh
     if call["gate"] is not None:
         outputs = (u, dh) if call["gate_first"] else (y, call["dy"].double())
         (other,) = torch.autograd.grad(outputs[0], gate, outputs[1])
-    return tuple(t if wanted else None for t, wanted in zip((dx, dw, db, other), call["output_mask"], strict=True))
+    found = dx, dw, db, other, dgate
+    return tuple(t if wanted else None for t, wanted in zip(found, call["output_mask"], strict=True))
 
 
 def _pointwise_bwd(**call: Any) -> tuple[Any, ...]:

@@ -113,7 +113,7 @@ def modulated_norms() -> Iterator[Case]:
     for cols, varies in product((64, 255, 4099), ((3, 1), (3, 7), (7,))):
         options: dict[str, Any] = {"scale": BF16, "shift": BF16, "varies": varies}
         yield ModulatedNormCase("modulated_layer_norm", (3, 7, cols), BF16, **options)
-        yield ModulatedNormCase("add_modulated_rms_norm", (3, 7, cols), BF16, residual=BF16, **options)
+        yield ModulatedNormCase("add_modulated_rms_norm", (3, 7, cols), BF16, residual=BF16, gate=BF16, **options)
 
 
 def gated_norms() -> Iterator[Case]:

@@ -118,9 +118,9 @@ def test_backward_operator_computes_what_the_mask_says(verb: str, mask: tuple[bo
     with target.ran(forward=1, backward=1):
         _, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(x, 1, weight, bias, 1e-5, 0.0, None, rms)
         results = torch.ops.kernel_fusion.row_norm_bwd(
-            torch.randn_like(x), x, stats, 1, weight, bias.dtype, 0.0, rms, [*mask, False]
+            torch.randn_like(x), x, stats, 1, weight, bias.dtype, 0.0, rms, [*mask, False, False]
         )
-    assert [r.numel() > 0 for r in results] == [*mask, False]
+    assert [r.numel() > 0 for r in results] == [*mask, False, False]
 
 
 def test_inputs_and_cotangent_are_unchanged(operation: Verb, target: Target) -> None:

@@ -117,8 +117,6 @@ def test_an_option_that_a_verb_does_not_have(verb: str, option: str) -> None:
 # What breaks each condition.
 _BROKEN: dict[tuple[str, str], dict[str, Any]] = {
     ("weight_offset", "weight"): {"weight_offset": 1.0},
-    ("dropout_p", "gate"): {"dropout_p": 0.5, "gate": _GATE},
-    ("pre_activation", "gate"): {"pre_activation": "relu", "gate": _GATE},
     ("group_size", "normalized_shape"): {"group_size": 4, "normalized_shape": (3, 8)},
     ("out_dtype", "normalized_shape"): {"out_dtype": _ROWS, "normalized_shape": (3, 8)},
     ("out_dtype", "group"): {"out_dtype": _ROWS, "group": object()},

@@ -78,7 +78,7 @@ def test_opcheck_of_the_parts(rms: bool, dtype: torch.dtype, target: Target) -> 
     with target.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
         y, stats, _ = torch.ops.kernel_fusion.row_norm_fwd(*forward)
-        backward = (torch.randn_like(y), x, stats, 1, weight, dtype, 0.0, rms, [True, True, True, False])
+        backward = (torch.randn_like(y), x, stats, 1, weight, dtype, 0.0, rms, [True, True, True, False, False])
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_bwd.default, backward)
 
 

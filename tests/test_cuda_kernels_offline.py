@@ -110,6 +110,8 @@ _STAGES: dict[str, dict[str, Any]] = {
     "gate-first-f32": {"gate": "f32", "gate_activation": "mish", "gate_first": True},
     "modulated": {"grouped": True, "offset": True},
     "add-modulated": {"grouped": True, "offset": True, "residual": "bf16", "rms": True},
+    "add-gated": {"grouped": True, "offset": True, "residual": "bf16", "residual_gate": "bf16"},
+    "add-gated-f32": {"residual": "f32", "residual_gate": "f32", "dropout": True, "pre_activation": "gelu"},
     "hf-gate": {"rounding": "hf", "gate": "bf16", "gate_activation": "sigmoid"},
     "hf-add-silu": {"rounding": "hf", "residual": "bf16", "activation": "silu"},
     "everything": {"residual": "f32", "dropout": True, "pre_activation": "gelu", "activation": "silu"},
@@ -246,6 +248,15 @@ _specs_with_a_gate = st.builds(
     grouped=st.booleans(),
     dresidual=st.booleans(),
 )
+
+
+def _with_a_gate_or_without_a_residual(spec: RowNormSpec) -> RowNormSpec:
+    """What goes with a residual, which may be there or not."""
+    if not spec.residual:
+        return replace(spec, dh=False, dresidual=False, residual_gate=None)
+    return replace(spec, dgate=spec.residual_gate is not None and spec.dresidual)
+
+
 _specs_with_stages = st.builds(
     RowNormSpec,
     **_fields,
@@ -253,9 +264,10 @@ _specs_with_stages = st.builds(
     pre_activation=st.sampled_from(["identity", "gelu"]),
     activation=st.sampled_from(["identity", "relu"]),
     dropout=st.booleans(),
+    residual_gate=st.sampled_from([None, *ITEMSIZE]),
     dh=st.booleans(),
     dresidual=st.booleans(),
-).map(lambda spec: spec if spec.residual else replace(spec, dh=False, dresidual=False))
+).map(_with_a_gate_or_without_a_residual)
 _devices = st.sampled_from(list(KNOWN_DEVICES.values()))
 
 
@@ -270,7 +282,7 @@ def test_plans_are_sound(spec: RowNormSpec, device: Device) -> None:
         plan = plan_row_norm(spec, access, device)
         assert_sound(spec, access, plan, device)
         if spec.direction in ("inference", "forward") and not (plan.slots or plan.tiled):
-            dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual, spec.gate))
+            dtypes = filter(None, (spec.y, spec.weight, spec.bias, spec.residual, spec.gate, spec.residual_gate))
             assert plan.vec * max(ITEMSIZE[dtype] for dtype in dtypes) <= 16
 
 

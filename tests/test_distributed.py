@@ -75,9 +75,9 @@ def _check_samples(device: str) -> None:
     for placements in ((Shard(0), Shard(0), Shard(0)), (Shard(1), Replicate(), Replicate())):
         spreads = [spread(t, placement) for t, placement in zip(leaves, placements, strict=True)]
         with target(device).ran(2, 2):
-            y = kf.modulated_layer_norm(spreads[0], _COLS, *spreads[1:])
+            y, _ = kf.add_modulated_layer_norm(spreads[0], spreads[0], _COLS, *spreads[1:], gate=spreads[1])
             grads = torch.autograd.grad(y, spreads, spread(dy, placements[0]))
-            plain = kf.modulated_layer_norm(leaves[0], _COLS, *leaves[1:])
+            plain, _ = kf.add_modulated_layer_norm(leaves[0], leaves[0], _COLS, *leaves[1:], gate=leaves[1])
             expected = torch.autograd.grad(plain, leaves, dy)
         assert torch.equal(whole(y), plain)
         for ours, theirs in zip(grads, expected, strict=True):
@@ -85,7 +85,7 @@ def _check_samples(device: str) -> None:
 
 
 def test_samples_and_their_rows_stay(ranks: Ranks) -> None:
-    """A scale per sample goes with its samples; where the rows of a sample are spread, its gradient is a sum."""
+    """A scale and a gate per sample go with its samples; where the rows of one are spread, their gradient is a sum."""
     ranks(_check_samples)
 
 

@@ -16,6 +16,7 @@ from kernel_fusion.backends.cuda import explain as cuda_explain
 from kernel_fusion.backends.cuda.device import KNOWN_DEVICES, Device
 from kernel_fusion.core.combinations import WITHOUT_KERNELS
 from kernel_fusion.errors import BackendUnavailableError
+from kernel_fusion.functional.modulated_norm import as_norm
 
 # The module, not the function of the same name that the package exports.
 explain = importlib.import_module("kernel_fusion.functional.explain")
@@ -168,13 +169,14 @@ def test_plans_of_gated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_of_modulated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A modulated norm is planned as the norm that it is: of h, where there is a gate, and with groups of rows."""
+    """A modulated norm is planned as the norm that it is: with a gate of the residual, and with groups of rows."""
     monkeypatch.setattr(Device, "of", lambda index: KNOWN_DEVICES[90])
     x = torch.ones(2, 4, 1024, dtype=torch.bfloat16)
-    _, call = explain._bound(kf.add_modulated_rms_norm, (x, x.float(), 1024, x[:, :1]), {"gate": x})
+    _, call = explain._bound(kf.add_modulated_rms_norm, (x, x.float(), 1024, x[:, :1]), {"gate": x[:, 1:2]})
     of_sum = explain._plan_lines("cuda", "add_modulated_rms_norm", call)
+    found = as_norm("add_modulated_rms_norm", call)
+    assert (found["gate"], found["residual_gate"].shape, found["groups"]) == (None, (2, 1, 1024), 2)
     _, norm = explain._bound(kf.modulated_rms_norm, (x.float(), 1024, x[:, :1]), {"out_dtype": torch.bfloat16})
-    assert of_sum == explain._plan_lines("cuda", "modulated_rms_norm", norm)
     assert [line.partition(":")[0] for line in of_sum] == ["forward", "backward"]
     assert "of 2 groups" in " ".join(explain._plan_lines("triton", "modulated_rms_norm", norm))
 

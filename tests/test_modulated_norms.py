@@ -53,6 +53,28 @@ def test_row_lengths(cols: int, varies: tuple[int, ...], dtype: torch.dtype, tar
         check(ModulatedNormCase(verb, (2, rows, cols), dtype, scale=dtype, shift=dtype, varies=varies), target)
 
 
+# Grid rationale. The gate has a load of its own beside what is before it, and its gradient a sum beside two others, by
+# groups and by blocks of rows; the lengths are those of rows that a program or a thread holds, and of others.
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+@pytest.mark.parametrize("residual", [F32, BF16])
+@pytest.mark.parametrize("gate", [F32, BF16])
+@pytest.mark.parametrize("before", [{}, {"pre_activation": "gelu"}, {"dropout_p": 0.25}], ids=str)
+@pytest.mark.parametrize("cols", [17, 255, 4096, 33000])
+@pytest.mark.parametrize("varies", [(2, 1), (2, 70), (70,), ()], ids=str)
+def test_gated_sums(
+    varies: tuple[int, ...], cols: int, before: Any, gate: Any, residual: Any, dtype: torch.dtype, target: Target
+) -> None:
+    """h, y and every gradient of a gated addition are within budget, whatever stands before the gate."""
+    if dtype == F64:
+        gate = residual = F64
+    rows = 70 if cols < 4096 else 3
+    varies = tuple(min(size, rows) for size in varies)
+    options: dict[str, Any] = {"gate": gate, "residual": residual, "scale": gate, "shift": gate, **before}
+    for verb in VERBS:
+        check(ModulatedNormCase(f"add_{verb}", (2, rows, cols), dtype, varies=varies, **options), target)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["padded", "unaligned", "transposed", "half", "channels-last", "expanded"])
 @pytest.mark.parametrize("varies", [(5, 1, 1), (3, 4), (3, 1), (5, 3, 4)], ids=str)
@@ -60,7 +82,8 @@ def test_layouts(varies: tuple[int, ...], layout: str, target: Target) -> None:
     """Strided rows, permuted dimensions and storage offsets are within budget, whatever the groups."""
     options: dict[str, Any] = {"layout": layout, "scale": F32, "shift": BF16, "varies": varies}
     check(ModulatedNormCase("modulated_layer_norm", (5, 3, 4, 255), BF16, **options), target)
-    check(ModulatedNormCase("add_modulated_rms_norm", (5, 3, 4, 255), BF16, residual=F32, **options), target)
+    options |= {"residual": F32, "gate": BF16}
+    check(ModulatedNormCase("add_modulated_rms_norm", (5, 3, 4, 255), BF16, **options), target)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 0)])
@@ -199,12 +222,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"weight_offset": 1.0},
         "ValueError",
         "`weight_offset` needs a `weight`, got weight_offset=1.0 without one",
-    ),
-    "gate-dropout": ({"gate": _S, "dropout_p": 0.5}, "ValueError", "`dropout_p` does not go with a `gate`"),
-    "gate-activation": (
-        {"gate": _S, "pre_activation": "relu"},
-        "ValueError",
-        "`pre_activation` does not go with a `gate`",
     ),
 }
 

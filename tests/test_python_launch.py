@@ -72,7 +72,7 @@ def test_shapes_it_announces() -> None:
             y, stats, _ = ops.row_norm_fwd(x, 1, weight, None, 1e-5, 0.0, torch.float16, rms)
             assert (y.shape, y.dtype) == (x.shape, torch.float16)
             assert (stats.shape, stats.dtype) == ((kept, 2, 5), torch.float32)
-            for wants in ([True, True, True, False], [False, False, True, False]):
+            for wants in ([True, True, True, False, False], [False, False, True, False, False]):
                 grads = ops.row_norm_bwd(y, x, stats, 1, weight, torch.float64, 0.0, rms, wants)
                 shapes = [x.shape, weight.shape, weight.shape]
                 assert [g.dtype for g in grads[:3]] == [x.dtype, weight.dtype, torch.float64]

@@ -10,7 +10,17 @@ import torch
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core.spec import ROWS, RowNormSpec, Stages
-from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES, TENSORS, Given, compiled_in, conflict, of_verb
+from kernel_fusion.core.stages import (
+    ARGUMENTS,
+    FIRST,
+    PLACES,
+    TENSORS,
+    Given,
+    compiled_in,
+    conflict,
+    lacks_residual,
+    of_verb,
+)
 from kernel_fusion.operators import schemas
 
 _X = torch.zeros(2, 8)
@@ -21,7 +31,7 @@ def test_stages_are_the_last_arguments(name: str) -> None:
     """In the order of the list, where graphs that were compiled before a stage was added do not yet have it."""
     arguments = [argument.name for argument in schemas.overload(name)._schema.arguments]
     known = ["pre_activation", "activation", "dropout_p", "seed", "rounding", "gate", "gate_activation", "gate_first"]
-    known += ["grouped"]
+    known += ["grouped", "residual_gate"]
     assert arguments[-len(ARGUMENTS) :] == [each.name for each in ARGUMENTS]
     assert [each.name for each in ARGUMENTS][: len(known)] == known
 
@@ -57,6 +67,16 @@ def test_a_row_says_what_it_goes_with() -> None:
     assert conflict(fits, residual=_X) == ("residual", "gate")
     assert conflict(fits | {"activation": "relu"}, residual=False) == ("activation", "gate")
     assert conflict(Given(activation="relu")._asdict(), residual=_X) is None
+    assert conflict(fits | {"residual_gate": _X[0]}, residual=None) == ("residual_gate", "gate")
+
+
+def test_a_gate_of_the_residual_needs_one() -> None:
+    """It goes with every stage of its norm; without a residual it is refused instead of being ignored."""
+    given = Given(activation="relu", pre_activation="relu", residual_gate=_X[0])._asdict()
+    assert conflict(given, residual=_X) is None
+    assert (lacks_residual(given, _X), lacks_residual(given, None), lacks_residual({}, None)) == (False, True, False)
+    with pytest.raises(RuntimeError, match="`residual_gate` needs a `residual`"):
+        torch.ops.kernel_fusion.staged_row_norm(_X, None, 1, None, None, 1e-5, 0.0, None, False, **given)
 
 
 def test_a_verb_draws_a_seed_while_training() -> None:

@@ -355,29 +355,34 @@ def test_opcheck(verb: str, stages: str) -> None:
         torch.library.opcheck(torch.ops.kernel_fusion.staged_row_norm.default, args)
 
 
+# The arguments from the rounding to a gate of the residual.
+_GATED = ("once", None, "identity", False, False, torch.randn(8))
+
+
 def test_opcheck_of_the_parts() -> None:
     """The operators below autograd pass PyTorch's check with every stage."""
     x, residual, weight, bias = (t.detach() for t in make("add_layer_norm", (3, 8), BF16, F32))
-    stages = ("silu", "tanh", 0.5, torch.tensor([5]))
+    stages = ("silu", "tanh", 0.5, torch.tensor([5]), *_GATED)
     forward = (x, 1, weight, bias, 1e-5, 0.0, None, False, residual, *stages)
     with CPU.ran(forward=None, backward=None):
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_fwd.default, forward)
         y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(*forward)
-        backward = (torch.randn_like(y), h, stats, 1, weight, BF16, 0.0, False, [True] * 4)
+        backward = (torch.randn_like(y), h, stats, 1, weight, BF16, 0.0, False, [True] * 5)
         staged = (BF16, torch.randn_like(h), x, bias, True, *stages)
         torch.library.opcheck(torch.ops.kernel_fusion.row_norm_bwd.default, (*backward, *staged))
 
 
-@pytest.mark.parametrize("mask", list(product([True, False], repeat=4)), ids=str)
+@pytest.mark.parametrize("mask", list(product([True, False], repeat=5)), ids=str)
 def test_backward_operator_computes_what_the_mask_says(mask: tuple[bool, ...]) -> None:
     """`row_norm_bwd` gives no elements for a gradient that its mask leaves out, and the same bits for the others."""
-    x, residual, weight, bias = (t.detach() for t in make("add_layer_norm", (7, 17), BF16, F32))
-    y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(x, 1, weight, bias, 1e-5, 0.0, None, False, residual, "silu")
+    x, residual, weight, bias = (t.detach() for t in make("add_layer_norm", (7, 8), BF16, F32))
+    stages = ("silu", "identity", 0.0, None, *_GATED)
+    y, stats, h = torch.ops.kernel_fusion.row_norm_fwd(x, 1, weight, bias, 1e-5, 0.0, None, False, residual, *stages)
     args = (torch.randn_like(y), h, stats, 1, weight, bias.dtype, 0.0, False)
     with CPU.ran(forward=0, backward=2):
         everything, some = (
-            torch.ops.kernel_fusion.row_norm_bwd(*args, list(m), x.dtype, torch.ones_like(h), x, None, True, "silu")
-            for m in ((True,) * 4, mask)
+            torch.ops.kernel_fusion.row_norm_bwd(*args, list(m), x.dtype, torch.ones_like(h), x, None, True, *stages)
+            for m in ((True,) * 5, mask)
         )
     for wanted, one, all_wanted in zip(mask, some, everything, strict=True):
         assert torch.equal(one, all_wanted) if wanted else one.numel() == 0

@@ -74,7 +74,7 @@ def _own_cases() -> Iterator[Case]:
     yield GatedNormCase("gated_rms_norm", (2, 33000), F32, weight=F32, gate=F32, group_size=16500)
     for varies in ((2, 1), (2, 3), (3,)):
         yield ModulatedNormCase("modulated_layer_norm", (2, 3, 2500), BF16, shift=BF16, varies=varies)
-        yield ModulatedNormCase("add_modulated_rms_norm", (2, 3, 24), F32, shift=F32, varies=varies, residual=F32)
+        yield ModulatedNormCase("add_modulated_rms_norm", (2, 3, 24), F32, varies=varies, residual=F32, gate=F32)
     yield ModulatedNormCase("modulated_rms_norm", (2, 2, 33000), F32, shift=F32, varies=(2, 1))
     yield GatedNormCase("gated_layer_norm", (1, 33000), BF16, weight=F32, bias=F32, gate=F32)
     yield GatedNormCase("gated_layer_norm", (1, 33000), F32, weight=F32, gate=F32, gate_first=True)

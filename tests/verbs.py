@@ -180,17 +180,20 @@ def _gated_norm(name: str, verb: str, **gating: Any) -> Verb:
 
 
 def _modulated_norm(name: str, verb: str, varies: Callable[[int, int], tuple[int, ...]], **options: Any) -> Verb:
-    """A modulated norm over the last dimension; scale and shift have the leading dimensions of `varies`."""
+    """A modulated norm over the last dimension; scale, shift and gate have the leading dimensions of `varies`."""
     added = verb.startswith("add_")
-    arguments = {"x": _matrix} | ({"residual": _matrix} if added else {}) | {"scale": varies, "shift": varies}
+    names = ("scale", "shift", "gate") if added else ("scale", "shift")
+    arguments = {"x": _matrix} | ({"residual": _matrix} if added else {}) | dict.fromkeys(names, varies)
 
     def ours(x: Tensor, *rest: Tensor, backend: str | None = None) -> Any:
-        *residual, scale, shift = rest
-        return getattr(kf, verb)(x, *residual, x.shape[-1:], scale, shift, eps=EPS, backend=backend, **options)
+        residual, (scale, shift, *gate) = rest[:added], rest[added:]
+        given = options | dict(zip(("gate",), gate, strict=False))
+        return getattr(kf, verb)(x, *residual, x.shape[-1:], scale, shift, eps=EPS, backend=backend, **given)
 
     def pytorch(x: Tensor, *rest: Tensor) -> Any:
-        residual, scale, shift = rest if added else (None, *rest)
-        stages = {"pre_activation": options.get("pre_activation"), "rms": verb.endswith("rms_norm")}
+        residual, scale, shift, gate = rest if added else (None, *rest, None)
+        stages: dict[str, Any] = {"pre_activation": options.get("pre_activation"), "rms": verb.endswith("rms_norm")}
+        stages["dropout"] = lambda u: u if gate is None else gate * u
         y, h = unfused.staged_norm(x, residual, x.shape[-1:], None, None, EPS, **stages)
         y = unfused.modulated(y, scale, shift, options.get("activation"))
         return (y, h) if added else y

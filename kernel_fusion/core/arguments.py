@@ -62,7 +62,10 @@ def _num_dims(operator: str, input: Tensor, num_dims: int) -> None:
 
 
 def _together(operator: str, arguments: Mapping[str, Any]) -> None:
-    if found := stages.conflict(arguments, arguments.get("residual", arguments.get("has_residual"))):
+    residual = arguments.get("residual", arguments.get("has_residual"))
+    if stages.lacks_residual(arguments, residual):
+        raise RuntimeError(f"kernel_fusion::{operator}: `residual_gate` needs a `residual`")
+    if found := stages.conflict(arguments, residual):
         name = found[0] if found[0] in arguments else "has_residual"
         raise RuntimeError(f"kernel_fusion::{operator}: `{name}` does not go with a `{found[1]}`")
 

@@ -86,9 +86,9 @@ def not_float8(operation: str, *dtypes: torch.dtype) -> None:
             raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
 
 
-def parameters_fit(shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether weight and bias have the normalised shape."""
-    return all(list(p.shape) == list(shape) for p in (weight, bias) if p is not None)
+def parameters_fit(shape: Sequence[int], *parameters: Tensor | None) -> bool:
+    """Whether weight, bias and what lies as they do have this shape."""
+    return all(list(p.shape) == list(shape) for p in parameters if p is not None)
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
@@ -136,6 +136,8 @@ def staged_row_norm(
     row_norm(verb, input, weight, bias, weight_offset, out_dtype)
     for name, row in rows.items():
         other_row(verb, name, input, row)
+    if stages.residual_gate is not None:
+        _check_companion(verb, "residual_gate", stages.residual_gate, input)
 
 
 def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 # What errors say of an option beside another argument; it holds for each verb that has both.
 CONDITIONS = {
     ("weight_offset", "weight"): "needs a `weight`",
-    ("dropout_p", "gate"): "does not go with a `gate`",
-    ("pre_activation", "gate"): "does not go with a `gate`",
     ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",
     ("out_dtype", "normalized_shape"): "with a scale per row or block goes with a `normalized_shape` of one dimension",
     ("out_dtype", "group"): "quantises whole rows, and does not go with a `group`",

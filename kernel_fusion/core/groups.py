@@ -1,4 +1,4 @@
-"""Groups of rows that share weight and bias: what the leading dimensions of these say.
+"""Groups of rows that share weight, bias and the residual's gate: what the leading dimensions of these say.
 
 A kernel knows a group by two numbers, so groups are neighbouring rows, or rows at equal distances: the leading
 dimensions that the parameters have and those along which they broadcast do not alternate.

@@ -42,6 +42,8 @@ Dropout = Annotated[bool, bool, "dropout"]
 # A tensor of the input's shape; in a spec its dtype, for an operator an argument. Names that begin with its name are
 # its options.
 Row = Annotated[str, _DTYPES, "row"]
+# A tensor of the shape of weight and bias; likewise.
+Vector = Annotated[str, _DTYPES, "vector"]
 # act(a), act(a + b), act(a * b), act(a) * b
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
 # How an operand's elements meet a vector: in order; by rows (innermost dimension) that are contiguous, repeat one
@@ -85,6 +87,7 @@ class Stages:
         gate_activation: what is applied to the gate before it multiplies.
         gate_first: whether it multiplies x, and not what comes of the norm.
         grouped: whether weight and bias are those of groups of rows, and no stage either (core/groups.py).
+        residual_gate: what multiplies, after dropout, before a residual is added; of the groups of weight and bias.
     """
 
     pre_activation: Activation = IDENTITY
@@ -95,6 +98,7 @@ class Stages:
     gate_activation: Activation = IDENTITY
     gate_first: bool = False
     grouped: bool = False
+    residual_gate: Vector | None = None
 
     @property
     def any(self) -> bool:
@@ -109,7 +113,8 @@ class Stages:
     @property
     def changes_x(self) -> bool:
         """Whether a stage changes x before an addition."""
-        return self.dropout or self.pre_activation != IDENTITY or self.gate_first
+        gated = self.gate_first or self.residual_gate is not None
+        return self.dropout or self.pre_activation != IDENTITY or gated
 
     @property
     def follows(self) -> bool:
@@ -120,6 +125,7 @@ class Stages:
 
 # Stages that are tensors.
 ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
+VECTORS = tuple(name for name, mark in marks(Stages).items() if mark == "vector")
 # Stages that follow norm(x) * weight + bias, and the option that moves one to x.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
 # A row that goes with no residual and no stage but its own options and these.
@@ -144,6 +150,7 @@ class RowNormSpec(Stages):
         residual: dtype of the residual and of h, their sum, or None.
         dh: whether backward is given a gradient of h beside that of y.
         dresidual: whether backward computes the gradient of the residual, or of the gate.
+        dgate: whether it computes that of the residual's gate; then dresidual too, which a pass for sums reads.
     """
 
     direction: Direction
@@ -158,6 +165,7 @@ class RowNormSpec(Stages):
     residual: Dtype | None = None
     dh: bool = False
     dresidual: bool = False
+    dgate: bool = False
 
     @property
     def acc(self) -> str:
@@ -178,17 +186,23 @@ class RowNormSpec(Stages):
 
     @property
     def pre_x(self) -> str | None:
-        """The type of what backward reads beside the normalised row: a stage's row, or x for an activation's slope."""
+        """The type of what backward reads beside the normalised row: a stage's row, or x for a slope or dgate."""
         if self.beside is not None:
             return self.beside
-        return self.x if self.residual and self.grads[0] and self.pre_activation != IDENTITY else None
+        slope = self.grads[0] and self.pre_activation != IDENTITY
+        return self.x if self.residual and (slope or self.dgate) else None
+
+    @property
+    def column_sums(self) -> tuple[bool, bool, bool]:
+        """Which of (dweight, dbias, dgate) backward computes."""
+        return self.grads[1], self.grads[2], self.dgate
 
     def __str__(self) -> str:
         norm = "rms_norm" if self.rms else "layer_norm"
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
-        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual"):
+        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "dgate"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"
@@ -200,7 +214,7 @@ class Access:
     """How a call's tensors lie in memory: alignment of rows in bytes (at most 16), and strided or contiguous.
 
     Attributes:
-        x, y, weight: alignment of x; of y (forward) or dy (backward); of weight and bias.
+        x, y, weight: alignment of x; of y (forward) or dy (backward); of weight, bias and the residual's gate.
         dx: alignment of dx.
         strided_x, strided_y: whether the rows of x, or of dy, need more than one stride.
         residual: alignment of the residual or a stage's row (forward), or of dh (backward).

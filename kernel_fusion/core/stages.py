@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core.fields import Names, kinds, marks
-from kernel_fusion.core.spec import ALONE, ROWS, Stages, dtype_name
+from kernel_fusion.core.spec import ALONE, ROWS, VECTORS, Stages, dtype_name
 
 FIRST = 9  # its position in `staged_row_norm`
 
@@ -26,7 +26,7 @@ class Argument(NamedTuple):
         name, type: in the schema.
         stage: its field of `Stages`.
         default: the value of an absent stage.
-        kind: `Names` for a name, "row" or "seed" for a tensor, else None.
+        kind: `Names` for a name, "row", "vector" or "seed" for a tensor, else None.
     """
 
     name: str
@@ -49,8 +49,8 @@ def _arguments() -> Iterator[Argument]:
         if mark == "dropout":
             yield Argument(f"{name}_p", name, "float", 0.0)
             yield Argument("seed", name, "Tensor?", None, "seed")
-        elif mark == "row":
-            yield Argument(name, name, "Tensor?", None, "row")
+        elif mark in ("row", "vector"):
+            yield Argument(name, name, "Tensor?", None, mark)
         elif isinstance(kind, Names):
             yield Argument(name, name, "str", field.default, kind)
         else:
@@ -89,7 +89,7 @@ def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
             value = each.default
         if each.kind == "seed":
             value = value is not None
-        elif each.kind == "row" and value is not None:
+        elif each.type == "Tensor?" and value is not None:
             value = dtype_name(value.dtype)
         if each.type != "float":
             found[each.stage] = value
@@ -110,14 +110,19 @@ def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | No
     return None
 
 
+def lacks_residual(given: Mapping[str, Any], residual: object) -> bool:
+    """Whether a gate of the residual is given without one."""
+    return given.get("residual_gate") is not None and (residual is None or residual is False)
+
+
 def around(compiled: Mapping[str, Any]) -> bool:
     """Whether these fields of `Stages` put anything around a norm."""
     return Stages(**{field.name: compiled[field.name] for field in fields(Stages)}).any
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """`given`, with its rows in this dtype."""
-    rows = {name: getattr(given, name) for name in ROWS}
+    """`given`, with its rows and vectors in this dtype."""
+    rows = {name: getattr(given, name) for name in (*ROWS, *VECTORS)}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks
 from kernel_fusion.core.rotary import Rotary, problem
-from kernel_fusion.core.spec import ROWS, VERBS
+from kernel_fusion.core.spec import ROWS, VECTORS, VERBS
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
 
 _GROUPED = FIRST + [each.name for each in ARGUMENTS].index("grouped")
@@ -56,8 +56,9 @@ def rms_norm(*args: Any) -> Call:
 
 
 def staged_row_norm(*args: Any) -> Call:
-    """As layer_norm; residual, gate and h are rows too, and grouped weights have leading dimensions."""
-    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4} | {name: PLACES[name] for name in ROWS}
+    """As layer_norm; residual, gate and h are rows too, and grouped weights and gates have leading dimensions."""
+    positions = {"input": 0, "residual": 1, "weight": 3, "bias": 4}
+    positions |= {name: PLACES[name] for name in (*ROWS, *VECTORS)}
     grouped = len(args) > _GROUPED and args[_GROUPED]
     return _norm(args, positions, num_dims=args[2], rms=args[8], grouped=grouped, seed=PLACES["seed"])
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from kernel_fusion.backends import eager
 from kernel_fusion.core import checks, groups
-from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.combinations import refusal
 from kernel_fusion.core.quantize import Quantize
 from kernel_fusion.core.spec import compute_dtype
 from kernel_fusion.core.stages import Given
@@ -143,7 +141,7 @@ def add_modulated_layer_norm(
     out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> NormOutput:
-    r"""A gated residual addition, and the modulated layer normalisation of the sum.
+    r"""A gated residual addition, and the modulated layer normalisation of the sum, in one pass.
 
     .. math:: h = r + g \cdot x, \qquad y = n(h) \cdot (1 + s) + t
 
@@ -151,8 +149,8 @@ def add_modulated_layer_norm(
         input: x, shape (\*, \*normalized_shape), as for :func:`layer_norm`.
         residual, dropout_p, training: as for :func:`add_layer_norm`. h is rounded once, to the residual's dtype.
         normalized_shape, scale, shift, weight, bias, eps: as for :func:`modulated_layer_norm`.
-        gate: g, which broadcasts to the input as `scale` does, or None for 1. Without one all is one pass; with one, h
-            is a pass of its own, PyTorch's `addcmul`, and goes neither with dropout nor with `pre_activation`.
+        gate: g, which broadcasts to the input as `scale` does, in a dtype of its own, or None for 1. With
+            `pre_activation` or dropout, it multiplies what they make of x.
         pre_activation, activation, weight_offset, out_dtype, backend: as for :func:`modulated_layer_norm`.
 
     Returns:
@@ -160,8 +158,10 @@ def add_modulated_layer_norm(
 
     Raises:
         TypeError, RuntimeError, ValueError, BackendUnavailableError: as for :func:`modulated_layer_norm`; RuntimeError
-            where `residual` has another shape than `input`; ValueError where `dropout_p` is no probability, or where
-            it or `pre_activation` stands beside a `gate`.
+            where `residual` has another shape than `input`; ValueError where `dropout_p` is no probability.
+
+    Backward is one pass as well, and the gradient of `gate` is summed as those of `scale` and `shift` are. Where one of
+    the three varies over more rows than another, the gradient of the latter takes PyTorch another sum.
 
     Example:
         >>> import torch, kernel_fusion as kf
@@ -196,7 +196,7 @@ def add_modulated_rms_norm(
     out_dtype: torch.dtype | Quantize | None = None,
     backend: str | None = None,
 ) -> NormOutput:
-    r"""A gated residual addition, and the modulated root-mean-square normalisation of the sum.
+    r"""A gated residual addition, and the modulated root-mean-square normalisation of the sum, in one pass.
 
     .. math:: h = r + g \cdot x, \qquad y = n(h) \cdot (1 + s) + t
 
@@ -250,19 +250,15 @@ def _modulated(
             checks.modulation(verb, name, rows[name], input, len(shape))
         checks.other_row(verb, "residual", input, residual)
         w, b, offset = _affine(verb, input, norm, dtype, scale, shift)
-        w, b, grouped = _in_groups(verb, input, shape, w, b)
-        if gate is not None:
-            assert residual is not None
-            dtype = _out_dtype(input, residual, dtype)
-            input, residual = _gated_sum(verb, input, residual, gate, pre, stages[2]), None
+        (factor, term, gate), grouped = _in_groups(verb, input, shape, [w, b, gate])
         seed = eager.draw_seed(input.device) if stages[2] > 0.0 else None
-        given = Given(pre, post, stages[2], seed, grouped=grouped)
-        args = input, residual, len(shape), w, b, eps, offset, dtype, verb.endswith("rms_norm"), *given
+        given = Given(pre, post, stages[2], seed, grouped=grouped, residual_gate=gate)
+        args = input, residual, len(shape), factor, term, eps, offset, dtype, verb.endswith("rms_norm"), *given
         if quantize is None:
             y, h = operator(verb, "staged_row_norm", backend, input, residual, scale)(*args)
         else:
             y, h = quantized.norm(verb, quantize, backend, args, None, input.shape)
-        return NormOutput(y, h if gate is None else input)
+        return NormOutput(y, h)
     except checks.REFUSALS as error:
         explain_norm(verb, error, rows, norm)
         raise
@@ -287,60 +283,37 @@ def _affine(
 
 
 def _in_groups(
-    verb: str, input: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Both in one shape, and whether they vary over rows."""
-    given = [p for p in (weight, bias) if p is not None]
+    verb: str, input: Tensor, shape: tuple[int, ...], vectors: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor | None], bool]:
+    """All in one shape, and whether they vary over rows."""
+    given = [p for p in vectors if p is not None]
     if all(size == 1 for p in given for size in p.shape[: p.dim() - len(shape)]):
-        return weight.reshape(shape), None if bias is None else bias.reshape(shape), False
+        return [p if p is None else p.reshape(shape) for p in vectors], False
     if input.is_nested:
         raise RuntimeError(
-            f"`{verb}`: `scale` and `shift` must have shape {list(shape)} beside a nested `input`, got "
+            f"`{verb}`: `scale`, `shift` and `gate` must have shape {list(shape)} beside a nested `input`, got "
             f"{' and '.join(str(list(p.shape)) for p in given)}"
         )
-    w, b = groups.laid_out(input.shape, [weight, bias], len(shape))
-    assert w is not None
-    return w, b, True
+    return groups.laid_out(input.shape, vectors, len(shape)), True
 
 
 def as_norm(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the norm that a call of a modulated one makes, for `explain`: nothing is computed."""
-    input, residual, scale, shift = (arguments.get(name) for name in ("input", "residual", "scale", "shift"))
+    input, scale, shift, gate = (arguments.get(name) for name in ("input", "scale", "shift", "gate"))
     assert input is not None
     assert scale is not None
     sizes, wide = arguments["normalized_shape"], compute_dtype(input.dtype)
     shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     made = torch.empty(scale.shape, dtype=wide, device="meta")
-    weight, bias, grouped = _in_groups(
-        verb,
-        input,
-        shape,
-        scale if arguments["weight"] is None else made,
-        shift if arguments["bias"] is None else made,
-    )
+    affine = scale if arguments["weight"] is None else made, shift if arguments["bias"] is None else made
+    (weight, bias, gate), grouped = _in_groups(verb, input, shape, [*affine, gate])
+    assert weight is not None
     found = arguments | {"weight": weight, "bias": bias, "rounding": "once", "grouped": grouped}
+    found |= {"gate": None, "residual_gate": gate}
     found["weight_offset"] = 1.0 if arguments["weight"] is None else 0.0
     if grouped and (known := groups.groups_of(input.shape, weight.shape, len(shape))) is not None:
         found["groups"] = known.count
-    if arguments.get("gate") is not None:  # the sum is made before
-        found |= {"input": residual, "residual": None, "gate": None, "out_dtype": arguments["out_dtype"] or input.dtype}
     return found
-
-
-def _gated_sum(verb: str, input: Tensor, residual: Tensor, gate: Tensor, pre: str, dropout_p: float) -> Tensor:
-    """residual + gate * input, rounded once, to the residual's dtype."""
-    for name, there in {"pre_activation": pre != IDENTITY, "dropout_p": dropout_p > 0.0}.items():
-        if there:
-            raise refusal(verb, name, "gate")
-    return torch.addcmul(residual, gate, input).to(residual.dtype)
-
-
-def _out_dtype(input: Tensor, residual: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of y where what is normalised is h and not the input: None where h has the input's."""
-    if out_dtype is not None or input.dtype == residual.dtype:
-        return out_dtype
-    narrow = input.dtype.itemsize == 2 and input.is_cuda
-    return torch.float32 if narrow and torch.is_autocast_enabled("cuda") else input.dtype
 
 
 def _recorded(

@@ -25,8 +25,8 @@ _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, 
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
-    # The result `residual` is h, empty without a residual. `grouped`: weight and bias have leading dimensions, which
-    # broadcast to the input's.
+    # The result `residual` is h, empty without a residual. `grouped`: weight, bias and residual_gate have the same
+    # leading dimensions, which broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
@@ -39,16 +39,16 @@ VERBS = {
 }
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
 # *rows); one tensor costs one allocation. Unwanted results are empty. Backward normalises `input` again: h with a
-# residual, else x. It also takes x with both a residual and a pre-activation, and bias with an activation or a gate.
-# `dresidual` is the gradient of the residual or the gate.
+# residual, else x. It also takes x with both a residual and a pre-activation or a gate, and bias with an activation or
+# a gate. `dresidual` is the gradient of the residual or the gate, `dgate` that of the residual's gate.
 PARTS = {
     # PyTorch's cached graphs call these by position, so new arguments come last.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
-    "float weight_offset, bool rms, bool[4] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
+    "float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)",
     # `bits` say which slope, for an activation with two. Backward takes them, or a result that reveals the slope, as
     # the operand of a chain of one.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,19 +206,23 @@ class StagedNormCase(RowNormCase):
     def pytorch(self, inputs: Inputs) -> Results:
         """Activation, dropout, addition, norm and activation, each by PyTorch."""
 
-        def dropout(u: Tensor) -> Tensor:
-            return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
-
-        stages = {"pre_activation": self.pre_activation, "activation": self.activation, "dropout": dropout}
-        stages |= {"rounding": self.rounding}
+        stages: dict[str, Any] = {"pre_activation": self.pre_activation, "activation": self.activation}
+        stages |= {"dropout": partial(self._dropped, inputs), "rounding": self.rounding}
         y, h = self._pytorch_norm(inputs, **stages)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Inputs) -> Reference:
         """The formulas of forward and backward with stages."""
         pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
-        keep = wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
-        return self._by_hand(inputs, pre, post, keep)
+        return self._by_hand(inputs, pre, post, self._kept(inputs))
+
+    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
+        """u after dropout, by PyTorch."""
+        return u * dropout_factors(u.detach().contiguous(), self.dropout_p, inputs.seed) if self.dropout_p else u
+
+    def _kept(self, inputs: Inputs) -> Array:
+        """Dropout's factors."""
+        return wide(dropout_factors(inputs.x.detach().contiguous(), self.dropout_p, inputs.seed))
 
 
 @dataclass(frozen=True)
@@ -322,23 +327,29 @@ class ModulatedNormCase(StagedNormCase):
         return replace(self, out_dtype=None).ours(inputs, "eager")
 
     def pytorch(self, inputs: Inputs) -> Results:
-        """The gate's product, the norm with its stages, and the modulation, each by PyTorch."""
+        """The norm with its stages, among them the gate's product, and the modulation, each by PyTorch."""
         assert inputs.scale is not None
         stages: dict[str, Any] = {"pre_activation": self.pre_activation, "weight_offset": self.weight_offset}
-        x = inputs.x if inputs.gate is None else inputs.gate * inputs.x
         affine = self.normalized_shape, inputs.weight, inputs.bias, default_eps(self)
-        y, h = unfused.staged_norm(x, inputs.residual, *affine, rms=self.rms, **stages)
+        stages["dropout"] = partial(self._dropped, inputs)
+        y, h = unfused.staged_norm(inputs.x, inputs.residual, *affine, rms=self.rms, **stages)
         y = unfused.modulated(y, inputs.scale, inputs.shift, self.activation).to(self.result_dtype)
         return {"y": y} if inputs.residual is None else {"y": y, "h": h}
 
     def long_double(self, inputs: Inputs) -> Reference:
         """The formulas of forward and backward; a gate multiplies as what dropout keeps does."""
-        pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
         if inputs.gate is None:
-            return self._by_hand(inputs, pre, post, np.ones(()))
-        results = self._by_hand(inputs, pre, post, wide(inputs.gate))
-        results["dgate"] = _summed(results["dresidual"] * wide(inputs.x), tuple(inputs.gate.shape))
+            return super().long_double(inputs)
+        pre, post = (long_double.ACTIVATIONS[name or IDENTITY] for name in (self.pre_activation, self.activation))
+        keep = self._kept(inputs)
+        results = self._by_hand(inputs, pre, post, keep * wide(inputs.gate))
+        products = results["dresidual"] * keep * pre.value(wide(inputs.x))
+        results["dgate"] = _summed(products, tuple(inputs.gate.shape))
         return results
+
+    def _dropped(self, inputs: Inputs, u: Tensor) -> Tensor:
+        u = super()._dropped(inputs, u)
+        return u if inputs.gate is None else inputs.gate * u
 
     def _affine(self, inputs: Inputs) -> tuple[Array, Array]:
         weight, bias = super()._affine(inputs)

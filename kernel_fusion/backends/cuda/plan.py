@@ -95,7 +95,7 @@ class Plan:
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
         """The key of the order of sums; sums over rows also depend on how many blocks run at once."""
         row = self.vec, self.lanes, self.warps, self.center, self.resident
-        if spec.direction != "backward" or not any(spec.grads[1:]):
+        if spec.direction != "backward" or not any(spec.column_sums):
             return row
         return *row, self.kernel, self.per_block, self.cluster, self.sums
 

@@ -138,8 +138,9 @@ def _has_registers(facts: Facts) -> bool:
 def _direct(facts: Facts, planned_bytes: int) -> Plan:
     """Rows in registers or, if there is no room, read again."""
     spec, tree, itemsize, acc = facts.spec, facts.tree, facts.itemsize, ITEMSIZE[facts.spec.acc]
-    wants_sums = spec.grads[1] or spec.grads[2]
+    wants_sums = any(spec.column_sums)
     elements, thread_bytes = tree.elements, tree.elements * itemsize
+    sums_bytes = elements * (3 if spec.dgate else 2) * acc
     facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
     # 512 threads per multiprocessor have 128 registers each, for a row, the next row and both sums.
     threads = facts.tuned("threads", 512)
@@ -147,9 +148,10 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
     # A stage's row counts twice: as a factor and for its gradient.
     beside = 2 * ITEMSIZE[spec.beside] if spec.beside else 0
+    beside += ITEMSIZE[spec.x] if spec.dgate else 0
     held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
-    fits = not scarce or held + (2 * elements * acc if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
+    fits = not scarce or held + (sums_bytes if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
     # Rows that share a block keep sums in registers: the block adds them up in shared memory.
     if thread_bytes <= planned_bytes + 16 and (fits or tree.warps == 1):
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
@@ -163,7 +165,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", 24)
     resident = resident and tree.cluster <= MAX_CLUSTER and (held <= _MAX_HELD or not spec.has_stages)
     plan = replace(plan, variant="" if resident else "again")
-    shared = plan.threads * elements * 2 * acc
+    shared = plan.threads * sums_bytes
     if wants_sums and resident and shared <= facts.device.shared_bytes - _STATIC_SHARED_BYTES:
         return replace(plan, sums="shared", shared_bytes=shared)
     return replace(plan, sums="apart" if wants_sums else "none")

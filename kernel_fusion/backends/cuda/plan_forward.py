@@ -39,7 +39,7 @@ def _candidates(facts: Facts) -> Iterator[Plan | None]:
     if few is not None:
         yield _streamed(facts.also(few_warps=True).of(few))
     tree = _tree(facts)
-    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.y)
+    in_16_bytes = (spec.weight, spec.bias, spec.residual, spec.beside, spec.residual_gate, spec.y)
     if facts.of(tree).tuned("twice", False):
         yield _read_twice(facts, _one_block(facts, tree).narrowed(spec.cols, in_16_bytes))
     wide_beside = spec.beside is not None and ITEMSIZE[spec.beside] > facts.itemsize

@@ -166,22 +166,27 @@ def family(
     directions: tuple[Direction, ...] = ("inference", "forward", "backward")
     specs = [RowNormSpec(d, rms, cols, x, y or x, weight, bias, grads=grads, **stages) for d in directions]
     added, beside = specs[-1].residual is not None, specs[-1].beside is not None
-    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or beside)]
+    gated = specs[-1].residual_gate is not None
+    return [*specs[:-1], replace(specs[-1], dh=added, dresidual=added or beside, dgate=gated)]
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
-    """The pass for dweight and dbias of a backward whose plan splits them off."""
+    """The pass for the column sums of a backward whose plan splits them off."""
     return replace(spec, direction="backward_weight")
 
 
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
     """The kernels of one call: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
-    if spec.direction == "backward" and any(spec.grads[1:]):
+    if spec.direction == "backward" and any(spec.column_sums):
         if plan.splits_weight:
             specs.append(weight_pass(spec))
+        cols = 0 if spec.grouped else spec.cols
         first, second = (spec.weight if spec.grads[1] else None), (spec.bias if spec.grads[2] else None)
-        specs.append(SumPartialsSpec(0 if spec.grouped else spec.cols, spec.acc, first, second))
+        if first or second:
+            specs.append(SumPartialsSpec(cols, spec.acc, first, second))
+        if spec.dgate:
+            specs.append(SumPartialsSpec(cols, spec.acc, spec.residual_gate, None))
     return specs
 
 

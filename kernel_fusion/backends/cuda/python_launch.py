@@ -217,7 +217,7 @@ def row_norm_bwd(  # pragma: gpu
     weight_offset: float,
     rms: bool,
     output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`kernel_fusion::row_norm_bwd` on CUDA tensors, without stages."""
     dy, x = dy.contiguous(), input.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -236,7 +236,7 @@ def row_norm_bwd(  # pragma: gpu
         args.x_rows = args.dy_rows = _layout(cols, rows)
         args.weight_offset = weight_offset
         _launch_backward(spec, access, x.device, args, dweight, dbias)
-    return dx, dweight, dbias, x.new_empty(0)
+    return dx, dweight, dbias, x.new_empty(0), x.new_empty(0)
 
 
 def _launch_backward(  # pragma: gpu
@@ -297,7 +297,7 @@ class RowNorm(torch.autograd.Function):
         else:
             bias_dtype = None if bias is None else bias.dtype
             outputs = torch.ops.kernel_fusion.row_norm_bwd(
-                dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, [*wants, False]
+                dy, input, stats, num_dims, weight, bias_dtype, weight_offset, rms, [*wants, False, False]
             )
             results = [out if wanted else None for out, wanted in zip(outputs, wants, strict=False)]
         return results[0], None, results[1], results[2], None, None, None, None
@@ -317,6 +317,7 @@ def _bwd_meta(dy: Tensor, input: Tensor, stats: Tensor, num_dims: int, *rest: An
         input.new_empty(input.shape if wants[0] else 0),
         dweight,
         input.new_empty(shape if wants[2] else 0, dtype=bias_dtype),
+        input.new_empty(0),
         input.new_empty(0),
     )
 

@@ -8,9 +8,9 @@ from kernel_fusion.backends.cuda.plan import Plan
 from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.fields import constant, constants
-from kernel_fusion.core.spec import ROWS, Access, RowNormSpec, Stages
+from kernel_fusion.core.spec import ROWS, VECTORS, Access, RowNormSpec, Stages
 
-_OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in ROWS)
+_OPTIONS = tuple(field.name for field in fields(Stages) if field.name not in (*ROWS, *VECTORS))
 
 
 def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
@@ -34,7 +34,8 @@ def row_norm_source(spec: RowNormSpec, access: Access, plan: Plan) -> Source:
 
 def _name(spec: RowNormSpec) -> str:
     rows = [name for name in ROWS if getattr(spec, name)]
-    before = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "add" if spec.residual else IDENTITY]
+    before = [spec.pre_activation, "dropout" if spec.dropout else IDENTITY, "gate" if spec.residual_gate else IDENTITY]
+    before.append("add" if spec.residual else IDENTITY)
     first, last = ([], rows) if spec.follows else (rows, [])
     words = [*before, *first, "rms_norm" if spec.rms else "layer_norm", spec.activation, *last]
     return "_".join(["kf", *(word for word in words if word != IDENTITY), spec.direction, str(spec.cols), spec.x])
@@ -43,7 +44,7 @@ def _name(spec: RowNormSpec) -> str:
 def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     types: dict[str, str | None] = {"Acc": spec.acc, "X": spec.x, "Row": spec.row, "Residual": spec.residual}
     types["Weight"] = spec.weight
-    types |= {constant(row)[1:]: getattr(spec, row) for row in ROWS}
+    types |= {constant(name)[1:]: getattr(spec, name) for name in (*ROWS, *VECTORS)}
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
     types["Bias"] = spec.bias if spec.follows else None
@@ -76,6 +77,7 @@ def _backward_constants(spec: RowNormSpec, access: Access, plan: Plan) -> dict[s
         "kDWeight": dweight,
         "kDBias": dbias,
         "kDResidual": spec.dresidual,
+        "kDGate": spec.dgate,
         "kPrefetch": plan.variant == "next",
         "kFew": plan.variant == "few",
         "kStridedDY": access.strided_y,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from kernel_fusion.core.fields import Names, kinds
-from kernel_fusion.core.spec import ALONE, FOLLOWING, ROWS, Stages
+from kernel_fusion.core.spec import ALONE, FOLLOWING, ROWS, VECTORS, Stages
 from kernel_fusion.core.stages import ARGUMENTS, TENSORS, Argument
 
 _TYPES = {"str": "std::string_view", "float": "double", "bool": "bool", "Tensor?": "const OptionalTensor&"}
@@ -55,13 +55,14 @@ def _argument(each: Argument) -> str:
 
 
 def _together() -> str:
-    """Whether no row meets a stage that it cannot go with."""
+    """Whether no row meets a stage that it cannot go with, and what a residual has is beside one."""
     bad = []
     for row, goes_with in ALONE.items():
         others = [each for each in _OPTIONS if each.owner != row and each.name not in goes_with]
-        rows = [other for other in ROWS if other not in (row, *goes_with)]
+        rows = [other for other in (*ROWS, *VECTORS) if other not in (row, *goes_with)]
         met = ["has_residual", *(_is_there(each) for each in others), *(f"present(t.{other}())" for other in rows)]
         bad.append(f"!(present(t.{row}()) && ({' || '.join(met)}))")
+    bad += [f"(has_residual || !present(t.{vector}()))" for vector in VECTORS]
     return " && ".join(bad) or "true"
 
 
@@ -77,7 +78,7 @@ def _is_there(each: Argument) -> str:
 
 
 def _fill(each: Argument) -> str:
-    if each.kind == "row":
+    if each.type == "Tensor?":
         return f"spec.{each.stage} = dtype_or_absent(dtype_of(t.{each.name}()));"
     return f"spec.{each.stage} = {'bool(o.dropout)' if each.type == 'float' else f'o.{each.stage}'};"
 
@@ -138,7 +139,8 @@ struct StageTensors {{
 
 def _conversions() -> str:
     parameters = _list([f"{_TYPES[each.type]} {each.name}" for each in ARGUMENTS])
-    given = {each.name: f"&{each.name}" if each.kind == "row" else "o.dropout ? &seed : &kAbsent" for each in ARGUMENTS}
+    seed = "o.dropout ? &seed : &kAbsent"
+    given = {each.name: seed if each.kind == "seed" else f"&{each.name}" for each in ARGUMENTS}
     return f"""using StageArguments = Types<{_list([_TYPES[each.type] for each in ARGUMENTS])}>;
 
 struct Stages {{

@@ -17,12 +17,12 @@ from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.tree import Tree, ceil_div, vector_of
 from kernel_fusion.backends.cuda.user_table import Row, Table, section
 from kernel_fusion.core.activations import IDENTITY
-from kernel_fusion.core.spec import ITEMSIZE, ROWS, Access, RowNormSpec, Stages
+from kernel_fusion.core.spec import ITEMSIZE, ROWS, VECTORS, Access, RowNormSpec, Stages
 from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES
 
 TABLES = Path(__file__).parent / "tuned"
 _TENSORS = ("x", "y", "weight", "bias", "residual")
-_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual")
+_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "dgate")
 
 
 class Facts:
@@ -40,7 +40,7 @@ class Facts:
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
         # Bytes per element, 0 if absent. Other facts are fields of the spec.
-        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS)}
+        size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS, *VECTORS)}
         stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
         self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
         self.known |= {

@@ -74,9 +74,10 @@ def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
 
 
 def before_norm(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
-    """u, the stages before the sum with a residual; `drop` is the dropout."""
+    """u, the stages before the sum with a residual, times the gate of that; `drop` is the dropout."""
     u = _gated(formula(s.pre_activation)(x), s.gate if s.gate_first else None, s)
-    return u if s.seed is None else drop(u)
+    u = u if s.seed is None else drop(u)
+    return u if s.residual_gate is None else s.residual_gate * u
 
 
 def after_norm(n: Tensor, s: Given) -> Tensor:
@@ -98,17 +99,18 @@ def staged_row_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm with its stages, and h, what it normalises: in the residual's dtype, or empty.
 
-    u = dropout(pre_activation(input)), h = residual + u, output = activation(norm(h) * weight + bias); `seed` is None
-    without dropout. h is rounded to the residual's dtype before it is normalised. Rounding "hf" rounds norm(h) to the
-    dtype of h, without a residual to the input's; and, with a weight, the activation's argument to the promoted dtype
-    of that and the weight's. A gate, beside which there are no other stages, multiplies after its activation: the input
-    if `gate_first`, else the result. If `grouped`, weight and bias broadcast to the input (core/groups.py).
+    u = dropout(pre_activation(input)), h = residual + residual_gate * u, output = activation(norm(h) * weight + bias);
+    `seed` is None without dropout. h is rounded to the residual's dtype before it is normalised. Rounding "hf" rounds
+    norm(h) to the dtype of h, without a residual to the input's; and, with a weight, the activation's argument to the
+    promoted dtype of that and the weight's. A gate, beside which there are no other stages, multiplies after its
+    activation: the input if `gate_first`, else the result. If `grouped`, weight, bias and residual_gate, of one shape,
+    broadcast to the input (core/groups.py).
     """
     s = Given(*stages)
-    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
+    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias, s.residual_gate)
     affine = weight, bias, eps, weight_offset
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
-    if foreign or not checks.parameters_fit(shape, weight, bias):
+    if foreign or not checks.parameters_fit(shape, weight, bias, s.residual_gate):
         return _foreign(input, residual, num_dims, shape, affine, out_dtype, rms, s)
     checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
     wide = compute_dtype(input.dtype)

@@ -20,7 +20,17 @@ from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
 from kernel_fusion.core.groups import Groups, groups_of
 from kernel_fusion.core.spec import ROWS, Stages, compute_dtype
-from kernel_fusion.core.stages import ARGUMENTS, NAMES, TENSORS, Given, around, compiled_in, conflict, other_row
+from kernel_fusion.core.stages import (
+    ARGUMENTS,
+    NAMES,
+    TENSORS,
+    Given,
+    around,
+    compiled_in,
+    conflict,
+    lacks_residual,
+    other_row,
+)
 
 
 def _constants(
@@ -60,7 +70,7 @@ class _Grouped(NamedTuple):
 def _grouped(input: Tensor, num_dims: int, parameters: Sequence[Tensor | None], grouped: bool) -> _Grouped:
     shape = next((p.shape for p in parameters if p is not None), None)
     if not grouped or shape is None:
-        return _Grouped(Groups(), [None if p is None else p.contiguous() for p in parameters], [0, 0])
+        return _Grouped(Groups(), [None if p is None else p.contiguous() for p in parameters], [0] * len(parameters))
     groups = groups_of(input.shape, shape, num_dims)
     assert groups is not None
     found, pitches = [], []
@@ -96,14 +106,15 @@ def _takes(
     given = stages._asdict()
     if not 1 <= num_dims <= input.dim() or any(given[name] not in names for name, names in NAMES.items()):
         return False
-    if conflict(given, residual):
+    if conflict(given, residual) or lacks_residual(given, residual):
         return False
-    shape = checks.parameter_shape(input, num_dims, stages.grouped, *parameters)
+    vectors = *parameters, stages.residual_gate
+    shape = checks.parameter_shape(input, num_dims, stages.grouped, *vectors)
     if groups_of(input.shape, shape, num_dims) is None:
         return False
     rows = *others, *(given[name] for name in ROWS)
-    shapes = shaped(shape, *parameters) and shaped(input.shape, *rows)
-    types = floating(input, *parameters, *rows) and is_seed(stages.seed)
+    shapes = shaped(shape, *vectors) and shaped(input.shape, *rows)
+    types = floating(input, *vectors, *rows) and is_seed(stages.seed)
     return shapes and types and input.numel() > 0 and 0.0 <= stages.dropout_p <= 1.0
 
 
@@ -176,27 +187,31 @@ def backward(
     stored: bool,
     wants: Sequence[bool],
     *stages: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, the other row's gradient, dweight and dbias; unwanted ones are empty.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, the other row's gradient, dweight, dbias and that of the residual's gate; unwanted ones are empty.
 
     Args:
         dy, dh: the gradients at y and h.
         h: the normalised tensor, if it was `stored`; else the input, from which it is recomputed.
-        x: the input, if h was stored and there is a pre-activation.
+        x: the input, if h was stored and there is a pre-activation or a gate.
         bias: if a stage follows it.
     """
     s = Given(*stages)
     call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
     call.require("triton_row_norm_bwd", wants, input_dtype, bias_dtype)
-    other, shape = other_row(s, None), checks.parameter_shape(h, num_dims, s.grouped, weight, bias)
-    weight_dtype = input_dtype if weight is None else weight.dtype
-    dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype
-    dx, dother, dweight, dbias = (
+    other, vectors = other_row(s, None), (weight, bias, s.residual_gate)
+    shape = checks.parameter_shape(h, num_dims, s.grouped, *vectors)
+    weight_dtype, gate_dtype = (input_dtype if p is None else p.dtype for p in (weight, s.residual_gate))
+    dtypes = input_dtype, (h if other is None else other).dtype, weight_dtype, bias_dtype or input_dtype, gate_dtype
+    # A kernel that sums columns alone makes dgate of the gradient of the residual.
+    made = [wants[0], wants[1] or wants[4], *wants[2:]]
+    shapes = h.shape, h.shape, shape, shape, shape
+    dx, dother, dweight, dbias, dgate = (
         torch.empty(of if wanted else (0,), dtype=dtype, device=h.device)
-        for of, dtype, wanted in zip((h.shape, h.shape, shape, shape), dtypes, wants, strict=True)
+        for of, dtype, wanted in zip(shapes, dtypes, made, strict=True)
     )
-    call.launch((dx, dother, dweight, dbias), wants)
-    return dx, dother, dweight, dbias
+    call.launch((dx, dother, dweight, dbias, dgate), made)
+    return dx, dother, dweight, dbias, dgate
 
 
 def require_forward(
@@ -237,7 +252,8 @@ def launch_forward(
     """
     num_dims, weight, bias, eps, weight_offset, rms = norm
     other, wide = other_row(s, residual), input.dtype == torch.float64
-    of = _grouped(input, num_dims, [weight, bias], s.grouped)
+    of = _grouped(input, num_dims, [weight, bias, s.residual_gate], s.grouped)
+    *affine, gate = of.parameters
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
     device = plan.device_of(input.device)
@@ -253,7 +269,7 @@ def launch_forward(
     per_group = -(-lengths[0] // layout.rows) * beside
     launch(
         kernel, (per_group * of.groups.count,),
-        tensors[0], tensors[-1], *of.parameters, s.seed, *results, *lengths, *strides, *of.numbers(per_group, size),
+        tensors[0], tensors[-1], *affine, s.seed, *results, *lengths, *strides, *of.numbers(per_group, size), gate,
         constants=compiled, warps=layout.warps,
     )  # fmt: skip
 
@@ -283,15 +299,16 @@ class Backward(NamedTuple):
         """Raise unless the kernels take it, and can write gradients of these dtypes."""
         s, h = self.stages, self.h
         takes = _takes(h, self.num_dims, [self.weight, self.bias], [self.dy, self.dh, self.x], s, self.stored)
-        takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 4
+        takes = takes and {*dtypes} <= {None, *checks.FLOATING} and len(wants) == 5
         takes = takes and _are_statistics(self.stats, h, self.num_dims, self.rms)
+        takes = takes and (s.residual_gate is None or self.x is not None)
         tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
 
     def arguments(self) -> tuple[list[Tensor | None], list[list[int]], _Grouped, dict[str, Any]]:
         """What kernels get: tensors (dy, h, the other row, dh, weight, bias, seed, statistics), numbers, constants."""
         s, h, x, other = self.stages, self.h, self.x, other_row(self.stages, None)
-        of = _grouped(h, self.num_dims, [self.weight, self.bias], s.grouped)
+        of = _grouped(h, self.num_dims, [self.weight, self.bias, s.residual_gate], s.grouped)
         read, rows = rows_of([self.dy, h, other if other is not None else h if x is None else x], self.num_dims)
         size, *numbers = _in_units(rows, product(h.shape[h.dim() - self.num_dims :]), of)
         constants = _constants(
@@ -299,7 +316,7 @@ class Backward(NamedTuple):
         )
         constants |= {"stored": self.stored, "flat": rows.simple, "unit": size}
         dh = None if self.dh is None else self.dh.contiguous()
-        return [*read, dh, *of.parameters, s.seed, self.stats], numbers, of, constants
+        return [*read, dh, *of.parameters[:2], s.seed, self.stats], numbers, of, constants
 
     @property
     def fetched(self) -> int:
@@ -311,48 +328,51 @@ class Backward(NamedTuple):
         return _bytes(self.dy, self.dh, self.h, self.x, self.weight, self.bias, other) + _bytes(*again)
 
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
-        """Fill the wanted gradients: of x, the other row, weight and bias. `parts` are constants of parts of rows."""
+        """Fill the wanted gradients: of x, the other row and vectors. `parts` are constants of parts of rows."""
         given, (lengths, strides), of, constants = self.arguments()
         device = plan.device_of(self.h.device)
-        dx, dother, dweight, dbias = results
+        dx, dother, dweight, dbias, dgate = results
         count, cols, groups = lengths[0], lengths[1] * constants["unit"], of.groups.count
         itemsize, staged = self.h.dtype.itemsize, around(constants)
         sizes = self.fetched, device.shared_bytes
         layout = plan.norm_backward(cols, itemsize, device.warp_size, self.rms, staged, *sizes)
         # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
-        sums = wants[2] or wants[3]
+        sums = any(wants[2:])
         whole = sums and layout.resident > 0
         columns = plan.norm_columns(itemsize, device.warp_size)
         beside = 1 if whole else -(-cols // columns.block)
         programs = device.programs(layout if whole else columns, count, beside * groups)
-        partials = torch.empty(
-            (wants[2] + wants[3]) * programs * cols * groups, dtype=self.stats.dtype, device=dx.device
+        partials, of_gate = (
+            torch.empty(several * programs * cols * groups, dtype=self.stats.dtype, device=dx.device)
+            for several in (wants[2] + wants[3], wants[4])
         )
         if wants[0] or wants[1] or whole:
             of_rows = RowNormBackward(
                 has_dh=self.dh is not None, dx=wants[0], dother=wants[1], dweight=wants[2] and whole,
-                dbias=wants[3] and whole, **row_tile(layout, cols), pieces=layout.pieces, again=layout.again,
-                looped=layout.looped, stages=layout.stages, chained=device.chained and whole and layout.chained,
-                **constants, **parts,
+                dbias=wants[3] and whole, dgate=wants[4] and whole, **row_tile(layout, cols), pieces=layout.pieces,
+                again=layout.again, looped=layout.looped, stages=layout.stages,
+                chained=device.chained and whole and layout.chained, **constants, **parts,
             )  # fmt: skip
             per_group = programs if whole else -(-count // layout.rows)
             launch(
                 bwd.row_norm_bwd, (per_group * groups,), *given, dx, dother, partials, *lengths, *strides,
-                *of.numbers(per_group, constants["unit"]), constants=of_rows, warps=layout.warps,
-                registers=None if staged else device.registers_of(layout),
+                *of.numbers(per_group, constants["unit"]), of.parameters[2], of_gate,
+                constants=of_rows, warps=layout.warps, registers=None if staged else device.registers_of(layout),
             )  # fmt: skip
         if sums and not whole:
             dy, h, other, _, *parameters, seed, stats = given
             launch(
                 bwd.row_norm_bwd_columns, (beside * groups, programs),
                 dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
-                *of.numbers(beside, constants["unit"]), warps=columns.warps,
-                constants=RowNormBackward(dweight=wants[2], dbias=wants[3], **row_tile(columns, cols), **constants),
+                *of.numbers(beside, constants["unit"]), dother, of_gate, warps=columns.warps,
+                constants=RowNormBackward(
+                    dweight=wants[2], dbias=wants[3], dgate=wants[4], **row_tile(columns, cols), **constants
+                ),
             )  # fmt: skip
-        if sums:
-            sum_partials(
-                partials, programs, [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted], groups > 1
-            )
+        if outputs := [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted]:
+            sum_partials(partials, programs, outputs, groups > 1)
+        if wants[4]:
+            sum_partials(of_gate, programs, [dgate], groups > 1)
 
 
 def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:

@@ -13,7 +13,7 @@ from kernel_fusion.backends.triton import autograd
 from kernel_fusion.core import checks
 from kernel_fusion.core.activations import IDENTITY
 from kernel_fusion.core.groups import groups_of
-from kernel_fusion.core.stages import ARGUMENTS, FIRST, TENSORS, Given, other_row, row_at
+from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES, TENSORS, Given, other_row, row_at
 
 
 class StagedRowNorm(torch.autograd.Function):
@@ -41,8 +41,8 @@ def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
         ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
     stored = residual is not None
-    # With h at hand, backward needs the input for the slope of the pre-activation alone.
-    kept = input if not stored or s.pre_activation != IDENTITY else None
+    # With h at hand, backward needs the input for the slope of the pre-activation and for a gate alone.
+    kept = input if not stored or s.pre_activation != IDENTITY or s.residual_gate is not None else None
     ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
     ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
     ctx.stages = s._replace(**dict.fromkeys(TENSORS))
@@ -52,9 +52,9 @@ def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
 
 
 def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tensor | None]]) -> tuple[Any, ...]:
-    """Those of the operator's arguments; `through` computes those of input, the other row, weight and bias."""
+    """Those of the operator's arguments; `through` computes those of input, the other row, weight, bias and gate."""
     dy, dh = grads
-    places = 0, ctx.other, 3, 4
+    places = 0, ctx.other, 3, 4, PLACES["residual_gate"]
     found: list[Tensor | None] = [None] * (FIRST + len(ARGUMENTS))
     if dy is not None or dh is not None:
         wants = [ctx.needs_input_grad[i] for i in places]
@@ -88,7 +88,7 @@ def kernel_backward(
     if dy is None:
         dy = torch.zeros_like(normalised, dtype=out_dtype)
     # Without a stage between them, dx is dresidual.
-    plain = s.pre_activation == IDENTITY and s.seed is None
+    plain = s.pre_activation == IDENTITY and s.seed is None and s.residual_gate is None
     same = ctx.stored and plain and h.dtype == ctx.input_dtype and wants[0]
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
@@ -97,8 +97,8 @@ def kernel_backward(
         dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
         ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
     )  # fmt: skip
-    dx, dother, dweight, dbias = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
-    return [dother if same else dx, dother if wants[1] else None, dweight, dbias]
+    dx, dother, *sums = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
+    return [dother if same else dx, dother if wants[1] else None, *sums]
 
 
 def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wants: list[bool]) -> list[Tensor | None]:
@@ -109,18 +109,32 @@ def _differentiable_backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, wan
     affine = weight, bias, eps, offset, out_dtype, rms
     if not ctx.stored:
         y, _ = reference(x, None, num_dims, *affine, *s)
-        return autograd.differentiable([y], [dy], [x, other_row(s, None), weight, bias], wants)
+        return [*autograd.differentiable([y], [dy], [x, other_row(s, None), weight, bias], wants[:4]), None]
     total, dweight, dbias = None, None, None
     if dy is not None:
         # In the compute type, so that y of a narrow h is not rounded on the way.
-        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None)
+        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
         y, _ = reference(h, None, num_dims, *affine, *after_h)
-        total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:]])
+        total, dweight, dbias = autograd.differentiable([y], [dy], [h, weight, bias], [True, *wants[2:4]])
     if dh is not None:
         total = dh if total is None else total + dh
     assert total is not None
-    dx = _through_stages(total, x, s, ctx.input_dtype) if wants[0] else None
-    return [dx, total if wants[1] else None, dweight, dbias]
+    dx, dgate = None, None
+    if s.residual_gate is not None:
+        dx, dgate = _through_gate(total, x, s, [wants[0], wants[4]])
+    elif wants[0]:
+        dx = _through_stages(total, x, s, ctx.input_dtype)
+    return [dx, total if wants[1] else None, dweight, dbias, dgate]
+
+
+def _through_gate(dh: Tensor, x: Tensor, s: Given, wants: list[bool]) -> list[Tensor | None]:
+    """The gradients of x and the residual's gate, from that of h."""
+    chain = torch.ops.kernel_fusion.pointwise_reference
+    # Neither is looked for behind the other, which may depend on it.
+    x, gate = (t.view_as(t) for t in (x, s.residual_gate))
+    wide = x.to(dh.dtype).contiguous(), gate.to(dh.dtype)
+    added = chain(*wide, "gate", s.pre_activation, 1.0, s.dropout_p, s.seed)
+    return autograd.differentiable([added], [dh], [x, gate], wants)
 
 
 def _through_stages(du: Tensor, x: Tensor | None, s: Given, dtype: torch.dtype) -> Tensor | None:
@@ -140,13 +154,14 @@ def staged_row_norm(input: Tensor, residual: Tensor | None, *others: Any) -> tup
     s = Given(*stages)
     args = (input, residual, *others[:7], *s)
     other = other_row(s, residual)
-    shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias)
-    foreign = autograd.needs_definition([input, other, weight, bias], [s.seed])
+    vectors = weight, bias, s.residual_gate
+    shape = checks.parameter_shape(input, num_dims, s.grouped, *vectors)
+    foreign = autograd.needs_definition([input, other, *vectors], [s.seed])
     apart = s.grouped and groups_of(input.shape, shape, num_dims) is None
-    if foreign or apart or not checks.parameters_fit(shape, weight, bias):
+    if foreign or apart or not checks.parameters_fit(shape, *vectors):
         return torch.ops.kernel_fusion.staged_row_norm_reference(*args)  # type: ignore[no-any-return]
     checks.staged_row_norm(input, residual, s, weight, bias, weight_offset, out_dtype, rms)
-    if autograd.requires_grad(input, other, weight, bias):
+    if autograd.requires_grad(input, other, *vectors):
         return StagedRowNorm.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
     y, h, _ = _forward(*args, wants_stats=False)
     return y, h

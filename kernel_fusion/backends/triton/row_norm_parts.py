@@ -117,9 +117,9 @@ def backward_sums(
     )
     if h.numel() > 0:
         call = Backward(dy, None, h, None, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
-        asked = [wants[0], False, *wants[1:]]
+        asked = [wants[0], False, *wants[1:], False]
         call.require("triton_row_norm_bwd_sums", asked, *dtypes)
-        call.launch((sums, h, dweight, dbias), asked, part=True)  # h is not written
+        call.launch((sums, h, dweight, dbias, h), asked, part=True)  # h is not written
     return sums, dweight, dbias
 
 
@@ -152,7 +152,7 @@ def backward_apply(
     )
     if h.numel() > 0:
         call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
-        call.require("triton_row_norm_bwd_apply", [*wants, False, False], *dtypes)
+        call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes)
         given, (lengths, strides), of, constants = call.arguments()
         cols = lengths[1] * constants["unit"]
         layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
@@ -197,19 +197,19 @@ class NormOfParts(torch.autograd.Function):
         return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
 
 
-def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the operator `triton_row_norm_bwd`, with its arguments; sums are joined if the gradient of a row is wanted."""
     dy, dh, h, x, stats, num_dims, weight, bias, input_dtype, bias_dtype, offset, rms, stored, wants, *stages = args
     ops, of_rows, how = torch.ops.kernel_fusion, wants[0] or wants[1], (offset, rms, stored)
     sums, dweight, dbias = ops.triton_row_norm_bwd_sums(
-        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:]], *stages
+        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:4]], *stages
     )
-    dx = dother = sums[:0]
+    dx = dother = dgate = sums[:0]  # there is no gate of the residual
     if of_rows:
         join(sums)
         norm = num_dims, weight, bias, input_dtype
         dx, dother = ops.triton_row_norm_bwd_apply(dy, dh, h, x, stats, sums, *norm, *how, wants[:2], *stages)
-    return dx, dother, dweight, dbias
+    return dx, dother, dweight, dbias, dgate
 
 
 def staged_row_norm(join: Join, input: Tensor, residual: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ namespace {
 // fp64 goes with fp64, the other three with each other.
 bool mixes(at::ScalarType a, at::ScalarType b) { return supported(b) && (a == at::kDouble) == (b == at::kDouble); }
 
-// Weight and bias have the normalised dimensions, and those of groups.
+// Weight, bias and the residual's gate have the normalised dimensions, and those of groups.
 template <class Call> c10::SymIntArrayRef parameter_shape(const Call& c) {
   const OptionalTensor& parameter = of_groups(c);
   return present(parameter) ? parameter->sym_sizes() : c.input.sym_sizes().slice(c.input.dim() - c.num_dims);
@@ -69,9 +69,9 @@ bool accepts(const ForwardCall& c) {
   return supported(input.scalar_type()) && input.layout() == at::kStrided && c.num_dims >= 1 && c.num_dims <= input.dim() &&
          (!input.is_cuda() || cuda_enabled(input.device().index())) && has_groups(c) &&
          fits(c.weight, input, parameter_shape(c)) && fits(c.bias, input, parameter_shape(c)) &&
-         (c.weight_offset == 0.0 || present(c.weight)) && (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) &&
-         fits(c.other(), input, input.sym_sizes()) && (!c.dropout || is_seed(c.seed(), input)) &&
-         go_together(c, c, present(c.residual));
+         fits(c.residual_gate(), input, parameter_shape(c)) && (c.weight_offset == 0.0 || present(c.weight)) &&
+         (!c.out_dtype || mixes(input.scalar_type(), *c.out_dtype)) && fits(c.other(), input, input.sym_sizes()) &&
+         (!c.dropout || is_seed(c.seed(), input)) && go_together(c, c, present(c.residual));
 }
 
 StagedResult reference(const ForwardCall& call) {
@@ -105,11 +105,12 @@ bool consistent(const BackwardCall& c) {
   const Tensor& input = c.input;
   const auto type = input.scalar_type(), dy_type = c.dy.scalar_type();
   const auto shape = input.sym_sizes();
-  const bool has_x = present(c.x) || !c.has_residual || c.pre_activation == 0;
-  return accepts({c, c, input, c.weight, c.bias, 0.0, dy_type}) && go_together(c, c, c.has_residual) &&
-         same(c.dy.sym_sizes(), shape) && c.dy.device() == input.device() && c.stats.device() == input.device() &&
-         c.stats.scalar_type() == acc_dtype(input) && c.stats.dim() == 1 + input.dim() - c.num_dims &&
-         c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
+  const bool needs_x = c.has_residual && (c.pre_activation != 0 || present(c.residual_gate())),
+             has_x = present(c.x) || !needs_x;
+  const OptionalTensor& residual = c.has_residual ? input : kAbsent;
+  return accepts({c, c, input, c.weight, c.bias, 0.0, dy_type, residual}) && same(c.dy.sym_sizes(), shape) &&
+         c.dy.device() == input.device() && c.stats.device() == input.device() && c.stats.scalar_type() == acc_dtype(input) &&
+         c.stats.dim() == 1 + input.dim() - c.num_dims && c.stats.sym_size(0) == (c.rms ? 1 : 2) &&
          same(c.stats.sym_sizes().slice(1), shape.slice(0, input.dim() - c.num_dims)) &&
          (!c.bias_dtype || mixes(type, *c.bias_dtype)) && has_x && fits(c.x, input, shape) && fits(c.dh, input, shape) &&
          (c.has_residual ? mixes(type, c.x_dtype) : c.x_dtype == type) && (!present(c.x) || c.x->scalar_type() == c.x_dtype) &&
@@ -146,27 +147,28 @@ ForwardResult forward(const Backend& backend, const ForwardCall& call) {
   return {std::move(y), std::move(stats), std::move(h)};
 }
 
-BackwardResult backward(const Backend& backend, const BackwardCall& call) {
-  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
+RowNormGradients backward(const Backend& backend, const BackwardCall& call) {
+  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
   check_device(backend, call.input);
   TORCH_CHECK(consistent(call), "kernel_fusion::row_norm_bwd: arguments that its kernels do not take");
-  TORCH_CHECK(
-      (present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) && (call.has_other() || !wants_dresidual),
-      "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
+  TORCH_CHECK((present(call.weight) || !wants_dweight) && (call.bias_dtype || !wants_dbias) &&
+                  (call.has_other() || !wants_dresidual) && (present(call.residual_gate()) || !wants_dgate),
+              "kernel_fusion::row_norm_bwd: a gradient was asked for a parameter that is not there");
   const auto shape = call.input.sym_sizes(), of_parameters = parameter_shape(call);
-  Tensor dx, dweight, dbias, dresidual;
-  if (wants_dx) dx = empty(backend, shape, call.input, call.x_dtype);
-  if (wants_dweight) dweight = empty(backend, of_parameters, call.input, call.weight->scalar_type());
-  if (wants_dbias) dbias = empty(backend, of_parameters, call.input, *call.bias_dtype);
-  if (wants_dresidual) dresidual = empty(backend, shape, call.input, dtype_of_other(call));
+  RowNormGradients to;
+  if (wants_dx) to.dx = empty(backend, shape, call.input, call.x_dtype);
+  if (wants_dweight) to.dweight = empty(backend, of_parameters, call.input, call.weight->scalar_type());
+  if (wants_dbias) to.dbias = empty(backend, of_parameters, call.input, *call.bias_dtype);
+  if (wants_dresidual) to.dresidual = empty(backend, shape, call.input, dtype_of_other(call));
+  if (wants_dgate) to.dgate = empty(backend, of_parameters, call.input, call.residual_gate()->scalar_type());
   if (backend.backward && call.input.numel()) {
     with_tensors(call, check_all_memory);
-    backend.backward(call, dx, dweight, dbias, dresidual);
+    backend.backward(call, to);
   } else if (backend.backward) {  // no rows: the sums over them are zero
-    if (wants_dweight) dweight.zero_();
-    if (wants_dbias) dbias.zero_();
+    for (Tensor* sum : {&to.dweight, &to.dbias, &to.dgate})
+      if (sum->defined()) sum->zero_();
   }
-  return {std::move(dx), std::move(dweight), std::move(dbias), std::move(dresidual)};
+  return to;
 }
 
 namespace {
@@ -190,12 +192,13 @@ template <const Backend& backend> ForwardResult row_norm_fwd(ForwardCall call) {
 }
 
 template <const Backend& backend> BackwardResult row_norm_bwd(const BackwardCall& call) {
-  auto result = backward(backend, call);
-  define(std::get<0>(result), call.input, call.x_dtype);
-  define(std::get<1>(result), call.input, dtype_of(call.weight));
-  define(std::get<2>(result), call.input, call.bias_dtype);
-  define(std::get<3>(result), call.input, dtype_of_other(call));
-  return result;
+  auto [dx, dweight, dbias, dresidual, dgate] = backward(backend, call);
+  define(dx, call.input, call.x_dtype);
+  define(dweight, call.input, dtype_of(call.weight));
+  define(dbias, call.input, call.bias_dtype);
+  define(dresidual, call.input, dtype_of_other(call));
+  define(dgate, call.input, dtype_of(call.residual_gate()));
+  return {std::move(dx), std::move(dweight), std::move(dbias), std::move(dresidual), std::move(dgate)};
 }
 
 template <const Backend& backend> void implement_row_norm(torch::Library& m) {

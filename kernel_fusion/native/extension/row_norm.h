@@ -14,7 +14,7 @@
 namespace kf {
 
 // A norm without its tensors:
-//     h = residual + dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
+//     h = residual + residual_gate * dropout(pre_activation(x)),  y = activation(norm(h) * (weight_offset + weight) + bias)
 // h is rounded to the residual's dtype before it is normalised; without a residual it is not rounded. kHf rounds norm(h) to
 // that dtype (without a residual, to x's) and, with a weight, the activation's argument to the promoted dtype of that and the
 // weight's. With a gate there are no other stages:
@@ -56,10 +56,10 @@ struct BackwardCall : Norm, StageTensors {
   const Tensor& stats;
   const OptionalTensor& weight;
   OptionalDtype bias_dtype;
-  std::array<bool, 4> wants;   // dx, dweight, dbias, and dresidual or the gradient of a stage's row
+  std::array<bool, 5> wants;   // dx, dweight, dbias, dresidual or the gradient of a stage's row, dgate of the residual
   at::ScalarType x_dtype;      // of dx
   const OptionalTensor& dh;    // the gradient at h, or none
-  const OptionalTensor& x;     // x itself, with both a residual and a pre-activation
+  const OptionalTensor& x;     // x itself, with both a residual and a pre-activation or a gate
   const OptionalTensor& bias;  // with an activation, whose argument is recomputed, a gate, or groups
   bool has_residual;
 
@@ -68,7 +68,7 @@ struct BackwardCall : Norm, StageTensors {
   bool has_other() const { return has_residual || present(row()); }  // whose gradient may be wanted
 };
 
-// Groups of rows that share weight and bias (core/groups.py): row r is one of group r / inner % count.
+// Groups of rows that share weight, bias and the residual's gate (core/groups.py): row r is one of group r / inner % count.
 template <class Int> struct GroupsOf {
   Int count = 1, inner = 1;
   Int step() const { return inner == 1 ? count : Int(1); }  // from a row of a group to its next one
@@ -97,14 +97,14 @@ std::optional<GroupsOf<Int>> find_groups(c10::ArrayRef<Int> input, c10::ArrayRef
 
 // The parameter whose shape says which groups there are; absent without any.
 template <class Call> const OptionalTensor& of_groups(const Call& c) {
-  return !c.grouped ? kAbsent : present(c.weight) ? c.weight : c.bias;
+  return !c.grouped ? kAbsent : present(c.weight) ? c.weight : present(c.bias) ? c.bias : c.residual_gate();
 }
 template <class Call> Groups groups_of(const Call& c) {
   const OptionalTensor& parameter = of_groups(c);
   return present(parameter) ? find_groups(c.input.sizes(), parameter->sizes(), c.num_dims).value() : Groups();
 }
 
-// The columns of weight or bias: each group's begin a pitch apart.
+// The columns of weight, bias or the residual's gate: each group's begin a pitch apart.
 struct GroupRows {
   Tensor tensor;       // undefined without a parameter
   int64_t pitch = 0;   // in elements
@@ -155,7 +155,7 @@ template <class... Stages> struct Calls<Types<Stages...>> {
 
   static BackwardCall backward(const Tensor& dy, const Tensor& input, const Tensor& stats, int64_t num_dims,
                                const OptionalTensor& weight, OptionalDtype bias_dtype, double weight_offset, bool rms,
-                               std::array<bool, 4> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
+                               std::array<bool, 5> wants, OptionalDtype x_dtype, const OptionalTensor& dh,
                                const OptionalTensor& x, const OptionalTensor& bias, bool has_residual, Stages... stages) {
     const auto [options, tensors] = stages_of(stages...);
     const auto dx_dtype = x_dtype.value_or(input.scalar_type());
@@ -195,9 +195,14 @@ template <class F> auto with_arguments(const BackwardCall& c, F&& f) {
 
 // ---- Results ---------------------------------------------------------------------------------------------------------------
 
-using StagedResult = std::tuple<Tensor, Tensor>;                    // y, h
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;           // y, stats, h
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dx, dweight, dbias, dresidual
+using StagedResult = std::tuple<Tensor, Tensor>;           // y, h
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;  // y, stats, h
+
+// Undefined where it is not wanted.
+struct RowNormGradients {
+  Tensor dx, dweight, dbias, dresidual, dgate;
+};
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // those, as an operator returns them
 
 // An operator returns defined tensors; a missing result is an empty one.
 void define(Tensor& t, const Tensor& input, OptionalDtype dtype);
@@ -222,15 +227,15 @@ StagedResult reference(const ForwardCall& call);
 
 // Kernels fill at least one allocated element, and leave undefined tensors, which nobody wants, alone. h is undefined without a
 // residual. dresidual is the gradient of h, dh included, in the residual's dtype, and dx is made from it before it is rounded;
-// with a gate it is the gate's gradient, in the gate's dtype.
+// with a gate that is a row it is the gate's gradient, in the gate's dtype.
 using ForwardKernel = void(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h);
-using BackwardKernel = void(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual);
+using BackwardKernel = void(const BackwardCall& call, RowNormGradients& to);
 
 ForwardKernel forward_cpu, forward_cuda;
 BackwardKernel backward_cpu, backward_cuda;
 
 // Allocate, then fill. Forward takes calls that `accepts` accepts; backward checks its own.
 ForwardResult forward(const Backend& backend, const ForwardCall& call);
-BackwardResult backward(const Backend& backend, const BackwardCall& call);
+RowNormGradients backward(const Backend& backend, const BackwardCall& call);
 
 }  // namespace kf

@@ -23,10 +23,10 @@ ForwardResult call_forward(const ForwardCall& c) {
   return result;
 }
 
-BackwardResult call_backward(const BackwardCall& c) {
+RowNormGradients call_backward(const BackwardCall& c) {
   if (const auto* backend = direct(with_tensors(c, keys_of))) return backward(*backend, c);
   static const auto op = find_op<BackwardResult>("kernel_fusion::row_norm_bwd", backward_call);
-  return call_operator(op, c);
+  return std::make_from_tuple<RowNormGradients>(call_operator(op, c));
 }
 
 // ---- The node ------------------------------------------------------------------------------------------------------
@@ -47,23 +47,23 @@ struct UnpackedStages : StageTensors {
 struct RowNormBackward : SavingNode {
   // input: the normalised tensor: h with a residual, else x. bias is for its dtype, an activation's argument, a gate's
   // gradient, groups and double backward; keeping a parameter costs no memory. x only with both a residual and a
-  // pre-activation.
+  // pre-activation or a gate.
   SavedVariable input, weight, bias, stats, x;
   std::array<SavedVariable, StageTensors::kCount> of_stages;
   const Norm norm;
   const double eps;
   const at::ScalarType x_dtype, y_dtype;
-  const bool has_residual;
+  const bool has_residual, has_residual_gate;
   bool saves_output = false;  // the saved input is h with its history
 
   RowNormBackward(const ForwardCall& call, const Tensor& call_stats)
-      : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other())),
+      : SavingNode(torch::autograd::collect_next_edges(call.input, call.weight, call.bias, call.other(), call.residual_gate())),
         weight(call.weight, /*is_output=*/false), bias(call.bias, /*is_output=*/false), stats(call_stats, /*is_output=*/false),
         norm(call), eps(call.eps), x_dtype(call.input.scalar_type()), y_dtype(call.y_dtype()),
-        has_residual(present(call.residual)) {
+        has_residual(present(call.residual)), has_residual_gate(present(call.residual_gate())) {
     for (size_t i = 0; i < of_stages.size(); ++i)
       if (present(*call.all[i])) of_stages[i] = SavedVariable(*call.all[i], /*is_output=*/false);
-    if (has_residual && norm.pre_activation) x = SavedVariable(call.input, /*is_output=*/false);
+    if (has_residual_gate || (has_residual && norm.pre_activation)) x = SavedVariable(call.input, /*is_output=*/false);
   }
 
   // After the results' history is set, because h may be one of them.
@@ -81,26 +81,27 @@ struct RowNormBackward : SavingNode {
   }
   std::string key() const override {
     return with_options(norm, [&](const auto&... options) {
-      return key_of(norm.num_dims, norm.weight_offset, norm.rms, options..., eps, x_dtype, y_dtype, has_residual, saves_output);
+      return key_of(norm.num_dims, norm.weight_offset, norm.rms, options..., eps, x_dtype, y_dtype, has_residual,
+                    has_residual_gate, saves_output);
     });
   }
 
   // Whether h = residual + x, so that both have one gradient, up to its dtype.
-  bool only_adds() const { return has_residual && norm.pre_activation == 0 && !norm.dropout; }
+  bool only_adds() const { return has_residual && norm.pre_activation == 0 && !norm.dropout && !has_residual_gate; }
 
   variable_list gradients(variable_list&& grads) override {
     const OptionalTensor dh = grads.size() > 1 ? optional(std::move(grads[1])) : std::nullopt;
     if (!grads[0].defined() && !dh) return variable_list(num_outputs());
     const Tensor saved = saves_output ? input.unpack(getptr()) : input.unpack();
     const Tensor dy = grads[0].defined() ? std::move(grads[0]) : at::zeros_like(saved, saved.options().dtype(y_dtype));
-    std::array<bool, 4> wants;
+    std::array<bool, 5> wants;
     for (size_t i = 0; i < wants.size(); ++i) wants[i] = task_should_compute_output(i);
     const OptionalTensor w = optional(weight.unpack()), b = optional(bias.unpack());
     const UnpackedStages stages(of_stages);
     if (at::GradMode::is_enabled()) return differentiable(dy, dh, {saved, w, b, stages.row()}, stages, wants);
     const bool same = only_adds() && x_dtype == saved.scalar_type();
-    const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false} : wants;
-    auto [dx, dweight, dbias, dresidual] =
+    const auto of_kernel = same ? std::array{wants[0] || wants[3], wants[1], wants[2], false, false} : wants;
+    auto [dx, dweight, dbias, dresidual, dgate] =
         call_backward({norm, stages, dy, saved, stats.unpack(), w, dtype_of(b), of_kernel, x_dtype, dh, optional(x.unpack()),
                        norm.activation || norm.grouped || present(stages.row()) ? b : kAbsent, has_residual});
     if (same) dresidual = dx;
@@ -109,20 +110,22 @@ struct RowNormBackward : SavingNode {
     if (wants[1]) list[1] = std::move(dweight);
     if (wants[2]) list[2] = std::move(dbias);
     if (wants[3]) list[3] = std::move(dresidual);
+    if (wants[4]) list[4] = std::move(dgate);
     return list;
   }
 
-  // The gradients as differentiable functions of everything, by running the eager definition again. Through h they reach x and
-  // the residual by h's history, which is this node.
+  // The gradients as differentiable functions of everything, by running the eager definition again. Through h they reach x, the
+  // residual and its gate by h's history, which is this node.
   variable_list differentiable(const Tensor& dy, const OptionalTensor& dh, std::array<OptionalTensor, 4> tensors,
-                               const StageTensors& stages, const std::array<bool, 4>& wants) const {
+                               const StageTensors& stages, const std::array<bool, 5>& wants) const {
     // Aliases keep gradients from also being looked for behind the normalised tensor, which may depend on the parameters.
     const auto type = tensors[0]->scalar_type();
     // (With kHf it keeps its dtype, which says what to round to.)
     if (has_residual && !norm.is_hf()) tensors[0] = tensors[0]->to(acc_dtype(*tensors[0]));
     for (auto& t : tensors)
       if (t) t = at::alias(*t);
-    const std::array<bool, 4> needed{wants[0] || (has_residual && wants[3]), wants[1], wants[2], !has_residual && wants[3]};
+    const std::array<bool, 4> needed{wants[0] || (has_residual && (wants[3] || wants[4])), wants[1], wants[2],
+                                     !has_residual && wants[3]};
     variable_list inputs, result(num_outputs());
     for (size_t i = 0; i < 4; ++i)
       if (needed[i]) inputs.push_back(*tensors[i]);
@@ -131,7 +134,9 @@ struct RowNormBackward : SavingNode {
       if (needed[i]) result[i] = std::move(gradients[next++]);
     if (!has_residual || !needed[0]) return result;
     const Tensor total = dh ? result[0].add(*dh) : result[0];
-    result[0] = wants[0] ? before_h(total) : Tensor();
+    result[0] = Tensor();
+    if (has_residual_gate) before_gated_h(total, stages.residual_gate(), wants, result);
+    else if (wants[0]) result[0] = before_h(total);
     if (wants[3]) result[3] = total.to(type);
     return result;
   }
@@ -141,12 +146,27 @@ struct RowNormBackward : SavingNode {
     const auto& [input, w, b, row] = tensors;
     for (auto& each : stages.all)
       if (each == &stages.row() && each != &kAbsent) each = &row;
+      else if (each == &stages.residual_gate()) each = &kAbsent;
     Norm rest = norm;
     if (has_residual) {
       rest.pre_activation = 0;
       rest.dropout = {};
     }
     return std::get<0>(reference({rest, stages, *input, w, b, eps, dtype}));
+  }
+
+  // dx and dgate of h = residual + gate * dropout(pre_activation(x)), from the gradient of h.
+  void before_gated_h(const Tensor& total, const OptionalTensor& gate, const std::array<bool, 5>& wants,
+                      variable_list& result) const {
+    const Tensor before = at::alias(x.unpack()), factor = at::alias(*gate);  // one may depend on the other
+    const auto type = total.scalar_type();
+    const Tensor added = chain(before.to(type), norm.pre_activation).mul(factor.to(type));
+    variable_list inputs;
+    if (wants[0]) inputs.push_back(before);
+    if (wants[4]) inputs.push_back(factor);
+    auto gradients = inputs.empty() ? variable_list() : differentiate(added, inputs, total);
+    if (wants[0]) result[0] = gradients.front();
+    if (wants[4]) result[4] = gradients.back();
   }
 
   // dx of h = residual + dropout(pre_activation(x)), from the gradient of h.
@@ -168,7 +188,8 @@ struct RowNormBackward : SavingNode {
 void set_history(const ForwardCall& call, const Tensor& y, const Tensor& stats, const Tensor& h) {
   const auto node = new_node<RowNormBackward>(call, stats);
   torch::autograd::set_history(y, node);
-  if (h.defined() && torch::autograd::compute_requires_grad(call.input, call.residual)) torch::autograd::set_history(h, node);
+  if (h.defined() && torch::autograd::compute_requires_grad(call.input, call.residual, call.residual_gate()))
+    torch::autograd::set_history(h, node);
   node->save(call, h);
 }
 
@@ -194,11 +215,12 @@ struct Verb<name, Result, make> {
 
   static Result autograd(c10::DispatchKeySet keys, const Tensor& input, Rest... rest) {
     ForwardCall call = make(input, rest...);
-    if (needs_definition(input, call.other(), call.weight, call.bias) || !accepts(call)) {
+    if (needs_definition(input, call.other(), call.weight, call.bias, call.residual_gate()) || !accepts(call)) {
       auto [y, h] = reference(call);
       return verb_result<Result>(std::move(y), std::move(h), input);
     }
-    call.wants_stats = torch::autograd::compute_requires_grad(input, call.other(), call.weight, call.bias);
+    call.wants_stats =
+        torch::autograd::compute_requires_grad(input, call.other(), call.weight, call.bias, call.residual_gate());
     Tensor y, stats, h;
     {
       const at::AutoDispatchBelowADInplaceOrView below;

@@ -25,7 +25,7 @@ struct Runs {
   }
 };
 
-// weight or bias as it is given: of one run side by side.
+// weight, bias or the residual's gate as it is given: of one run side by side.
 struct Given {
   Given(const OptionalTensor& t, int64_t num_dims, const Runs& runs, double offset, bool interleaved) {
     if (!present(t)) return;
@@ -153,7 +153,7 @@ struct StagedBackward {
 bool is_bare(const BackwardCall& c) {
   StageOptions none;
   none.grouped = c.grouped;
-  return static_cast<const StageOptions&>(c) == none && !present(c.row()) && !c.wants[3] &&
+  return static_cast<const StageOptions&>(c) == none && !present(c.row()) && !present(c.residual_gate()) && !c.wants[3] &&
          c.input.scalar_type() == c.dy.scalar_type() && c.x_dtype == c.input.scalar_type();
 }
 
@@ -202,39 +202,59 @@ void backward_by_columns(const cpu::BackwardByColumns& args) {
 // Rows of a block, which has a partial sum of its own: decided by the shape, not by the number of threads. At most 64 blocks,
 // so that partial rows stay a small part of the traffic. Sums that are rounded to fp16 or bf16 allow larger blocks, of as many
 // elements as are worth a region of threads: partial rows pass from core to core.
-int64_t rows_of_block(int64_t rows, int64_t cols, const Tensor& dweight, const Tensor& dbias) {
-  const auto is_rounded = [](const Tensor& t) { return !t.defined() || t.element_size() == 2; };
-  const int64_t short_block = is_rounded(dweight) && is_rounded(dbias) ? 32 : 8;
+int64_t rows_of_block(int64_t rows, int64_t cols, const std::array<Tensor*, 3>& sums) {
+  const auto is_rounded = [](const Tensor* t) { return !t || t->element_size() == 2; };
+  const int64_t short_block = std::all_of(sums.begin(), sums.end(), is_rounded) ? 32 : 8;
   const int64_t worth_a_region = ceil_div(rows, std::max<int64_t>(1, rows * cols / kRegion));
   return std::max<int64_t>({8, std::min(worth_a_region, short_block), ceil_div(rows, 64)});
 }
 
-// dx, and dweight and dbias from the partial sums of the blocks.
+// The column sums that are wanted, in order, and which of them dweight, dbias and dgate are.
+struct WantedSums {
+  std::array<Tensor*, 3> results{};
+  std::array<int64_t, 3> place{-1, -1, -1};
+  int64_t count = 0;
+
+  explicit WantedSums(RowNormGradients& to) {
+    const std::array<Tensor*, 3> all{&to.dweight, &to.dbias, &to.dgate};
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (!all[i]->defined()) continue;
+      place[i] = count;
+      results[count++] = all[i];
+    }
+  }
+};
+
+// dx, and the column sums from the partial sums of the blocks.
 void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, const cpu::BackwardStages* staged, const Rows& x,
-                        const Runs& runs, const Given& weight, Tensor& dweight, Tensor& dbias) {
+                        const Runs& runs, const Given& weight, RowNormGradients& to) {
   const auto acc = acc_dtype(call.input);
   const Given bias(staged && follows(call, call) ? call.bias : kAbsent, call.num_dims, runs, 0.0, false);
+  const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
+  const WantedSums sums(to);
   const int64_t samples = x.rows / (runs.count * runs.together), cols = x.cols * runs.together;  // of a run
-  const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, dweight, dbias));
+  const int64_t block_rows = std::min(samples, rows_of_block(samples, cols, sums.results));
   const int64_t blocks_of_run = ceil_div(samples, block_rows), blocks = runs.count * blocks_of_run;
-  const int64_t block_elements = block_rows * cols, gradients = call.wants[1] + call.wants[2];
+  const int64_t block_elements = block_rows * cols, gradients = sums.count;
   const int64_t row_bytes = cols * static_cast<int64_t>(c10::elementSize(acc));
   // The sums of one of many runs that is a single block are results at once, or rounded to them from memory of the thread.
   const bool at_once = runs.count > 1 && blocks_of_run == 1;
   const auto is_bf16 = [](const Tensor& t) { return !t.defined() || t.scalar_type() == at::kBFloat16; };
-  const bool interleaved = at_once && !staged && is_bf16(call.input) && is_bf16(dweight) && is_bf16(dbias);
+  const bool interleaved = at_once && !staged && is_bf16(call.input) && is_bf16(to.dweight) && is_bf16(to.dbias);
   const at::DataPtr partials = c10::GetCPUAllocator()->allocate(at_once ? 0 : gradients * blocks * row_bytes);
-  const auto partial = [&](int64_t gradient, int64_t block) -> void* {  // of dweight, where it is wanted, and then of dbias
+  const auto partial = [&](int64_t gradient, int64_t block) -> void* {
     return static_cast<char*>(partials.get()) + (gradient * blocks + block) * row_bytes;
   };
-  const auto result = [&](int64_t gradient) -> Tensor& { return call.wants[1] && gradient == 0 ? dweight : dbias; };
+  const auto result = [&](int64_t gradient) -> Tensor& { return *sums.results[gradient]; };
   const auto result_of = [&](int64_t gradient, int64_t run) -> void* {
     Tensor& t = result(gradient);
     return static_cast<char*>(t.data_ptr()) + run * cols * static_cast<int64_t>(t.element_size());
   };
   share_by(blocks, block_elements, step_of(block_elements), [&] {
-    const int64_t totals = block_rows > 64 && gradients ? 2 * cols : 0, own = at_once ? gradients * row_bytes : 0;
-    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), room = std::unique_ptr<double[]>(new double[totals]),
+    const int64_t totals = block_rows > 64 && gradients ? (call.wants[4] ? 3 : 2) * cols : 0,
+                  own = at_once ? gradients * row_bytes : 0;
+    return [&, totals, w = Prepared(weight, acc), b = Prepared(bias, acc), g = Prepared(gate, acc),
+            room = std::unique_ptr<double[]>(new double[totals]),
             own_partials = std::unique_ptr<char[]>(new char[own])](int64_t begin, int64_t end) mutable {
       cpu::Backward mine = args;
       mine.totals = totals ? room.get() : nullptr;
@@ -250,8 +270,11 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
         const int64_t last = std::min((run + 1) * samples, first + block_rows);
         mine.weight = w.of(run).data;
         stages.bias = b.of(run).data;
-        mine.dweight = call.wants[1] ? sums_at(0, block, run) : nullptr;
-        mine.dbias = call.wants[2] ? sums_at(gradients - 1, block, run) : nullptr;
+        stages.residual_gate = g.of(run).data;
+        const auto wanted = [&](size_t i) { return sums.place[i] < 0 ? nullptr : sums_at(sums.place[i], block, run); };
+        mine.dweight = wanted(0);
+        mine.dbias = wanted(1);
+        mine.dgate = wanted(2);
         if (staged) cpu::kernels().backward_staged(mine, stages, first, last);
         else cpu::kernels().backward(mine, first, last);
         for (int64_t gradient = 0; at_once && gradient < gradients; ++gradient)
@@ -278,7 +301,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
   const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
   const bool interleaved = bare && x_type == Dtype::kBFloat16;
   const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
-      bias(call.bias, call.num_dims, runs, 0.0, interleaved);
+      bias(call.bias, call.num_dims, runs, 0.0, interleaved), gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
   char* mean = nullptr;
   char* rstd = nullptr;
   if (call.wants_stats) {
@@ -315,15 +338,18 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
            : by_stretches ? cpu::kLongRowsTogether
                           : step_of(x.cols),
            [&] {
-             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later)](int64_t begin, int64_t end) mutable {
+             return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later), g = Prepared(gate, acc)](
+                        int64_t begin, int64_t end) mutable {
                cpu::Forward mine = args;
+               cpu::ForwardStages stages = staged.args;
                for (int64_t last; begin < end; begin = last) {
                  const int64_t run = begin / of_run;
                  last = std::min(end, (run + 1) * of_run);
                  mine.weight = w.of(run);
                  mine.bias = b.of(run);
+                 stages.residual_gate = g.of(run).data;
                  if (bare) cpu::kernels().forward(mine, begin, last);
-                 else cpu::kernels().forward_staged(mine, staged.args, begin, last);
+                 else cpu::kernels().forward_staged(mine, stages, begin, last);
                }
              };
            });
@@ -337,7 +363,7 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
   const bool bare = !call.has_stages() && !call.is_hf() && x_type == y_type && runs.together == 1;
   const bool interleaved = bare && x_type == Dtype::kBFloat16;
   const Given weight(call.weight, call.num_dims, runs, call.weight_offset, interleaved),
-      bias(call.bias, call.num_dims, runs, 0.0, interleaved);
+      bias(call.bias, call.num_dims, runs, 0.0, interleaved), gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
   const cpu::Forward args{x.data(), weight.first, bias.first, nullptr, nullptr, nullptr, x.cols,
                           x.layout, call.eps,     call.rms,   x_type,  y_type,  false,   runs.together};
   const StagedForward staged(call, h);
@@ -345,8 +371,10 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
   const int64_t row_bytes = x.cols * static_cast<int64_t>(c10::elementSize(call.y_dtype()));
   prefer_huge_pages(h);
   quantize_rows_of(quantization(quantize, call.y_dtype(), x.rows, x.cols, to), quantize.keeps ? &y : nullptr, [&] {
-    return [&, w = Prepared(weight, acc), b = Prepared(bias, acc)](char* out, int64_t begin, int64_t end) mutable {
+    return [&, w = Prepared(weight, acc), b = Prepared(bias, acc), g = Prepared(gate, acc)](char* out, int64_t begin,
+                                                                                            int64_t end) mutable {
       cpu::Forward mine = args;
+      cpu::ForwardStages stages = staged.args;
       // The place of row 0, had it one.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
       for (int64_t last; begin < end; begin = last) {
@@ -354,14 +382,15 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
         last = std::min(end, (run + 1) * of_run);
         mine.weight = w.of(run);
         mine.bias = b.of(run);
+        stages.residual_gate = g.of(run).data;
         if (bare) cpu::kernels().forward(mine, begin, last);
-        else cpu::kernels().forward_staged(mine, staged.args, begin, last);
+        else cpu::kernels().forward_staged(mine, stages, begin, last);
       }
     };
   });
 }
 
-void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
+void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
   const Rows x(call.input, call.num_dims), dy(call.dy, call.num_dims);
   const auto x_type = cpu_dtype(call.input.scalar_type()), dy_type = cpu_dtype(call.dy.scalar_type());
   const Runs runs(call, x.rows);
@@ -372,25 +401,25 @@ void backward_cpu(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor&
   const Tensor stats = call.stats.contiguous();
   const char* mean = static_cast<const char*>(stats.const_data_ptr());
   const char* rstd = call.rms ? mean : mean + x.rows * stats.element_size();
-  const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(dx) + bytes_of(dresidual) + bytes_of(call.dh) +
+  const size_t moved = bytes_of(call.input) + bytes_of(call.dy) + bytes_of(to.dx) + bytes_of(to.dresidual) + bytes_of(call.dh) +
                        bytes_of(call.x) + bytes_of(call.row());
   // Judged by one thread's caches, because all threads' would be slower.
   const bool streams = past_caches(moved), is_far = !by_columns && nearly_past_caches(moved);
-  cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? dx.data_ptr() : nullptr,
+  cpu::Backward args{dy.data(),   x.data(), mean,   rstd,      nullptr,  call.wants[0] ? to.dx.data_ptr() : nullptr,
                      nullptr,     nullptr,  x.cols, dh.data(), x.layout, dy.layout,
                      dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
   args.groups = runs.together;
-  if (!bare) staged.emplace(call, x, dresidual);
+  if (!bare) staged.emplace(call, x, to.dresidual);
   count(Counter::kCpuBackward);
-  for (const Tensor& result : {dx, dweight, dbias, dresidual}) prefer_huge_pages(result);
+  for (const Tensor& result : {to.dx, to.dweight, to.dbias, to.dresidual, to.dgate}) prefer_huge_pages(result);
   if (by_columns) {
-    args.dweight = call.wants[1] ? dweight.data_ptr() : nullptr;
-    args.dbias = call.wants[2] ? dbias.data_ptr() : nullptr;
+    args.dweight = call.wants[1] ? to.dweight.data_ptr() : nullptr;
+    args.dbias = call.wants[2] ? to.dbias.data_ptr() : nullptr;
     const auto type = [](const Tensor& t) { return t.defined() ? cpu_dtype(t.scalar_type()) : Dtype::kFloat; };
-    return backward_by_columns({args, x.rows, weight.first, type(dweight), type(dbias)});
+    return backward_by_columns({args, x.rows, weight.first, type(to.dweight), type(to.dbias)});
   }
-  backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, runs, weight, dweight, dbias);
+  backward_by_blocks(call, args, staged ? &staged->args : nullptr, x, runs, weight, to);
 }
 
 }  // namespace kf

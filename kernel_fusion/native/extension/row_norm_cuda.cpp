@@ -37,9 +37,17 @@ std::optional<Rows> rows_of(const OptionalTensor& t, int64_t num_dims) {
   return present(t) ? std::optional<Rows>(rows_of(*t, num_dims)) : std::nullopt;
 }
 
-RowGroups row_groups(const Groups& groups, const GroupRows& weight, const GroupRows& bias) {
-  return {0, groups.step(), groups.inner, weight.pitch, bias.pitch};
-}
+// What is there once for a group of rows.
+struct ColumnVectors {
+  GroupRows weight, bias, gate;
+
+  template <class Call>
+  ColumnVectors(const Call& call, const OptionalTensor& bias)
+      : weight(call.weight, call.num_dims, call.grouped), bias(bias, call.num_dims, call.grouped),
+        gate(call.residual_gate(), call.num_dims, call.grouped) {}
+  int alignment() const { return std::min({weight.alignment, bias.alignment, gate.alignment}); }
+  RowGroups of(const Groups& groups) const { return {0, groups.step(), groups.inner, weight.pitch, bias.pitch, gate.pitch}; }
+};
 
 // The alignment of rows of a contiguous tensor that we allocated.
 int own_alignment(int64_t cols, at::ScalarType type) {
@@ -82,19 +90,19 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
   const Groups groups = groups_of(call);
   check_length(x.cols);
   const auto other = rows_of(call.other(), call.num_dims);
-  const GroupRows weight(call.weight, call.num_dims, call.grouped), bias(call.bias, call.num_dims, call.grouped);
+  const ColumnVectors vectors(call, call.bias);
   const auto row_bytes = (x.cols * y.element_size()) & 15;
   const Access access{.x = x.alignment,
                       .y = alignment_of(static_cast<const char*>(y.const_data_ptr()) + row_bytes),
-                      .weight = std::min(weight.alignment, bias.alignment),
+                      .weight = vectors.alignment(),
                       .strided_x = x.strided,
                       .residual = other ? other->alignment : 16,
                       .strided_residual = other && other->strided};
   const OnDevice on(call.input.device());
   const auto& kernel = find_kernel({call.input.device(), forward_spec(call, x.cols), access}, on.stream);
   RowNormFwdArgs args{x.data(),
-                      data_or_null(weight.tensor),
-                      data_or_null(bias.tensor),
+                      data_or_null(vectors.weight.tensor),
+                      data_or_null(vectors.bias.tensor),
                       y.data_ptr(),
                       nullptr,
                       nullptr,
@@ -102,7 +110,8 @@ void forward_cuda(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) 
                       x.layout,
                       call.eps,
                       call.weight_offset};
-  args.groups = row_groups(groups, weight, bias);
+  args.groups = vectors.of(groups);
+  args.gate = data_or_null(vectors.gate.tensor);
   if (call.wants_stats) {
     const Stats s(stats, x.rows, call.rms);
     args.mean = s.mean;
@@ -127,35 +136,38 @@ namespace {
 struct BackwardInputs {
   Rows x, dy;
   std::optional<Rows> other;
-  GroupRows weight, bias;
+  ColumnVectors vectors;
   Tensor stats, dh;
   Groups groups;
 
   explicit BackwardInputs(const BackwardCall& call)
       : x(rows_of(call.input, call.num_dims)), dy(rows_of(call.dy, call.num_dims)),
-        weight(call.weight, call.num_dims, call.grouped), stats(call.stats.contiguous()), groups(groups_of(call)) {
-    const bool wants_dx = call.wants[0], wants_dresidual = call.wants[3];
-    // A stage's row needs it only for its own gradient.
-    if (follows(call, call) && (!present(call.row()) || wants_dresidual)) bias = {call.bias, call.num_dims, call.grouped};
-    if (wants_dx || wants_dresidual) dh = contiguous(call.dh);
-    if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation))
+        vectors(call, reads_bias(call) ? call.bias : kAbsent), stats(call.stats.contiguous()), groups(groups_of(call)) {
+    const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
+    if (wants_dx || wants_dresidual || wants_dgate) dh = contiguous(call.dh);
+    if (present(call.row()) || (wants_dx && call.has_residual && call.pre_activation) || wants_dgate)
       other = rows_of(call.other(), call.num_dims);
   }
 
+  // A stage's row needs it only for its own gradient.
+  static bool reads_bias(const BackwardCall& call) { return follows(call, call) && (!present(call.row()) || call.wants[3]); }
+
   RowNormSpec spec(const BackwardCall& call) const {
-    const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
+    const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
+    const Tensor& bias = vectors.bias.tensor;
     RowNormSpec spec{.direction = Direction::kBackward,
                      .rms = call.rms,
                      .cols = static_cast<int>(x.cols),
                      .x = cpu_dtype(call.x_dtype),
                      .y = cpu_dtype(call.dy.scalar_type()),
                      .weight = dtype_or_absent(dtype_of(call.weight)),
-                     .bias = bias.tensor.defined() ? cpu_dtype(bias.tensor.scalar_type()) : Dtype::kAbsent,
+                     .bias = bias.defined() ? cpu_dtype(bias.scalar_type()) : Dtype::kAbsent,
                      .offset = call.weight_offset != 0.0,
                      .grads = {wants_dx, wants_dweight, wants_dbias},
                      .residual = call.has_residual ? cpu_dtype(call.input.scalar_type()) : Dtype::kAbsent,
                      .dh = dh.defined(),
-                     .dresidual = wants_dresidual};
+                     .dresidual = wants_dresidual || wants_dgate,
+                     .dgate = wants_dgate};
     describe(call, call, spec);
     return spec;
   }
@@ -164,7 +176,7 @@ struct BackwardInputs {
     const void* g = data_or_null(dh);
     return {.x = x.alignment,
             .y = dy.alignment,
-            .weight = std::min(weight.alignment, bias.alignment),
+            .weight = vectors.alignment(),
             .dx = own_alignment(x.cols, call.x_dtype),
             .strided_x = x.strided,
             .strided_y = dy.strided,
@@ -179,7 +191,7 @@ struct BackwardInputs {
                         x.data(),
                         s.mean,
                         s.rstd,
-                        data_or_null(weight.tensor),
+                        data_or_null(vectors.weight.tensor),
                         nullptr,
                         nullptr,
                         nullptr,
@@ -188,9 +200,10 @@ struct BackwardInputs {
                         x.layout,
                         dy.layout,
                         call.weight_offset,
-                        data_or_null(bias.tensor),
+                        data_or_null(vectors.bias.tensor),
                         data_or_null(dh)};
-    args.groups = row_groups(groups, weight, bias);
+    args.groups = vectors.of(groups);
+    args.gate = data_or_null(vectors.gate.tensor);
     if (other) {
       args.pre_x = other->data();
       args.pre_x_rows = other->layout;
@@ -206,8 +219,8 @@ struct BackwardInputs {
 
 }  // namespace
 
-void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor& dbias, Tensor& dresidual) {
-  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual] = call.wants;
+void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
+  const auto [wants_dx, wants_dweight, wants_dbias, wants_dresidual, wants_dgate] = call.wants;
   const BackwardInputs inputs(call);
   const int64_t cols = inputs.x.cols, groups = inputs.groups.count, rows = inputs.x.rows / groups;
   check_length(cols);
@@ -218,10 +231,13 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   const auto& kernel = find_kernel({device, spec, access}, on.stream);
 
   RowNormBwdArgs args = inputs.args(call);
-  if (wants_dx) args.dx = dx.data_ptr();
-  if (wants_dresidual) args.dresidual = dresidual.data_ptr();
+  const auto memory = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
+  args.dx = memory(to.dx);
+  // A pass for the sums makes dgate of it.
+  const Tensor dresidual = wants_dgate && !wants_dresidual ? at::empty(call.input.sizes(), call.input.options()) : to.dresidual;
+  args.dresidual = memory(dresidual);
   const int64_t grid = kernel.grid(rows, groups);
-  if (!wants_dweight && !wants_dbias) return launch_groups(kernel, grid, groups, on.stream, args);
+  if (!wants_dweight && !wants_dbias && !wants_dgate) return launch_groups(kernel, grid, groups, on.stream, args);
 
   spec.direction = Direction::kBackwardWeight;
   const auto* split = kernel.splits_weight ? &find_kernel({device, spec, access}, on.stream) : nullptr;
@@ -233,21 +249,25 @@ void backward_cuda(const BackwardCall& call, Tensor& dx, Tensor& dweight, Tensor
   // If a group has a single partial row in the gradient's dtype, that is the gradient.
   const auto is_sum = [&](const Tensor& t) { return !t.defined() || t.scalar_type() == acc_dtype(call.input); };
   std::optional<PartialRows> partials;
-  if (spec.grouped && num_partials == 1 && is_sum(dweight) && is_sum(dbias)) {
-    if (wants_dweight) args.dweight_partials = dweight.data_ptr();
-    if (wants_dbias) args.dbias_partials = dbias.data_ptr();
+  if (spec.grouped && num_partials == 1 && is_sum(to.dweight) && is_sum(to.dbias) && is_sum(to.dgate)) {
+    args.dweight_partials = memory(to.dweight);
+    args.dbias_partials = memory(to.dbias);
+    args.dgate_partials = memory(to.dgate);
   } else {
-    partials.emplace(call.input, num_partials, cols * groups);
+    partials.emplace(call.input, num_partials, cols * groups, wants_dgate ? 3 : 2);
     args.dweight_partials = partials->data(0);
     args.dbias_partials = partials->data(1);
+    if (wants_dgate) args.dgate_partials = partials->data(2);
     args.partial_pitch = partials->pitch;
   }
-  if (wants_dx || wants_dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
+  if (wants_dx || spec.dresidual || !split) launch_groups(kernel, grid, groups, on.stream, args);
   // With groups, a block's second coordinate is the group, otherwise the slab.
   if (split && spec.grouped) launch_groups(*split, column_tiles * num_partials, groups, on.stream, args);
   else if (split) launch(*split, column_tiles, num_partials, on.stream, &args);
   if (!partials) return;
-  sum_partials(*partials, wants_dweight ? &dweight : nullptr, wants_dbias ? &dbias : nullptr, on.stream, spec.grouped);
+  const auto wanted = [](Tensor& t) { return t.defined() ? &t : nullptr; };
+  if (wants_dweight || wants_dbias) sum_partials(*partials, wanted(to.dweight), wanted(to.dbias), on.stream, spec.grouped);
+  if (wants_dgate) sum_partials(*partials, &to.dgate, nullptr, on.stream, spec.grouped, 2);
 }
 
 }  // namespace kf

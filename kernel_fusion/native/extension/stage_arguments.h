@@ -14,11 +14,12 @@ inline constexpr std::string_view kRoundingNames[] = {"once", "hf"};
 
 // The tensors of a call; absent if they do not count.
 struct StageTensors {
-  static constexpr int kCount = 2;
-  std::array<const OptionalTensor*, kCount> all{&kAbsent, &kAbsent};
+  static constexpr int kCount = 3;
+  std::array<const OptionalTensor*, kCount> all{&kAbsent, &kAbsent, &kAbsent};
 
   const OptionalTensor& seed() const { return *all[0]; }
   const OptionalTensor& gate() const { return *all[1]; }
+  const OptionalTensor& residual_gate() const { return *all[2]; }
 
   // The one that has the input's shape. It is read beside the input, and its gradient is that of the other row.
   const OptionalTensor& row() const {
@@ -29,24 +30,25 @@ struct StageTensors {
 };
 
 using StageArguments = Types<std::string_view, std::string_view, double, const OptionalTensor&, std::string_view, const OptionalTensor&,
-    std::string_view, bool, bool>;
+    std::string_view, bool, bool, const OptionalTensor&>;
 
 struct Stages {
   StageOptions options;
   StageTensors tensors;
 };
 inline Stages stages_of(std::string_view pre_activation, std::string_view activation, double dropout_p, const OptionalTensor& seed,
-    std::string_view rounding, const OptionalTensor& gate, std::string_view gate_activation, bool gate_first, bool grouped) {
+    std::string_view rounding, const OptionalTensor& gate, std::string_view gate_activation, bool gate_first, bool grouped,
+    const OptionalTensor& residual_gate) {
   const StageOptions o{code_of(pre_activation), code_of(activation), dropout_of(dropout_p, seed), named<Rounding>(kRoundingNames, rounding,
     "rounding"), if_present(gate, code_of(gate_activation)), if_present(gate, gate_first), grouped};
-  return {o, {{o.dropout ? &seed : &kAbsent, &gate}}};
+  return {o, {{o.dropout ? &seed : &kAbsent, &gate, &residual_gate}}};
 }
 
 // f(the arguments that make these).
 template <class F> auto with_stages(const StageOptions& o, const StageTensors& t, F&& f) {
   return f(kActivationNames[static_cast<int>(o.pre_activation)], kActivationNames[static_cast<int>(o.activation)], o.dropout.p(),
     o.dropout ? t.seed() : kAbsent, kRoundingNames[static_cast<int>(o.rounding)], t.gate(),
-    kActivationNames[static_cast<int>(o.gate_activation)], o.gate_first, o.grouped);
+    kActivationNames[static_cast<int>(o.gate_activation)], o.gate_first, o.grouped, t.residual_gate());
 }
 
 // f(every option).
@@ -56,7 +58,7 @@ template <class F> auto with_options(const StageOptions& o, F&& f) {
 
 // Whether these go with each other, and with a residual if there is one.
 inline bool go_together(const StageOptions& o, const StageTensors& t, bool has_residual) {
-  return !(present(t.gate()) && (has_residual || o.pre_activation || o.activation || o.dropout));
+  return !(present(t.gate()) && (has_residual || o.pre_activation || o.activation || o.dropout || present(t.residual_gate()))) && (has_residual || !present(t.residual_gate()));
 }
 
 // Whether something follows norm(x) * weight + bias, so that backward computes that again.
@@ -74,6 +76,7 @@ template <class Spec> void describe(const StageOptions& o, const StageTensors& t
   spec.gate_activation = o.gate_activation;
   spec.gate_first = o.gate_first;
   spec.grouped = o.grouped;
+  spec.residual_gate = dtype_or_absent(dtype_of(t.residual_gate()));
 }
 
 // make(each tensor that has the input's shape).

@@ -165,9 +165,10 @@ template <class S> struct Outgoing {
     store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Factor<S>>(g));
   }
 
-  // `pre_x` is the pre-activation's argument, of any type if there is none.
+  // `pre_x` is the pre-activation's argument, of any type if there is none; dgate becomes what the row adds to that.
   template <class PreX>
-  __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x) const {
+  __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x,
+                             const Pack<ResidualGate<S>, kVec>& gate, A (&dgate)[kVec]) const {
     if constexpr (kPresent<typename S::DH>) {
       A added[kVec];
       widen_pack(dh, added);
@@ -176,7 +177,18 @@ template <class S> struct Outgoing {
     }
     if constexpr (S::kDResidual && !kFactorLast<S>)
       store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Other>(g));
+    if constexpr (S::kDGate) {
+      before_gate(col, pre_x, dgate);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) dgate[e] = product(dgate[e], g[e]);
+    }
     if constexpr (S::kDX) {
+      if constexpr (kGatesResidual<S>) {
+        A factor[kVec];
+        widen_pack(gate, factor);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) g[e] = product(g[e], factor[e]);
+      }
       dropout.apply(row * kCols + col, g);
       if constexpr (S::kPreActivation != 0) {
         A at[kVec];
@@ -186,6 +198,19 @@ template <class S> struct Outgoing {
       store_cols<S::kAlignDX, kVec, kCols, kCovers>(dx_row, col, narrow_pack<X>(g));
     }
   }
+
+  // u = dropout(pre_activation(x)), what the residual's gate multiplies.
+  __device__ void before_gate(int col, const Pack<X, kVec>& x, A (&u)[kVec]) const {
+    widen_pack(x, u);
+    activate<S::kPreActivation, typename MathFor<A, Other>::type>(u);
+    dropout.apply(row * kCols + col, u);
+  }
 };
+
+// The sums over rows, dweight, dbias and dgate, and which of them are wanted.
+template <class S> inline constexpr int kColumnSums = S::kDGate ? 3 : 2;
+template <class S> __device__ constexpr bool is_wanted(int which) {
+  return which == 0 ? S::kDWeight : which == 1 ? S::kDBias : S::kDGate;
+}
 
 }  // namespace kf

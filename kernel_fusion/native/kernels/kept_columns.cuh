@@ -1,4 +1,4 @@
-// A backward thread keeps of its columns: weight, bias, and the sums of dweight and dbias.
+// A backward thread keeps of its columns: weight, bias, and the column sums.
 #pragma once
 
 #include "gradients.cuh"
@@ -89,7 +89,7 @@ template <class S, int kVectors>
 using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
                                    S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
-// dweight and dbias of this thread's columns, kept as S::kSums says.
+// The column sums of this thread's columns, kept as S::kSums says.
 template <class S> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kVectors = Place<S>::kVectors;
@@ -99,8 +99,8 @@ template <class S> struct Accumulators {
     A v[kPerQuad];
   };
 
-  A sums[2][S::kSums == KeptSums::kRegisters ? kVectors : 1][S::kVec];
-  Quad* quads;  // [2][kVectors][kQuads][blockDim.x]
+  A sums[kColumnSums<S>][S::kSums == KeptSums::kRegisters ? kVectors : 1][S::kVec];
+  Quad* quads;  // [kColumnSums][kVectors][kQuads][blockDim.x]
 
   __device__ Quad& quad(int which, int i, int j) {
     return quads[((which * kVectors + i) * kQuads + j) * blockDim.x + threadIdx.x];
@@ -108,7 +108,7 @@ template <class S> struct Accumulators {
 
   __device__ explicit Accumulators(void* shared) : quads(static_cast<Quad*>(shared)) {
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
+    for (int which = 0; which < kColumnSums<S>; ++which) {
       if constexpr (S::kSums == KeptSums::kRegisters) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)

@@ -7,14 +7,17 @@
 // residual. With an activation, dy * activation'(xhat * weight + bias) replaces dy. The dx above is the gradient at h: dh is
 // added, then it passes dropout and pre-activation on its way to x. A last gate replaces dy by dy * act(gate), and dgate = dy *
 // (xhat * weight + bias) * act'(gate). A first gate makes x = u = x * act(gate), dx = du * act(gate) and dgate = du * x *
-// act'(gate). kHf rounds the xhat of dweight and of the activation's argument, and that argument; dx has xhat itself.
+// act'(gate). The gate of a residual multiplies the gradient at h on its way to dropout, and dgate is a third sum over rows, of
+// the gradient at h * dropout(pre_activation(x)). kHf rounds the xhat of dweight and of the activation's argument, and that
+// argument; dx has xhat itself.
 //
 // tree.cuh says who computes what. The grid is persistent: block (or cluster) b takes rows b, b + grid, ... So a thread keeps
 // its columns and adds up their dweight and dbias itself, in registers or in shared memory (private to the thread, up to 16
 // bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh adds these in a fixed order.
 // Memory: one read of x and dy, one write of dx; with stages one read of dh, one write of dresidual, and with both residual and
-// pre-activation one read of x itself; with a gate one read of it and one write of dgate. With kPrefetch the next row is loaded
-// before this row's sums are exchanged. The exchange alternates between two buffers, so one barrier per row is enough.
+// pre-activation, or for dgate, one read of x itself; with a gate one read of it and one write of dgate. With kPrefetch the
+// next row is loaded before this row's sums are exchanged. The exchange alternates between two buffers, so one barrier per row
+// is enough.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -127,10 +130,11 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   constexpr int kCols = S::kCols, kVectors = Place<S>::kVectors, kUnroll = S::kResident ? kVectors : 2;
   constexpr bool kCovers = Place<S>::kCovers;
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + group_offset<S>(args, S::kCols);
-  A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
+  A* const out[3] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial,
+                     static_cast<A*>(args.dgate_partials) + partial};
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+  for (int which = 0; which < kColumnSums<S>; ++which) {
+    if (!is_wanted<S>(which)) continue;
     if constexpr (S::kRows == 1) {
 #pragma unroll kUnroll
       for (int i = 0; i < kVectors; ++i)
@@ -224,7 +228,11 @@ template <class S> struct BackwardColumns {
       if constexpr (kFactorFirst<S>) {
         if (now.is_live()) outgoing.first_factor(at.col(i), g, now.x(at, i), factor(i));
       } else {
-        if (now.is_live()) outgoing(at.col(i), g, now.dh(args, at, row, i), now.pre_x(args, at, row, i));
+        if (now.is_live()) {
+          A dgate[kVec];
+          outgoing(at.col(i), g, now.dh(args, at, row, i), now.pre_x(args, at, row, i), load_gate<S>(args, at.col(i)), dgate);
+          if constexpr (kSums && S::kDGate) sums.add(2, i, dgate, A(1));
+        }
       }
     }
   }

@@ -1,7 +1,7 @@
 // Row norm, backward, streamed through shared memory by persistent blocks, or clusters for long rows (row_stream.cuh): another
 // executor of the formulas and the tree of row_norm_bwd.cuh.
 //
-// A thread holds dweight and dbias of its columns in registers (2 x kVectors x kVec) and nothing of the row: it reads x and dy
+// A thread holds the sums of its columns in registers (kColumnSums x kVectors x kVec) and nothing of the row: it reads x and dy
 // from shared memory once for the sums and once for dx. The slot also carries what only stages need, dh and x beside h, or the
 // gate, so that it is loaded ahead. One block per multiprocessor means few partial rows to add. Memory: as in row_norm_bwd.cuh.
 #pragma once
@@ -13,17 +13,18 @@ namespace kf {
 
 // Writes a thread's column sums to its block's partial row. Several groups add theirs up in shared memory, in order.
 template <class S, class Stream, int kVectors>
-__device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group, float (&sums)[2][kVectors][S::kVec],
-                           char* shared) {
+__device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group,
+                           float (&sums)[kColumnSums<S>][kVectors][S::kVec], char* shared) {
   using A = float;
   constexpr int kGroups = S::kRows, kOwn = Stream::kCols;  // of the block
   const int first_col = Stream::first_col(), cols = Stream::cols();
   const i64 partial = static_cast<i64>(blockIdx.x / S::kCluster) * args.partial_pitch + group_offset<S>(args, S::kCols);
-  A* const out[2] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial};
-  auto* table = reinterpret_cast<A*>(shared);  // [2][kGroups][kOwn]
+  A* const out[3] = {static_cast<A*>(args.dweight_partials) + partial, static_cast<A*>(args.dbias_partials) + partial,
+                     static_cast<A*>(args.dgate_partials) + partial};
+  auto* table = reinterpret_cast<A*>(shared);  // [kColumnSums][kGroups][kOwn]
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+  for (int which = 0; which < kColumnSums<S>; ++which) {
+    if (!is_wanted<S>(which)) continue;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kGroups == 1) {
@@ -38,8 +39,8 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
   if constexpr (kGroups > 1) {
     __syncthreads();
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      if (!(which == 0 ? S::kDWeight : S::kDBias)) continue;
+    for (int which = 0; which < kColumnSums<S>; ++which) {
+      if (!is_wanted<S>(which)) continue;
 #pragma unroll 1
       for (int c = threadIdx.x; c < cols; c += kGroups * Stream::kThreads) {
         A sum = table[which * kGroups * kOwn + c];
@@ -116,7 +117,7 @@ template <class S> struct StreamedBackward {
   ColumnWeight<S, kVectors>& weights;
   ColumnBias<S, kVectors>& biases;
   const Before<S, typename S::DY>& before;
-  A (&sums)[2][kVectors][kVec];  // dweight, dbias
+  A (&sums)[kColumnSums<S>][kVectors][kVec];
 
   __device__ void read(i64 row, int slot, int i, A (&x)[kVec], A (&dy)[kVec], A (&weight)[kVec], A (&bias)[kVec]) const {
     widen_row<S>(before, ring.x(row, slot, i), row, at.col(i), x);
@@ -171,7 +172,14 @@ template <class S> struct StreamedBackward {
 #pragma unroll
         for (int e = 0; e < kVec; ++e) g[e] = derivative(dy[e], weight[e], x[e]);
         if constexpr (kFactorFirst<S>) outgoing.first_factor(at.col(i), g, ring.x(row, slot, i), ring.other(row, slot, i));
-        else outgoing(at.col(i), g, ring.dh_rows.at(row, slot, at.col(i)), ring.pre_x(row, slot, i));
+        else {
+          A dgate[kVec];
+          outgoing(at.col(i), g, ring.dh_rows.at(row, slot, at.col(i)), ring.pre_x(row, slot, i), load_gate<S>(args, at.col(i)),
+                   dgate);
+          if constexpr (S::kDGate)
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) sums[2][i][e] += dgate[e];
+        }
       }
     }
   }
@@ -201,7 +209,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * kGroups;
   wait_for_previous_kernel(ring.x_rows.piece(row_of_sample<S>(args, first)).source);
 
-  float sums[2][kVectors][kVec] = {};  // dweight, dbias
+  float sums[kColumnSums<S>][kVectors][kVec] = {};
   char* const kept = slots + kGroups * kRingBytes;
   constexpr int kKept = kVectors - S::kUnkept;
   constexpr int kWeightBytes =

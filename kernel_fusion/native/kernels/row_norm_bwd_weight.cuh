@@ -1,7 +1,8 @@
-// dweight and dbias of rows too long for row_norm_bwd.cuh to keep both sums: a second pass over x and dy that only adds up
+// The column sums of rows too long for row_norm_bwd.cuh to keep them: a second pass over x and dy that only adds up
 // columns. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of partial row p. Reads x, dy
-// and a gate once. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups blockIdx.y is the group, and blockIdx.x
-// counts tiles and, slower, slabs of rows.
+// and a gate that is a row once; for dgate of a residual also x beside h, and the gradient at h as row_norm_bwd.cuh has rounded
+// it. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups blockIdx.y is the group, and blockIdx.x counts tiles
+// and, slower, slabs of rows.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -20,7 +21,7 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
   if (start >= kCols) return;
   const int col = static_cast<int>(start);
   const Before<S, typename S::DY> before(args);
-  A dweight[kVec] = {}, dbias[kVec] = {}, weight[kVec], bias[kVec];
+  A dweight[kVec] = {}, dbias[kVec] = {}, dgate[kVec] = {}, weight[kVec], bias[kVec];
   if constexpr (S::kActivation != 0) {
     using Weight = typename S::Weight;
     using Bias = typename S::Bias;
@@ -47,12 +48,24 @@ template <class S> __device__ void row_norm_bwd_weight(const RowNormBwdArgs& arg
       dweight[e] = fused(normalize.share(dy[e], centred, product(dy[e], centred)), normalize.factor(), dweight[e]);
       dbias[e] += dy[e];
     }
+    if constexpr (S::kDGate) {
+      const auto* pre_x_row =
+          static_cast<const typename S::PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
+      const auto* total_row = static_cast<const typename S::Residual*>(args.dresidual) + row * kCols;
+      A u[kVec], total[kVec];
+      Outgoing<S>(args, before.dropout, row)
+          .before_gate(col, load_cols<S::kAlignPreX, kVec, kCols, kCovers>(pre_x_row, col), u);
+      widen_pack(load_cols<16, kVec, kCols, kCovers>(total_row, col), total);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) dgate[e] = fused(u[e], total[e], dgate[e]);
+    }
   }
   const i64 partial = slab * args.partial_pitch + group_offset<S>(args, S::kCols) + col;
 #pragma unroll
   for (int e = 0; e < kVec; ++e) {
     if constexpr (S::kDWeight) static_cast<A*>(args.dweight_partials)[partial + e] = dweight[e];
     if constexpr (S::kDBias) static_cast<A*>(args.dbias_partials)[partial + e] = dbias[e];
+    if constexpr (S::kDGate) static_cast<A*>(args.dgate_partials)[partial + e] = dgate[e];
   }
 }
 

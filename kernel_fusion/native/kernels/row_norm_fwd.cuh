@@ -3,8 +3,8 @@
 //
 // tree.cuh says who computes what: one row per lane group, block or cluster; grid = rows / rows per block. Memory: one read of
 // x, one write of y; weight and bias come from L1/L2. A residual adds a read and a write. A gate adds a read, beside x if
-// first, beside the weight if last. The row stays in registers as loaded (kVectors packs per thread), or as S::Row with stages;
-// row_norm_fwd_long.cuh takes rows for which there are no registers.
+// first, beside the weight if last; that of a residual comes from L1/L2. The row stays in registers as loaded (kVectors packs
+// per thread), or as S::Row with stages; row_norm_fwd_long.cuh takes rows for which there are no registers.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -142,10 +142,12 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   Pack<typename S::Row, kVec> resident[kVectors];
   Pack<typename S::X, kVec> xs[kVectors];  // all loads start before the first is used
   Pack<Addend<S>, kVec> addends[kVectors];
+  Pack<ResidualGate<S>, kVec> gates[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     xs[i] = row.load_x(at.col(i));
     addends[i] = row.load_addend(at.col(i));
+    gates[i] = load_gate<S>(args, at.col(i));
   }
   // Loads weight, bias and last factor of this many vectors together, because no load passes an earlier store.
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
@@ -164,7 +166,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   auto* const h = row.h();
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    resident[i] = before(xs[i], addends[i], row.index, at.col(i));
+    resident[i] = before(xs[i], addends[i], row.index, at.col(i), gates[i]);
     row.store_h(h, at.col(i), resident[i]);
   }
 

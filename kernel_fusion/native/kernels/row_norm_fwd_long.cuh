@@ -24,13 +24,15 @@ template <class S> __device__ void row_norm_fwd_long(const RowNormFwdArgs& args)
   struct Loaded {
     Pack<typename S::X, kVec> x;
     Pack<Addend<S>, kVec> addend;
+    Pack<ResidualGate<S>, kVec> gate;
   };
   auto* const h = row.h();
   const auto load = [&](int k, bool inside) {
-    return Loaded{row.load_x(at.col(k, inside)), row.load_addend(at.col(k, inside))};
+    const int col = at.col(k, inside);
+    return Loaded{row.load_x(col), row.load_addend(col), load_gate<S>(args, col)};
   };
   const auto value = [&](int k, const Loaded& loaded, bool inside) {
-    const auto pack = before(loaded.x, loaded.addend, row.index, at.col(k, inside));
+    const auto pack = before(loaded.x, loaded.addend, row.index, at.col(k, inside), loaded.gate);
     row.store_h(h, at.col(k, inside), pack);
     return pack;
   };

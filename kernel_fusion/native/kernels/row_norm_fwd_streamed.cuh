@@ -3,7 +3,8 @@
 //
 // Each block of the cluster owns a piece of the columns. A thread keeps its columns' weight and bias in registers for all rows:
 // reading them for every row would take twice as much L2 bandwidth as x itself. A slot also holds a piece of the residual,
-// which each pass adds, or of the gate. Memory: one read of x, one write of y; a residual adds a read and a write, a gate a
+// which each pass adds, or of the gate; the gate of a residual comes
+// from L1/L2. Memory: one read of x, one write of y; a residual adds a read and a write, a gate a
 // read.
 #pragma once
 
@@ -92,7 +93,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   const auto row_at = [&](i64 row, int slot, int i) {
     const int col = at.col(i);
     if constexpr (kFactorLast<S>) return before(x.at(row, slot, col), {}, row, col);
-    else return before(x.at(row, slot, col), other.at(row, slot, col), row, col);
+    else return before(x.at(row, slot, col), other.at(row, slot, col), row, col, load_gate<S>(args, col));
   };
   ColumnParameters<S> of(args, at);
 

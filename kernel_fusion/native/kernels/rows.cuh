@@ -1,7 +1,7 @@
 // Shared by the row-norm kernels: row addressing in 64 bits, and the factor made of weight and offset.
 //
-// With S::kGrouped, groups of rows have their own weight and bias (RowGroups): kernels count samples, blockIdx.y names the
-// group.
+// With S::kGrouped, groups of rows have their own weight, bias and gate of the residual (RowGroups): kernels count samples,
+// blockIdx.y names the group.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -35,13 +35,19 @@ template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(con
   else return {};
 }
 
-// The weight and the bias of this block's group.
+// The weight, the bias and the residual's gate of this block's group.
 template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
   const auto* p = static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
   return load_row<S, S::kAlignWeight>(p, col);
 }
 template <class S, class Args> __device__ auto load_bias(const Args& args, int col) {
   const auto* p = static_cast<const typename S::Bias*>(args.bias) + group_offset<S>(args, args.groups.bias_pitch);
+  return load_row<S, S::kAlignWeight>(p, col);
+}
+
+template <class S, class Args> __device__ auto load_gate(const Args& args, int col) {
+  using Gate = typename S::ResidualGate;
+  const auto* p = static_cast<const Gate*>(args.gate) + group_offset<S>(args, args.groups.gate_pitch);
   return load_row<S, S::kAlignWeight>(p, col);
 }
 

@@ -1,12 +1,15 @@
 // The stages around a row norm; each is compiled in only if the plan has it:
 //
-//   u = dropout(pre_activation(x))      h = residual + u, rounded to the residual's type      y = activation(norm(h) * w + b)
+//   u = dropout(pre_activation(x))
+//   h = residual + gate * u, rounded to the residual's type; the gate has columns, like w and b
+//   y = activation(norm(h) * w + b)
 //
-// or with a factor, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
+// or with a factor, a row, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
 // kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). Constants and types of S are named after
-// the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags, S::Residual and
-// S::Gate types, at most one of them present. Without a residual u is normalised, unrounded. All works on one vector of a row.
+// the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags, S::Residual,
+// S::Gate and S::ResidualGate types. A gate that is a row excludes a residual. Without one u is normalised, unrounded. All
+// works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -24,6 +27,10 @@ template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !k
 // Whether h is normalised, and whether it differs from x at all.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
+
+// Whether what is added to a residual is gated.
+template <class S> using ResidualGate = typename S::ResidualGate;
+template <class S> inline constexpr bool kGatesResidual = kPresent<ResidualGate<S>>;
 
 // The type of a first and a last factor; what forward reads beside x before the norm, and at all.
 template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
@@ -152,7 +159,7 @@ template <class S, class Y> struct Before {
 
   // Zero past the row's end, as the sums expect.
   __device__ Pack<Row, kVec> operator()(const Pack<typename S::X, kVec>& x, const Pack<Addend<S>, kVec>& beside, i64 row,
-                                        int col) const {
+                                        int col, const Pack<ResidualGate<S>, kVec>& gate = {}) const {
     if constexpr (!kAddsResidual<S> && !kChangesX<S>) {
       return x;
     } else {
@@ -164,8 +171,15 @@ template <class S, class Y> struct Before {
       if constexpr (kAddsResidual<S>) {
         A r[kVec];
         widen_pack(beside, r);
+        if constexpr (kGatesResidual<S>) {
+          A g[kVec];
+          widen_pack(gate, g);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) h[e] += r[e];
+          for (int e = 0; e < kVec; ++e) h[e] = fused(g[e], h[e], r[e]);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) h[e] += r[e];
+        }
       }
       return narrow_pack<Row>(h);
     }

@@ -12,18 +12,20 @@ struct RowLayout {
   long long stride[3];
 };
 
-// Groups of rows that share weight and bias: sample s of group g, first + blockIdx.y, is row s * step + g * inner; parameters
-// begin at g * pitch.
+// Groups of rows that share weight, bias and the residual's gate: sample s of group g, first + blockIdx.y, is row s * step + g
+// * inner; parameters begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
   long long inner;
   long long weight_pitch;
   long long bias_pitch;
+  long long gate_pitch;
 };
 
-// h = residual + dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias). Null: absent.
-// The second group is for stages. A gate takes the residual's place: h = x * act(gate), not stored, or y times act(gate).
+// h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias). Null:
+// absent. The second group is for stages. A gate that is a row takes the residual's place: h = x * act(gate), not stored, or y
+// times act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -43,6 +45,7 @@ struct RowNormFwdArgs {
   unsigned dropout_last;  // drops elements with random bits up to this
   double dropout_scale;
   RowGroups groups;  // `rows` is the number of samples
+  const void* gate;  // of the residual
 };
 
 // dx and dresidual, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
@@ -63,13 +66,15 @@ struct RowNormBwdArgs {
 
   const void* bias;   // for the argument of the activation
   const void* dh;     // the gradient that arrives at h, contiguous
-  const void* pre_x;  // the gate; or x, with residual and pre-activation
+  const void* pre_x;  // the gate that is a row; or x, with residual and pre-activation or gate
   void* dresidual;    // or the gradient of the gate
   const void* seed;
   RowLayout pre_x_rows;
   unsigned dropout_last;  // drops elements with random bits up to this
   double dropout_scale;
   RowGroups groups;  // `rows` is the number of samples
+  const void* gate;  // of the residual
+  void* dgate_partials;
 };
 
 // out[c] = sum of partials[p * pitch + c] over p, for two sums; `cols` if the kernel knows no number.

@@ -84,6 +84,11 @@ class RowNorm(Constants, Stages):
         return self.beside is not None and self.follows
 
     @property
+    def gates_residual(self) -> bool:
+        """Whether what is added to the residual is multiplied by a gate."""
+        return self.residual_gate is not None
+
+    @property
     def aligned(self) -> bool:
         """Whether every row begins with a block of random bits."""
         return self.unit % 8 == 0
@@ -122,12 +127,13 @@ class RowNormBackward(RowNorm):
     Attributes:
         stored: whether h is read as forward wrote it, or computed from x.
         has_dh: whether a gradient arrives at h.
-        dx, dother, dweight, dbias: wanted gradients; the other row is the residual or the gate.
+        dx, dother, dweight, dbias, dgate: wanted gradients; dgate is that of the residual's gate.
     """
 
     stored: bool
     dweight: bool
     dbias: bool
+    dgate: bool = False
     has_dh: bool = False
     dx: bool = False
     dother: bool = False

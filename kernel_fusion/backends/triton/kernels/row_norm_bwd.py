@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_fusion.backends.triton.kernels.activations import times_slope
+from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
@@ -103,7 +103,8 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
     if C.stored:
         h = load(h_ptr, h_offset, mask, C.wide, LAST)
     else:
-        h = normalised((h_ptr, other_ptr, seed_ptr), (h_offset, other_row + at), position, mask, C, C.block, LAST)
+        pointers = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
+        h = normalised(pointers, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
@@ -126,12 +127,22 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
 
 
 @triton.jit
-def write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """dx, and the gradient of the residual or of a first factor's row, of a tile.
+def _before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """What the gate of a residual multiplies, of a tile; `pointers` are those of x and of the seed."""
+    u = value(load(pointers[0], other_row + at, mask, C.wide, LAST), C.pre_activation)
+    if C.threshold > 0:
+        u = tl.where(kept(pointers[1], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
+    return u
 
-    `pointers` are dh, h, the other row (x where forward stored h), seed, and the two.
+
+@triton.jit
+def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
+    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up.
+
+    `pointers` are dh, h, the other row (x where forward stored h), seed, the two, and the gate.
     """
-    dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr = pointers
+    dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, gate_ptr = pointers
+    mask, col_mask = masks
     _, h_row, other_row, out_row = rows
     mean_gwn, mean_gw = means
     other_offset = other_row + at
@@ -148,12 +159,19 @@ def write(pointers, rows, start, at, n, gw, means, rstd, mask, C: tl.constexpr, 
         dh = dh * factor(row, C)
     elif C.dother and not C.last_factor:
         store(dother_ptr, out_offset, dh, mask, LAST)
+    of_gate = dh
+    if C.dgate:
+        u = _before_gate((other_ptr, seed_ptr), other_row, at, position, mask, C, LAST)
+        of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
+        if C.gates_residual:
+            dh = dh * load(gate_ptr, at, col_mask, C.wide)
         if C.threshold > 0:
             dh = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, C.block), dh * C.kept_scale, 0.0)
         if C.pre_activation != "identity":
             dh = times_slope(dh, load(other_ptr, other_offset, mask, C.wide), C.pre_activation)
         store(dx_ptr, out_offset, dh, mask, LAST)
+    return of_gate
 
 
 @triton.jit
@@ -185,23 +203,24 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
         mask = row_mask & col_mask
         n, _, _, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
         write_factor(targets, rows, at, dfactor, mask, C, True)
-        write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
+        write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
     return means
 
 
 @triton.jit
 def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
-    """dx and dother of rows that registers hold; and `sums` of dweight and dbias, by pieces, with theirs.
+    """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs.
 
     Of parts of rows: no dx and dother, but the sums of gwn and gw.
     """
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again
-    dweight, dbias = sums
+    dweight, dbias, dgate = sums
     ns = ()
     gws = ()
     dweight_now = ()
     dbias_now = ()
+    dgate_now = ()
     for i in tl.static_range(PIECES):
         start = i * C.block
         at = start + col
@@ -235,8 +254,11 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             else:
                 n = ns[i]
                 gw = gws[i]
-            write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, AGAIN)
-    return dweight_now, dbias_now, row_sums
+            of_gate = write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, AGAIN)
+            dgate_now = dgate_now + (dgate[i] + tl.sum(of_gate, axis=0) if C.dgate else dgate[i],)
+    if not C.dgate:
+        dgate_now = dgate
+    return dweight_now, dbias_now, dgate_now, row_sums
 
 
 @triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
@@ -270,6 +292,9 @@ def row_norm_bwd(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
+    gate_ptr,
+    dgate_partials_ptr,
     C: tl.constexpr,
 ):
     """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group.
@@ -292,12 +317,15 @@ def row_norm_bwd(
     weight_ptr = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias_ptr = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
-    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr)
+    gate_ptr = of_group(gate_ptr, group, gate_pitch * C.unit, C)
+    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, gate_ptr)
     dweight = ()
     dbias = ()
+    dgate = ()
     for _piece in tl.static_range(PIECES):
         dweight = dweight + (tl.zeros([BLOCK if C.dweight else 1], C.acc),)
         dbias = dbias + (tl.zeros([BLOCK if C.dbias else 1], C.acc),)
+        dgate = dgate + (tl.zeros([BLOCK if C.dgate else 1], C.acc),)
     wait_for_previous_kernel(C.chained)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -311,13 +339,15 @@ def row_norm_bwd(
         if C.looped:
             sums = _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
-            dweight, dbias, sums = _whole_rows(
-                sources, targets, rows, col, statistics, row_mask, (dweight, dbias), num_cols, count, each, C
+            kept_sums = (dweight, dbias, dgate)
+            dweight, dbias, dgate, sums = _whole_rows(
+                sources, targets, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
             )
         if C.part and C.dx:
             store_sums(dx_ptr, row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
     # Partial rows, of all groups: those of dweight, one per program, then those of dbias.
     partials_ptr = of_group(partials_ptr, group, num_cols, C)
+    dgate_partials_ptr = of_group(dgate_partials_ptr, group, num_cols, C)
     width = of_all(num_cols, groups, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
@@ -326,6 +356,8 @@ def row_norm_bwd(
         if C.dbias:
             first = programs if C.dweight else 0
             tl.store(partials_ptr + (first + program) * width + at, dbias[i], mask=at < num_cols)
+        if C.dgate:
+            tl.store(dgate_partials_ptr + program * width + at, dgate[i], mask=at < num_cols)
 
 
 @triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
@@ -356,6 +388,9 @@ def row_norm_bwd_columns(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
+    dother_ptr,
+    dgate_partials_ptr,
     C: tl.constexpr,
 ):
     """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
@@ -371,6 +406,7 @@ def row_norm_bwd_columns(
     sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
     dweight = tl.zeros([ROWS, BLOCK], C.acc)
     dbias = tl.zeros([ROWS, BLOCK], C.acc)
+    dgate = tl.zeros([ROWS, BLOCK], C.acc)
     for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         row_mask = sample < num_rows
@@ -387,7 +423,12 @@ def row_norm_bwd_columns(
             dweight += g * rounded
         if C.dbias:
             dbias += g
+        if C.dgate:
+            out_row = row * num_cols
+            u = _before_gate((other_ptr, seed_ptr), other_row, col, out_row + start, mask, C, True)
+            dgate += load(dother_ptr, out_row + col, mask, C.wide, True) * u
     partials_ptr = of_group(partials_ptr, group, num_cols, C)
+    dgate_partials_ptr = of_group(dgate_partials_ptr, group, num_cols, C)
     width = of_all(num_cols, groups, C)
     last = start + tl.arange(0, BLOCK)
     if C.dweight:
@@ -395,6 +436,8 @@ def row_norm_bwd_columns(
     if C.dbias:
         first = tl.num_programs(1) if C.dweight else 0
         tl.store(partials_ptr + (first + program) * width + last, tl.sum(dbias, axis=0), mask=last < num_cols)
+    if C.dgate:
+        tl.store(dgate_partials_ptr + program * width + last, tl.sum(dgate, axis=0), mask=last < num_cols)
 
 
 @triton.jit(do_not_specialize=["num_partials"])

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, forward, with the stages around them:
 
-    u = dropout(pre_activation(x)), h = residual + u, y = activation(norm(h) * (offset + weight) + bias)
+    u = dropout(pre_activation(x)), h = residual + gate * u, y = activation(norm(h) * (offset + weight) + bias)
 
 or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
 residual or the gate is the other row. Rows may be in groups, each with weight and bias of its own.
@@ -41,20 +41,23 @@ from kernel_fusion.backends.triton.kernels.stages import factor
 # These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
 # Those that groups of rows have beside them.
-OF_GROUPS = ["per_group", "sample_step", "group_step", "weight_pitch", "bias_pitch"]
+OF_GROUPS = ["per_group", "sample_step", "group_step", "weight_pitch", "bias_pitch", "gate_pitch"]
 
 
 @triton.jit
-def normalised(pointers, offsets, position, mask, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
     """h of a tile, BLOCK columns wide, of x and the other row: `pointers`, the seed's the third. LAST as for `load`.
 
     `position` is that of column 0 of every row, for dropout.
     """
-    x_ptr, other_ptr, seed_ptr = pointers
+    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
+    mask, col_mask = masks
     h = value(load(x_ptr, offsets[0], mask, C.wide, LAST), C.pre_activation)
     if C.threshold > 0:
         h = tl.where(kept(seed_ptr, position, C.threshold, C.aligned, BLOCK), h * C.kept_scale, 0.0)
     if C.has_residual:
+        if C.gates_residual:
+            h = h * load(gate_ptr, at, col_mask, C.wide)
         h = load(other_ptr, offsets[1], mask, C.wide, LAST) + h
         h = h.to(other_ptr.dtype.element_ty).to(C.acc)
     if C.first_factor:
@@ -165,14 +168,15 @@ def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count,
     x_row, other_row, y_row = rows
     center = tl.zeros([ROWS, 1], C.acc)
     if not C.rms:
-        h = normalised(pointers, (x_row + col, other_row + col), y_row, row_mask, C, BLOCK, False)
+        h = normalised(pointers, (x_row + col, other_row + col), col, y_row, (row_mask, None), C, BLOCK, False)
         center = tl.sum(h, axis=1)[:, None] * (1.0 / BLOCK)
     sums = tl.zeros([ROWS, BLOCK], C.acc)
     squares = tl.zeros([ROWS, BLOCK], C.acc)
     for start in range(0, num_cols, BLOCK):
         at = start + col
-        mask = row_mask & within(at, num_cols, C.exact)
-        h = normalised(pointers, (x_row + at, other_row + at), y_row + start, mask, C, BLOCK, False)
+        col_mask = within(at, num_cols, C.exact)
+        mask = row_mask & col_mask
+        h = normalised(pointers, (x_row + at, other_row + at), at, y_row + start, (mask, col_mask), C, BLOCK, False)
         if C.part and C.has_residual:
             store(h_ptr, y_row + at, h, mask)
         deviation = h - center
@@ -207,7 +211,7 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        h = normalised(pointers, (x_row + at, other_row + at), y_row + start, mask, C, C.block, True)
+        h = normalised(pointers, (x_row + at, other_row + at), at, y_row + start, (mask, col_mask), C, C.block, True)
         if C.has_residual:
             store(h_ptr, y_row + at, h, mask, LAST=True)
         here = weight_and_bias(parameters, at, col_mask, C)
@@ -240,7 +244,7 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
         mask = row_mask & col_mask
         offsets = (x_row + at, other_row + at)
         position = y_row + i * C.block + start
-        h = normalised(pointers, offsets, position, mask, C, C.block // C.slices, False)
+        h = normalised(pointers, offsets, at, position, (mask, col_mask), C, C.block // C.slices, False)
         if C.pre_activation != "identity" and not C.exact:
             h = tl.where(mask, h, 0.0)  # as it was read
         hs = hs + (h,)
@@ -307,6 +311,8 @@ def row_norm_fwd(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
+    gate_ptr,
     C: tl.constexpr,
 ):
     """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
@@ -314,10 +320,10 @@ def row_norm_fwd(
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
     of squares and of values, for `row_norm_apply`.
     """
-    pointers = (x_ptr, other_ptr, seed_ptr)
+    pointers = (x_ptr, other_ptr, seed_ptr, gate_ptr)
     results = (y_ptr, h_ptr, (y_ptr, y_ptr))
     lengths = (num_rows, col_units, middle, inner)
-    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
+    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch)
     _forward(pointers, (weight_ptr, bias_ptr), results, stats_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
 
 
@@ -347,13 +353,15 @@ def row_norm_codes(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
+    gate_ptr,
     C: tl.constexpr,
 ):
     """Codes of y, their scales unless they are given, and h; y, if C.keeps. Rows are whole."""
-    pointers = (x_ptr, other_ptr, seed_ptr)
+    pointers = (x_ptr, other_ptr, seed_ptr, gate_ptr)
     results = (y_ptr, h_ptr, (codes_ptr, scales_ptr))
     lengths = (num_rows, col_units, middle, inner)
-    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch)
+    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch)
     _forward(pointers, (weight_ptr, bias_ptr), results, y_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
 
 
@@ -361,7 +369,7 @@ def row_norm_codes(
 def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, o_strides, of_groups, C: tl.constexpr):
     """The body of both kernels."""
     num_rows, col_units, middle, inner = lengths
-    per_group, sample_step, group_step, weight_pitch, bias_pitch = of_groups
+    per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch = of_groups
     ROWS: tl.constexpr = C.rows
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
@@ -384,6 +392,8 @@ def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, 
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     parameters = (weight, bias)
+    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
+    pointers = (x_ptr, other_ptr, seed_ptr, of_group(gate_ptr, group, gate_pitch * C.unit, C))
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
     if C.looped:

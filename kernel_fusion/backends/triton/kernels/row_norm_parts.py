@@ -73,6 +73,8 @@ def row_norm_apply(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
+    gate_ptr,
     C: tl.constexpr,
 ):
     """y and the statistics, from h as it was written, or else from x. Lengths and strides count units."""
@@ -90,8 +92,8 @@ def row_norm_apply(
         variance = tl.where(variance < 0.0, 0.0, variance)
     mean = mean.to(C.acc)
     rstd = reciprocal_sqrt(variance.to(C.acc) + C.eps)
-    pointers = (h_ptr, other_ptr, seed_ptr)
-    h = normalised(pointers, (h_offset, other_offset), row * num_cols + start, mask, C, BLOCK, True)
+    pointers = (h_ptr, other_ptr, seed_ptr, gate_ptr)
+    h = normalised(pointers, (h_offset, other_offset), at, row * num_cols + start, (mask, col_mask), C, BLOCK, True)
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     parameters = weight_and_bias((weight, bias), at, col_mask, C)
@@ -139,6 +141,7 @@ def row_norm_bwd_apply(
     group_step,
     weight_pitch,
     bias_pitch,
+    gate_pitch,
     C: tl.constexpr,
 ):
     """dx and dother. Lengths and strides count units."""
@@ -158,7 +161,7 @@ def row_norm_bwd_apply(
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
     sources = (dy_ptr, h_ptr, other_ptr, weight, bias, seed_ptr)
-    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr)
+    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, weight)  # no gate
     n, _, _, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
     write_factor(targets, rows, at, dfactor, mask, C, True)
-    write(targets, rows, start, at, n, gw, means, statistics[1], mask, C, True)
+    write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)

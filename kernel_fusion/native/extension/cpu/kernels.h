@@ -83,9 +83,10 @@ struct Backward {
   Dtype x_type, dy_type;
   bool streams;              // dx and dresidual go past the caches
   bool is_far;               // rows come from memory, or nearly fill a cache
-  double* totals = nullptr;  // sums of dweight and dbias in double; null: none
+  double* totals = nullptr;  // the column sums in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
   bool restores = true;      // dweight and dbias of bare bf16 rows leave the order of `Interleaved`
+  void* dgate = nullptr;     // of the residual, as dweight; the kernels with stages alone
 };
 
 // At most kFewRows rows whose columns threads share. `parameter` is the weight as given; dweight and dbias are results.
@@ -122,16 +123,18 @@ struct ForwardStages : Stages {
   void* h;
   RowLayout residual_rows;
   Dtype residual_type;
+  const void* residual_gate = nullptr;  // prepared; null: absent
 };
 
 // x of `Backward` is h if there is a residual; dh and dresidual then have its type.
 struct BackwardStages : Stages {
   bool has_residual;
-  const void* x;     // the argument of the pre-activation; null: none
+  const void* x;     // the argument of the pre-activation, or what the residual's gate multiplies; null: none
   const void* bias;  // prepared; null: absent
   void* dresidual;   // or of a stage's row; null: not wanted
   RowLayout x_rows;
-  Dtype dx_type;  // x's too
+  Dtype dx_type;                        // x's too
+  const void* residual_gate = nullptr;  // prepared; null: absent
 };
 
 // Prepares n elements of a parameter.

@@ -5,7 +5,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/tasks.h"
-#include "quantize.h"
+#include "extension/quantize.h"
 
 namespace kf {
 

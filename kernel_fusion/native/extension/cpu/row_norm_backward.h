@@ -241,7 +241,7 @@ template <class X, class DY, class R> KF_INLINE void write_kept_dx(const Backwar
   });
 }
 
-// dweight and dbias. With totals, errors grow with rows no faster than in PyTorch's cascaded sums.
+// dweight, dbias and dgate. With totals, errors grow with rows no faster than in PyTorch's cascaded sums.
 template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
@@ -276,6 +276,7 @@ template <class A> class ColumnSums {
   template <class F> KF_INLINE void each(F&& f) {
     if (c.dweight) f(static_cast<A*>(c.dweight), c.totals);
     if (c.dbias) f(static_cast<A*>(c.dbias), c.totals + cols);
+    if (c.dgate) f(static_cast<A*>(c.dgate), c.totals + 2 * cols);
   }
 
   const Backward& c;

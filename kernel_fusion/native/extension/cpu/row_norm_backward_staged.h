@@ -43,7 +43,7 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
     fetch(from(dy, start).data, n * size_of(c.dy_type));
     const Target<A> h{kDtypeOf<A>, room + start};
     if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), h);
-    else before_norm<A>(s, row * c.cols + start, n, from(x, start), {}, h);
+    else before_norm<A>(s, row * c.cols + start, n, from(x, start), nullptr, {}, h);
   });
   return room;
 }
@@ -101,6 +101,15 @@ void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& r
   });
 }
 
+// Adds g * u to dgate, if wanted, which begins with the `first`; then g *= gate.
+template <class A> KF_STAGE void through_gate(const A* gate, const A* u, int64_t n, bool first, A* dgate, A* g) {
+  sweep<A>(n, [&](int64_t i, auto part) {
+    const auto v = load_pair(g + i, part);
+    if (dgate) store_pair(dgate + i, fma(v, load_pair(u + i, part), first ? both<A>(0) : load_pair(dgate + i, part)), part);
+    store_pair(g + i, v * load_pair(gate + i, part), part);
+  });
+}
+
 // Takes the gradient at h: it is dresidual and, back through dropout and relu, dx.
 template <class T> struct Gradients {
   using A = AccOf<T>;
@@ -132,22 +141,26 @@ KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s,
   dxs.close(n);
 }
 
+// `first`: dgate begins with this row.
 template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
-                     const Row<X, DY>& row, RowResults& dresiduals, RowResults& dxs) {
+                     const Row<X, DY>& row, bool first, RowResults& dresiduals, RowResults& dxs) {
   using A = AccOf<X>;
   const bool gated = std::is_same_v<X, A> && factor_is_first(s);
-  const bool directly = !gated && s.dx_type == kDtypeOf<X> && (!s.pre_activation || (is_relu(s.pre_activation) && !s.dropout));
+  const A* const gate = static_cast<const A*>(s.residual_gate);
+  const bool through_relu = !s.pre_activation || (is_relu(s.pre_activation) && !s.dropout);
+  const bool directly = !gated && !gate && s.dx_type == kDtypeOf<X> && through_relu;
   X* const dresidual = factor(s).data ? nullptr : static_cast<X*>(s.dresidual);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     const int64_t position = index * c.cols + start;
     ChainLoop<A> back;
     Chunk<MaskOf<A>> kept;
-    Chunk<A> chunk;
+    Chunk<A> chunk, u;
     drop(s, position, n, back, kept);
     back.activation = s.pre_activation;
     back.dy.data = chunk;
-    back.a = s.pre_activation ? from(row_at<A>(s.dx_type, s.x, s.x_rows, index), start) : back.dy;
+    const Source<A> x = s.pre_activation || c.dgate ? from(row_at<A>(s.dx_type, s.x, s.x_rows, index), start) : back.dy;
+    back.a = s.pre_activation ? x : back.dy;
     Gradients<X> gradients;
     if (dresidual) gradients.dresidual = dresiduals.open<Results<X>>(dresidual + position);
     if (c.dx && directly) {
@@ -155,15 +168,18 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
       gradients.scale = back.scale;
       if (s.dropout) gradients.kept = kept;
       if (s.pre_activation) gradients.relu = static_cast<const X*>(back.a.data);
-    } else if (c.dx || gated) {
+    } else if (c.dx || gated || c.dgate) {
       gradients.chunk = chunk;
     }
     write_dx(c, passes, relus, row, start, start + n, gradients);
     if (dresidual) dresiduals.close(n);
     if (gated) return store_factor_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
+    A* const dgate = c.dgate ? static_cast<A*>(c.dgate) + start : nullptr;
+    if (dgate) before_norm<A>(s, position, n, x, nullptr, {}, {kDtypeOf<A>, u});
+    if (gate && gradients.chunk) through_gate<A>(gate + start, u, n, first, dgate, chunk);
     if (!c.dx) return;
     if (!directly) {
-      back.first = dxs.open<AnyResults<A>>(element(s.dx_type, c.dx, position)).target;
+      back.first = open_at<A>(dxs, s.dx_type, c.dx, position);
       run_gradients(back, n);
     }
     dxs.close(n);
@@ -171,10 +187,13 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
 }
 
 // Moves the parameters and their sums to those of the group that begins at `column`.
-template <class A> void go_to_group(Backward& c, const Backward& all, int64_t column) {
+template <class A>
+void go_to_group(Backward& c, BackwardStages& s, const Backward& all, const BackwardStages& all_stages, int64_t column) {
   c.weight = from(static_cast<const A*>(all.weight), column);
   if (c.dweight) c.dweight = static_cast<A*>(all.dweight) + column;
   if (c.dbias) c.dbias = static_cast<A*>(all.dbias) + column;
+  if (c.dgate) c.dgate = static_cast<A*>(all.dgate) + column;
+  s.residual_gate = from(static_cast<const A*>(all_stages.residual_gate), column);
 }
 
 // Recomputes in `room`, which moves on, what was not kept of a row.
@@ -208,16 +227,17 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   Row<X, DY> rows[Passes::kMostRowsTogether];
   RowResults dresiduals(factor(s).data ? factor(s).type : c.x_type, s.dresidual, c.cols, c.streams);
   RowResults dxs(s.dx_type, c.dx, c.cols, c.streams);
-  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || (s.dresidual && !factor_is_last(s));
+  const bool adds_dweight = s.rounds() && c.dweight, is_stored = c.dx || c.dgate || (s.dresidual && !factor_is_last(s));
   ColumnSums<A> sums(c);
   Backward of_group = c;
+  BackwardStages stages_of_group = s;
   if (adds_dweight) of_group.dweight = nullptr;
   for (int64_t first = begin; first < end; first += together) {
     const int count = static_cast<int>(std::min<int64_t>(together, end - first));
     const bool anew = sums.begin_anew(first - begin);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t index = first * groups + group, column = group * c.cols;
-      if (groups > 1) go_to_group<A>(of_group, c, column);
+      if (groups > 1) go_to_group<A>(of_group, stages_of_group, c, s, column);
       A* room = buffer.get();
       for (int r = 0; r < count; ++r) {
         const int64_t row = index + r * groups;
@@ -229,7 +249,8 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
       for (int r = 0; adds_dweight && r < count; ++r)
         add_dweight(of_group, s, rows[r], anew && r == 0, static_cast<A*>(c.dweight) + column);
       for (int r = 0; is_stored && r < count; ++r)
-        store_gradients(of_group, s, passes, reading.relus, index + r * groups, rows[r], dresiduals, dxs);
+        store_gradients(of_group, stages_of_group, passes, reading.relus, index + r * groups, rows[r], anew && r == 0,
+                        dresiduals, dxs);
     }
   }
   sums.finish();

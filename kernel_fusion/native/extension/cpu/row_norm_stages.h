@@ -38,16 +38,27 @@ template <class A> void drop(const Stages& s, int64_t position, int64_t n, Chain
   loop.scale = static_cast<A>(s.dropout.scale());
 }
 
-// out = dropout(pre_activation(x)) + addend of a chunk.
+// out = gate * dropout(pre_activation(x)) + addend of a chunk; without a gate it is 1.
 template <class A>
-void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const Source<A>& addend,
+void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const A* gate, const Source<A>& addend,
                  const Target<A>& out) {
   ChainLoop<A> loop;
   Chunk<MaskOf<A>> kept;
+  Chunk<A> dropped;
   loop.activation = s.pre_activation;
   loop.a = x;
   loop.addend = addend;
   loop.first = out;
+  if (gate) {
+    loop.combine = Combine::kGate;
+    loop.b = {kDtypeOf<A>, gate};
+    if (s.dropout) {  // a dropped element times an infinite gate is NaN
+      before_norm<A>(s, position, n, x, nullptr, {}, {kDtypeOf<A>, dropped});
+      loop.activation = 0;
+      loop.a = {kDtypeOf<A>, dropped};
+      return run_values(loop, n);
+    }
+  }
   drop(s, position, n, loop, kept);
   run_values(loop, n);
 }

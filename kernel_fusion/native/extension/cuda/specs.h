@@ -12,12 +12,13 @@ struct RowNormSpec {
   Rounding rounding = Rounding::kOnce;
   Dtype gate = Dtype::kAbsent;
   int gate_activation = 0, gate_first = 0, grouped = 0;
+  Dtype residual_gate = Dtype::kAbsent;
   Direction direction;
   int rms, cols;
   Dtype x, y, weight = Dtype::kAbsent, bias = Dtype::kAbsent;
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
-  int dh = 0, dresidual = 0;
+  int dh = 0, dresidual = 0, dgate = 0;
 };
 
 struct Access {
@@ -92,7 +93,7 @@ struct Launch {
       min_blocks = 1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 32;
+inline constexpr int kKeyFields = 34;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 

@@ -18,20 +18,21 @@ inline int32_t tile_lanes(int64_t vectors) {
   return covered(16) * 4 <= vectors * 5 ? 16 : 8;
 }
 
-// `count` partial rows of two sums over `cols` columns, in the accumulator type of `like`, each row padded to multiples of
-// kPartialCols.
+// `count` partial rows of two or more sums over `cols` columns, in the accumulator type of `like`, each row padded to multiples
+// of kPartialCols.
 struct PartialRows {
   int64_t count, cols, pitch;
-  at::Tensor tensor;  // [2][count][pitch]
+  at::Tensor tensor;  // [sums][count][pitch]
 
-  PartialRows(const at::Tensor& like, int64_t count, int64_t cols);
+  PartialRows(const at::Tensor& like, int64_t count, int64_t cols, int64_t sums = 2);
   char* data(int which) const {
     return static_cast<char*>(tensor.data_ptr()) + which * count * pitch * static_cast<int64_t>(tensor.element_size());
   }
 };
 
-// Adds the partial rows into each sum that is not null, both at once. `any`: by a kernel for any number of columns, where that
-// depends on the number of rows.
-void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream, bool any = false);
+// Adds the partial rows from sum `from` on into each sum that is not null, both at once. `any`: by a kernel for any number of
+// columns, where that depends on the number of rows.
+void sum_partials(const PartialRows& partials, at::Tensor* first, at::Tensor* second, driver::Stream stream, bool any = false,
+                  int from = 0);
 
 }  // namespace kf

@@ -91,25 +91,29 @@ template <class T> void forward_pieces(const Forward& c, int64_t begin, int64_t 
   });
 }
 
-// The normalised row: h = residual + u, rounded to the residual's dtype and stored, or without a residual u or x * factor. In
-// memory already, or in `room`.
+// Where the columns of a row's group begin.
+inline int64_t column_of(const Forward& c, int64_t row) { return c.groups == 1 ? 0 : row % c.groups * c.cols; }
+
+// The normalised row: h = residual + gate * u, rounded to the residual's dtype and stored, or without a residual u or x *
+// factor. In memory already, or in `room`.
 template <class A> Source<A> make_h(const Forward& c, const ForwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row);
   if (!s.residual && !s.pre_activation && !s.dropout && !factor_is_first(s)) return x;
   const int64_t first = row * c.cols;
   const Target<A> h =
       s.residual ? Target<A>{s.residual_type, element(s.residual_type, s.h, first)} : Target<A>{kDtypeOf<A>, room};
+  const A* gate = from(static_cast<const A*>(s.residual_gate), column_of(c, row));
   const Source<A> residual = s.residual ? row_at<A>(s.residual_type, s.residual, s.residual_rows, row) : Source<A>{};
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
     if (factor_is_first(s)) apply_factor(s, row, start, n, from(x, start), from(h, start));
-    else before_norm(s, first + start, n, from(x, start), from(residual, start), from(h, start));
+    else before_norm(s, first + start, n, from(x, start), from(gate, start), from(residual, start), from(h, start));
   });
   return {h.type, h.data};
 }
 
 template <class A, class T>
 void finish_row(const Forward& c, const ForwardStages& s, int64_t row, const T* h, A mean, A rstd, RowResults& results) {
-  const int64_t column = c.groups == 1 ? 0 : row % c.groups * c.cols;
+  const int64_t column = column_of(c, row);
   const A* weight = from(static_cast<const A*>(c.weight.data), column);
   const A* bias = from(static_cast<const A*>(c.bias.data), column);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
