@@ -86,7 +86,7 @@ struct Backward {
   double* totals = nullptr;  // the column sums in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
   bool restores = true;      // dweight and dbias of bare bf16 rows leave the order of `Interleaved`
-  void* dgate = nullptr;     // of the residual, as dweight; the kernels with stages alone
+  void* dgate = nullptr;     // of the residual; staged kernels alone
 };
 
 // At most kFewRows rows whose columns threads share. `parameter` is the weight as given; dweight and dbias are results.
@@ -129,7 +129,7 @@ struct ForwardStages : Stages {
 // x of `Backward` is h if there is a residual; dh and dresidual then have its type.
 struct BackwardStages : Stages {
   bool has_residual;
-  const void* x;     // the argument of the pre-activation, or what the residual's gate multiplies; null: none
+  const void* x;     // if a pre-activation or a gate of the residual needs it
   const void* bias;  // prepared; null: absent
   void* dresidual;   // or of a stage's row; null: not wanted
   RowLayout x_rows;

@@ -101,7 +101,7 @@ void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& r
   });
 }
 
-// Adds g * u to dgate, if wanted, which begins with the `first`; then g *= gate.
+// Adds g * u to dgate, if wanted, or begins it; then g *= gate.
 template <class A> KF_STAGE void through_gate(const A* gate, const A* u, int64_t n, bool first, A* dgate, A* g) {
   sweep<A>(n, [&](int64_t i, auto part) {
     const auto v = load_pair(g + i, part);
@@ -141,7 +141,6 @@ KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s,
   dxs.close(n);
 }
 
-// `first`: dgate begins with this row.
 template <class X, class DY>
 void store_gradients(const Backward& c, const BackwardStages& s, const Passes& passes, Relus relus, int64_t index,
                      const Row<X, DY>& row, bool first, RowResults& dresiduals, RowResults& dxs) {
