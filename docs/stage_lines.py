@@ -28,6 +28,7 @@ _CALLED = {
     "rounding": r"k?Hf|is_hf|\w*[rR]ound(?:s|ed|ings)?\w*",
     "gate": r"\w*[fF]actor\w*|gated?_\w+|kGate\w*",
     "grouped": r"\w*[gG]roups?\w*|runs?",
+    "residual_gate": r"\w*[rR]esidual_?[gG]ate\w*|gates_residual|(?:load|before)_gate|gate_(?:ptr|pitch)|kDGate|dgate",
 }
 _COMMENT = re.compile(r'^\s*(?:#|//|""")')
 

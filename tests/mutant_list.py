@@ -145,8 +145,10 @@ _PLANS = (
 _OF_TRITON = (
     Mutant(
         "triton: another eps", f"{_TRITON}/row_norm_fwd.py",
-        "count, each, C)\n    rstd = reciprocal_sqrt(variance + C.eps)",
-        "count, each, C)\n    rstd = reciprocal_sqrt(variance + 2 * C.eps)",
+        "= _moments(hs, col, start, num_cols, count, each, C)\n    if C.part:\n        return mean, variance\n"
+        "    rstd = reciprocal_sqrt(variance + C.eps)",
+        "= _moments(hs, col, start, num_cols, count, each, C)\n    if C.part:\n        return mean, variance\n"
+        "    rstd = reciprocal_sqrt(variance + 2 * C.eps)",
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
@@ -254,8 +256,8 @@ _OF_DISPATCHER = (
     ),
     Mutant(
         "autograd: the tangent of a bias is ignored", f"{_EXTENSION}/row_norm_autograd.cpp",
-        "if (needs_definition(input, call.other(), call.weight, call.bias) ||",
-        "if (needs_definition(input, call.other(), call.weight) ||",
+        "if (needs_definition(input, call.other(), call.weight, call.bias, call.residual_gate()) ||",
+        "if (needs_definition(input, call.other(), call.weight, call.residual_gate()) ||",
         "tests/test_transforms.py::test_forward_mode",
     ),
     Mutant(

@@ -54,7 +54,7 @@ _STAGES = ("residual", *(field.name for field in fields(Stages)))
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
-    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "align", "strided"),  # reads no bias
+    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "dgate", "align", "strided"),  # reads no bias
 }
 
 
