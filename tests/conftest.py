@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import tempfile
+import zlib
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -23,6 +25,10 @@ from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
 
 from kernel_fusion.native import build
+
+# A graph in Inductor's cache calls operators by the schemas of its time, which are not in its key.
+_SCHEMAS = zlib.crc32((build.NATIVE / "extension" / "schemas.h").read_bytes())
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kernel_fusion-{os.getuid()}-{_SCHEMAS:x}")
 
 # Seconds of all threads and of processes that a test starts and waits for.
 _CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800

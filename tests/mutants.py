@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernel_fusion.config import cache_dir
-
 ROOT = Path(__file__).parents[1]
 _UNNEEDED = shutil.ignore_patterns(".*", "__pycache__", "results", "_build")
 # Variables for the caching compiler: the tree, the folder of objects, and the compiler itself.
@@ -77,6 +75,8 @@ class _Outcome:
 
 def _tested(tree: Path, work: Path, tests: list[str], *, cuda: bool) -> _Outcome:
     """Run pytest in a tree, with a cache that has built libraries and no more."""
+    from kernel_fusion.config import cache_dir  # not for the compiler, which runs without packages
+
     marks = "cuda" if cuda else "not slow and not cuda"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider", "-m", marks]
     with tempfile.TemporaryDirectory(dir=work) as cache, tempfile.TemporaryFile("w+") as output:

@@ -112,9 +112,10 @@ def _cases() -> list[Case]:
 
 
 def _with_marks(case: Case) -> Any:
-    """Wide rows take the interpreter ten seconds or more; the quick set has narrower ones."""
-    wide = DEVICE != "cuda" and isinstance(case, RowNormCase) and math.prod(case.shape) > 34000
-    return pytest.param(case, marks=pytest.mark.slow if wide else ())
+    """Wide rows, and groups of pieces, take the interpreter five seconds or more; the quick set has smaller ones."""
+    wide = isinstance(case, RowNormCase) and math.prod(case.shape) > 34000
+    pieces = isinstance(case, ModulatedNormCase) and case.shape[-1] == 2500 and case.varies != (2, 1)
+    return pytest.param(case, marks=pytest.mark.slow if DEVICE != "cuda" and (wide or pieces) else ())
 
 
 @pytest.mark.covering(1, "case.verb", "case.dtype")
