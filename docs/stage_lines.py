@@ -22,7 +22,7 @@ PLACES = {
     "Triton": ("backends/triton/kernels/row_norm*.py", "backends/triton/kernels/stages.py"),
     "verbs, modules": ("functional/*norm.py", "nn/*norm.py", "nn/stages.py"),
 }
-# What kernels call a stage, beside the names of its fields.
+# Names that kernels have for a stage, beside those of its fields.
 _CALLED = {
     "dropout": r"\w*drop\w*|seed|threshold",
     "rounding": r"k?Hf|is_hf|\w*[rR]ound(?:s|ed|ings)?\w*",

@@ -66,7 +66,7 @@ def options() -> Iterator[str]:
 
 
 def conditions() -> Iterator[str]:
-    """What is asked of options that do not go with everything, and of which verbs."""
+    """The conditions of options that do not go with everything."""
     yield "| option | in one call with | |"
     yield "| --- | --- | --- |"
     for (option, other), text in CONDITIONS.items():
@@ -75,7 +75,7 @@ def conditions() -> Iterator[str]:
 
 
 def backends() -> Iterator[str]:
-    """What each backend has kernels for, and which one an NVIDIA GPU takes by itself."""
+    """The kernels that each backend has, and the backend that an NVIDIA GPU takes by itself."""
     yield "| | " + " | ".join(f'`"{name}"`' for name in _BACKENDS) + " | an NVIDIA GPU by itself |"
     yield "| --- |" + " --- |" * (len(_BACKENDS) + 1)
     rows = {f"`{what}`": what for what in WITHOUT_KERNELS} | {"all else": ""}

@@ -88,7 +88,7 @@ def _planned(grid: Grid, generation: str) -> list[Planned]:
 
 
 def _demands(kernel: Planned) -> dict[str, Hashable]:
-    """What decides how many registers a kernel needs and may have.
+    """The facts that decide how many registers a kernel needs and may have.
 
     Of the length that is what the plan makes of it; on sm_90, whose plans are tightest, also the length itself, with
     the direction as one.

@@ -22,7 +22,7 @@ _X, _GATE = (torch.linspace(start, end, 48).view(2, 3, 8).bfloat16() for start, 
 _W = torch.linspace(0.5, 2, 8)
 _ANGLES = {"cos": _X[0, :, :4].cos(), "sin": _X[0, :, :4].sin()}
 _ROWS = kf.Quantize(torch.int8, per="row")
-# What an option is given as, where the verb does not have it anyway.
+# A value for each option that not every verb has.
 _VALUES: dict[str, dict[str, Any]] = {
     "weight": {"weight": _W},
     "bias": {"bias": _W},
@@ -114,7 +114,7 @@ def test_an_option_that_a_verb_does_not_have(verb: str, option: str) -> None:
     assert any(each in text for each in _VALUES[name])
 
 
-# What breaks each condition.
+# Arguments that break each condition.
 _BROKEN: dict[tuple[str, str], dict[str, Any]] = {
     ("weight_offset", "weight"): {"weight_offset": 1.0},
     ("group_size", "normalized_shape"): {"group_size": 4, "normalized_shape": (3, 8)},

@@ -251,7 +251,7 @@ _specs_with_a_gate = st.builds(
 
 
 def _with_a_gate_or_without_a_residual(spec: RowNormSpec) -> RowNormSpec:
-    """What goes with a residual, which may be there or not."""
+    """The spec with those gradients and gates alone that go with its residual."""
     if not spec.residual:
         return replace(spec, dh=False, dresidual=False, residual_gate=None)
     return replace(spec, dgate=spec.residual_gate is not None and spec.dresidual)

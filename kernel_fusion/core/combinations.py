@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What errors say of an option beside another argument; it holds for each verb that has both.
+# An error for an option beside another argument; it holds for each verb that has both.
 CONDITIONS = {
     ("weight_offset", "weight"): "needs a `weight`",
     ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",

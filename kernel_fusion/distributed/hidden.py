@@ -88,7 +88,7 @@ def _row_norm(
 def _staged_row_norm(
     backend: str | None, groups: Groups, input: Tensor, residual: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    """By the Triton kernels, or by the definition."""
+    """The norm by the Triton kernels, or by the definition."""
     num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = others
     shape = checks.parameter_shape(input, num_dims, Given(*stages).grouped, weight, bias)
     if not checks.parameters_fit(shape, weight, bias):

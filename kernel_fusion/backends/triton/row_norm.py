@@ -13,6 +13,7 @@ from torch._prims_common import suggest_memory_format
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
 from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward, SumPartials
+from kernel_fusion.backends.triton.kernels.row_norm_bwd_columns import row_norm_bwd_columns
 from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
 from kernel_fusion.backends.triton.launch import launch, row_tile, tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
@@ -280,7 +281,7 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 
 class Backward(NamedTuple):
-    """What backward reads: the arguments of its operator, which explains them."""
+    """The arguments of the operator for backward, which explains them."""
 
     dy: Tensor
     dh: Tensor | None
@@ -306,7 +307,7 @@ class Backward(NamedTuple):
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
 
     def arguments(self) -> tuple[list[Tensor | None], list[list[int]], _Grouped, dict[str, Any]]:
-        """What kernels get: tensors (dy, h, the other row, dh, weight, bias, seed, statistics), numbers, constants."""
+        """Tensors (dy, h, the other row, dh, weight, bias, seed, statistics), numbers and constants of kernels."""
         s, h, x, other = self.stages, self.h, self.x, other_row(self.stages, None)
         of = _grouped(h, self.num_dims, [self.weight, self.bias, s.residual_gate], s.grouped)
         read, rows = rows_of([self.dy, h, other if other is not None else h if x is None else x], self.num_dims)
@@ -362,7 +363,7 @@ class Backward(NamedTuple):
         if sums and not whole:
             dy, h, other, _, *parameters, seed, stats = given
             launch(
-                bwd.row_norm_bwd_columns, (beside * groups, programs),
+                row_norm_bwd_columns, (beside * groups, programs),
                 dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
                 *of.numbers(beside, constants["unit"]), dother, of_gate, warps=columns.warps,
                 constants=RowNormBackward(

@@ -34,7 +34,7 @@ class StagedRowNorm(torch.autograd.Function):
 
 
 def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
-    """What forward keeps of its arguments and results for backward."""
+    """The arguments and results of forward that backward needs."""
     input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args
     s = Given(*stages)
     if residual is None:

@@ -291,6 +291,20 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
   });
 }
 
+// Rows [begin, end), through the runs that they lie in.
+void forward_runs(cpu::Forward args, cpu::ForwardStages stages, bool bare, int64_t of_run, Prepared& weight, Prepared& bias,
+                  Prepared& gate, int64_t begin, int64_t end) {
+  for (int64_t last; begin < end; begin = last) {
+    const int64_t run = begin / of_run;
+    last = std::min(end, (run + 1) * of_run);
+    args.weight = weight.of(run);
+    args.bias = bias.of(run);
+    stages.residual_gate = gate.of(run).data;
+    if (bare) cpu::kernels().forward(args, begin, last);
+    else cpu::kernels().forward_staged(args, stages, begin, last);
+  }
+}
+
 }  // namespace
 
 void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
@@ -340,17 +354,7 @@ void forward_cpu(const ForwardCall& call, Tensor& y, Tensor& stats, Tensor& h) {
            [&] {
              return [&, w = Prepared(weight, acc, later), b = Prepared(bias, acc, later), g = Prepared(gate, acc)](
                         int64_t begin, int64_t end) mutable {
-               cpu::Forward mine = args;
-               cpu::ForwardStages stages = staged.args;
-               for (int64_t last; begin < end; begin = last) {
-                 const int64_t run = begin / of_run;
-                 last = std::min(end, (run + 1) * of_run);
-                 mine.weight = w.of(run);
-                 mine.bias = b.of(run);
-                 stages.residual_gate = g.of(run).data;
-                 if (bare) cpu::kernels().forward(mine, begin, last);
-                 else cpu::kernels().forward_staged(mine, stages, begin, last);
-               }
+               forward_runs(args, staged.args, bare, of_run, w, b, g, begin, end);
              };
            });
 }
@@ -374,18 +378,9 @@ void quantized_row_norm_cpu(const ForwardCall& call, const Quantize& quantize, T
     return [&, w = Prepared(weight, acc), b = Prepared(bias, acc), g = Prepared(gate, acc)](char* out, int64_t begin,
                                                                                             int64_t end) mutable {
       cpu::Forward mine = args;
-      cpu::ForwardStages stages = staged.args;
       // The place of row 0, had it one.
       mine.y = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(begin * row_bytes));
-      for (int64_t last; begin < end; begin = last) {
-        const int64_t run = begin / of_run;
-        last = std::min(end, (run + 1) * of_run);
-        mine.weight = w.of(run);
-        mine.bias = b.of(run);
-        stages.residual_gate = g.of(run).data;
-        if (bare) cpu::kernels().forward(mine, begin, last);
-        else cpu::kernels().forward_staged(mine, stages, begin, last);
-      }
+      forward_runs(mine, staged.args, bare, of_run, w, b, g, begin, end);
     };
   });
 }

@@ -127,8 +127,8 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
 
 
 @triton.jit
-def _before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """What the gate of a residual multiplies, of a tile; `pointers` are those of x and of the seed."""
+def before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
+    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies; `pointers`: x, seed."""
     u = value(load(pointers[0], other_row + at, mask, C.wide, LAST), C.pre_activation)
     if C.threshold > 0:
         u = tl.where(kept(pointers[1], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
@@ -161,7 +161,7 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
         store(dother_ptr, out_offset, dh, mask, LAST)
     of_gate = dh
     if C.dgate:
-        u = _before_gate((other_ptr, seed_ptr), other_row, at, position, mask, C, LAST)
+        u = before_gate((other_ptr, seed_ptr), other_row, at, position, mask, C, LAST)
         of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
         if C.gates_residual:
@@ -358,86 +358,6 @@ def row_norm_bwd(
             tl.store(partials_ptr + (first + program) * width + at, dbias[i], mask=at < num_cols)
         if C.dgate:
             tl.store(dgate_partials_ptr + program * width + at, dgate[i], mask=at < num_cols)
-
-
-@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
-def row_norm_bwd_columns(
-    dy_ptr,
-    h_ptr,
-    weight_ptr,
-    bias_ptr,
-    seed_ptr,
-    stats_ptr,
-    partials_ptr,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    g0,
-    g1,
-    g2,
-    h0,
-    h1,
-    h2,
-    other_ptr,
-    o0,
-    o1,
-    o2,
-    per_group,
-    sample_step,
-    group_step,
-    weight_pitch,
-    bias_pitch,
-    gate_pitch,
-    dother_ptr,
-    dgate_partials_ptr,
-    C: tl.constexpr,
-):
-    """The partial sums of dweight and dbias alone: a program has a block of columns, and some tiles of rows."""
-    ROWS: tl.constexpr = C.rows
-    BLOCK: tl.constexpr = C.block
-    num_cols = col_units * C.unit
-    number, group, groups = place(per_group, C)
-    start = number * BLOCK
-    program = tl.program_id(1).to(tl.int64)
-    col = start + tl.arange(0, BLOCK)[None, :]
-    weight_ptr = of_group(weight_ptr, group, weight_pitch * C.unit, C)
-    bias_ptr = of_group(bias_ptr, group, bias_pitch * C.unit, C)
-    sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
-    dweight = tl.zeros([ROWS, BLOCK], C.acc)
-    dbias = tl.zeros([ROWS, BLOCK], C.acc)
-    dgate = tl.zeros([ROWS, BLOCK], C.acc)
-    for tile in range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
-        sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = sample < num_rows
-        row = row_of(sample, group, (sample_step, group_step), C)
-        col_mask = within(col, num_cols, C.exact)
-        mask = row_mask & col_mask
-        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
-        dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
-        h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
-        other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
-        rows = (dy_row, h_row, other_row, row * num_cols)
-        _, rounded, g, _, _ = gradient(sources, rows, start, col, statistics, mask, col_mask, C, True)
-        if C.dweight:
-            dweight += g * rounded
-        if C.dbias:
-            dbias += g
-        if C.dgate:
-            out_row = row * num_cols
-            u = _before_gate((other_ptr, seed_ptr), other_row, col, out_row + start, mask, C, True)
-            dgate += load(dother_ptr, out_row + col, mask, C.wide, True) * u
-    partials_ptr = of_group(partials_ptr, group, num_cols, C)
-    dgate_partials_ptr = of_group(dgate_partials_ptr, group, num_cols, C)
-    width = of_all(num_cols, groups, C)
-    last = start + tl.arange(0, BLOCK)
-    if C.dweight:
-        tl.store(partials_ptr + program * width + last, tl.sum(dweight, axis=0), mask=last < num_cols)
-    if C.dbias:
-        first = tl.num_programs(1) if C.dweight else 0
-        tl.store(partials_ptr + (first + program) * width + last, tl.sum(dbias, axis=0), mask=last < num_cols)
-    if C.dgate:
-        tl.store(dgate_partials_ptr + program * width + last, tl.sum(dgate, axis=0), mask=last < num_cols)
 
 
 @triton.jit(do_not_specialize=["num_partials"])

@@ -63,7 +63,7 @@ def of_all(count, groups, C: tl.constexpr):
 
 @triton.jit
 def of_group(ptr, group, pitch, C: tl.constexpr):
-    """Where a group's columns begin, if groups are `pitch` elements apart."""
+    """The first of a group's columns, if groups are `pitch` elements apart."""
     if C.grouped:
         ptr += group * pitch
     return ptr
