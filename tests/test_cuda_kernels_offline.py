@@ -111,6 +111,7 @@ _STAGES: dict[str, dict[str, Any]] = {
     "modulated": {"grouped": True, "offset": True},
     "add-modulated": {"grouped": True, "offset": True, "residual": "bf16", "rms": True},
     "add-gated": {"grouped": True, "offset": True, "residual": "bf16", "residual_gate": "bf16"},
+    "add-gated-rows": {"grouped": True, "offset": True, "residual": "bf16", "residual_gate": "bf16", "one_row": True},
     "add-gated-f32": {"residual": "f32", "residual_gate": "f32", "dropout": True, "pre_activation": "gelu"},
     "hf-gate": {"rounding": "hf", "gate": "bf16", "gate_activation": "sigmoid"},
     "hf-add-silu": {"rounding": "hf", "residual": "bf16", "activation": "silu"},

@@ -150,7 +150,8 @@ class RowNormSpec(Stages):
         residual: dtype of the residual and of h, their sum, or None.
         dh: whether backward is given a gradient of h beside that of y.
         dresidual: whether backward computes the gradient of the residual, or of the gate.
-        dgate: whether it computes that of the residual's gate; then dresidual too, which a pass for sums reads.
+        dgate: whether it computes that of the residual's gate, and dresidual, which a pass for sums reads.
+        one_row: whether a group is one row, so that its sums are the gradients.
     """
 
     direction: Direction
@@ -166,6 +167,7 @@ class RowNormSpec(Stages):
     dh: bool = False
     dresidual: bool = False
     dgate: bool = False
+    one_row: bool = False
 
     @property
     def acc(self) -> str:
@@ -202,7 +204,7 @@ class RowNormSpec(Stages):
         parameters = f"{self.weight or '-'},{self.bias or '-'}"
         text = f"{norm}.{self.direction}[N={self.cols}, x={self.x}, y={self.y}, weight,bias={parameters}"
         defaults = {field.name: field.default for field in fields(self)}
-        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "dgate"):
+        for name in ("residual", *(field.name for field in fields(Stages)), "dh", "dresidual", "dgate", "one_row"):
             value = getattr(self, name)
             if value != defaults[name]:
                 text += f", {name}" if value is True else f", {name}={value}"

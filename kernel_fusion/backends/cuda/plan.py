@@ -12,8 +12,8 @@ from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
 # Backward keeps for all rows: weight or both parameters in registers, or the weight in shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# The place of dweight and dbias in backward; "apart": a pass of their own.
-KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart"))]
+# The place of the column sums in backward; "apart": a pass of their own; "stored": of one row, they are the gradients.
+KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]
 
 SMALL_ROW_THREADS = 128  # of a block shared by several rows
 

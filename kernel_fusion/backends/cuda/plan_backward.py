@@ -67,7 +67,7 @@ def _streamed(facts: Facts) -> Plan | None:
     spec, access, tree = facts.spec, facts.access, facts.tree
     short = spec.cols < _MIN_STREAMED_COLS or facts.row_bytes <= _SHORT_ROW_BYTES or tree.lanes < 32
     too_long = tree.elements > facts.tuned("streamed_elements", 24)
-    if not facts.device.has_clusters or spec.acc != "f32" or short or too_long:
+    if not facts.device.has_clusters or spec.acc != "f32" or short or too_long or spec.one_row:
         return None
     # Vectors in pieces take more registers, and so do most stages.
     widest = tree.vec * max(facts.itemsize, ITEMSIZE[spec.y])
@@ -138,7 +138,8 @@ def _has_registers(facts: Facts) -> bool:
 def _direct(facts: Facts, planned_bytes: int) -> Plan:
     """Rows in registers or, if there is no room, read again."""
     spec, tree, itemsize, acc = facts.spec, facts.tree, facts.itemsize, ITEMSIZE[facts.spec.acc]
-    wants_sums = any(spec.column_sums)
+    wants_sums = any(spec.column_sums) and not spec.one_row
+    no_sums = "stored" if spec.one_row and any(spec.column_sums) else "none"
     elements, thread_bytes = tree.elements, tree.elements * itemsize
     sums_bytes = elements * (3 if spec.dgate else 2) * acc
     facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
@@ -157,9 +158,9 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
         rule = elements * max(itemsize, ITEMSIZE[spec.y]) <= _THREAD_BYTES
         spills = spec.has_stages or (spec.acc == "f64" and tree.cluster > 2)
-        next_row = threads <= 512 and not spills and facts.tuned("next_row", rule)
+        next_row = threads <= 512 and not spills and not spec.one_row and facts.tuned("next_row", rule)
         keeps = "weight" if elements <= 8 and spec.acc == "f32" else "nothing"
-        sums = "registers" if wants_sums else "none"
+        sums = "registers" if wants_sums else no_sums
         return replace(plan, sums=sums, variant="next" if next_row else "", shared_bytes=table, keeps=keeps)
     # Without sums, which move to shared memory if they fit, registers hold twice the elements.
     resident = thread_bytes <= 2 * planned_bytes and elements <= facts.tuned("held_elements", 24)
@@ -168,4 +169,4 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     shared = plan.threads * sums_bytes
     if wants_sums and resident and shared <= facts.device.shared_bytes - _STATIC_SHARED_BYTES:
         return replace(plan, sums="shared", shared_bytes=shared)
-    return replace(plan, sums="apart" if wants_sums else "none")
+    return replace(plan, sums="apart" if wants_sums else no_sums)

@@ -178,7 +178,7 @@ def weight_pass(spec: RowNormSpec) -> RowNormSpec:
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
     """The kernels of one call: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
-    if spec.direction == "backward" and any(spec.column_sums):
+    if spec.direction == "backward" and any(spec.column_sums) and not spec.one_row:
         if plan.splits_weight:
             specs.append(weight_pass(spec))
         cols = 0 if spec.grouped else spec.cols

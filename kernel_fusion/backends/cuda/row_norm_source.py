@@ -48,6 +48,7 @@ def _types(spec: RowNormSpec, backward: bool) -> dict[str, str | None]:
     if not backward:
         return types | {"Y": spec.y, "Bias": spec.bias}
     types["Bias"] = spec.bias if spec.follows else None
+    types["DBias"] = spec.bias if spec.one_row else None
     pre_x = None if spec.beside else spec.pre_x
     return types | {"DY": spec.y, "DH": spec.residual if spec.dh else None, "PreX": pre_x}
 

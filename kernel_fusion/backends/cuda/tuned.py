@@ -22,7 +22,7 @@ from kernel_fusion.core.stages import ACTIVATIONS_OF_STAGES
 
 TABLES = Path(__file__).parent / "tuned"
 _TENSORS = ("x", "y", "weight", "bias", "residual")
-_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "dgate")
+_FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "dgate", "one_row")
 
 
 class Facts:

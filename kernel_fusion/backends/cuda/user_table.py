@@ -52,9 +52,10 @@ KNOBS: dict[str, dict[str, tuple[Any, ...]]] = {
 # All of these are a row's conditions, so it holds for one kernel.
 _STAGES = ("residual", *(field.name for field in fields(Stages)))
 _BOTH = ("rms", "cols", "dtype", "x", "y", "weight", "offset", *_STAGES)
+_GRADS = ("dx", "dweight", "dbias", "dh", "dresidual", "dgate", "one_row")
 CONDITIONS = {
     "forward": (*_BOTH, "bias", "align", "strided"),
-    "backward": (*_BOTH, "dx", "dweight", "dbias", "dh", "dresidual", "dgate", "align", "strided"),  # reads no bias
+    "backward": (*_BOTH, *_GRADS, "align", "strided"),  # reads no bias
 }
 
 

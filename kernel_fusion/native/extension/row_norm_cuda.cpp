@@ -169,6 +169,9 @@ struct BackwardInputs {
                      .dresidual = wants_dresidual || wants_dgate,
                      .dgate = wants_dgate};
     describe(call, call, spec);
+    // A pass over the sums would read and write as much as everything else.
+    spec.one_row = spec.grouped && x.rows == groups.count && (wants_dweight || wants_dbias || wants_dgate);
+    if (spec.one_row && wants_dbias) spec.bias = cpu_dtype(*call.bias_dtype);
     return spec;
   }
 
@@ -246,10 +249,10 @@ void backward_cuda(const BackwardCall& call, RowNormGradients& to) {
   const int64_t num_partials =
       split ? std::max<int64_t>(1, std::min(ceil_div(rows, 16), ceil_div(split->max_blocks, column_tiles * groups)))
             : grid / kernel.cluster;
-  // If a group has a single partial row in the gradient's dtype, that is the gradient.
+  // A single partial row in the gradients' dtypes is the gradient.
   const auto is_sum = [&](const Tensor& t) { return !t.defined() || t.scalar_type() == acc_dtype(call.input); };
   std::optional<PartialRows> partials;
-  if (spec.grouped && num_partials == 1 && is_sum(to.dweight) && is_sum(to.dbias) && is_sum(to.dgate)) {
+  if (spec.one_row || (spec.grouped && num_partials == 1 && is_sum(to.dweight) && is_sum(to.dbias) && is_sum(to.dgate))) {
     args.dweight_partials = memory(to.dweight);
     args.dbias_partials = memory(to.dbias);
     args.dgate_partials = memory(to.dgate);

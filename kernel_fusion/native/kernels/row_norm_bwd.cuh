@@ -161,6 +161,17 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   }
 }
 
+// Stores v times `factor`, columns of a group's only row, in the group's gradient of type T.
+template <class S, class T, class A>
+__device__ void store_gradient(const RowNormBwdArgs& args, void* gradients, int col, const A (&v)[S::kVec], A factor) {
+  constexpr int kBytes = S::kCols * sizeof(T), kAlign = kBytes % 16 == 0 ? 16 : kBytes & -kBytes;
+  A products[S::kVec];
+#pragma unroll
+  for (int e = 0; e < S::kVec; ++e) products[e] = v[e] * factor;
+  T* const row = static_cast<T*>(gradients) + group_offset<S>(args, S::kCols);
+  store_cols<kAlign, S::kVec, S::kCols, Place<S>::kCovers>(row, col, narrow_pack<T>(products));
+}
+
 // Kept by a thread for all its rows.
 template <class S> struct BackwardColumns {
   using A = typename S::Acc;
@@ -183,6 +194,18 @@ template <class S> struct BackwardColumns {
     biases.get(i, bias);
   }
 
+  // Adds v times `factor` to a column sum, or stores what is all of it.
+  template <int kWhich> __device__ void add(const Row& now, int i, const A (&v)[kVec], A factor) {
+    if constexpr (kSums) {
+      sums.add(kWhich, i, v, factor);
+    } else if constexpr (S::kSums == KeptSums::kStored) {
+      if (!now.is_live()) return;
+      if constexpr (kWhich == 0) store_gradient<S, typename S::Weight>(args, args.dweight_partials, at.col(i), v, factor);
+      if constexpr (kWhich == 1) store_gradient<S, typename S::DBias>(args, args.dbias_partials, at.col(i), v, factor);
+      if constexpr (kWhich == 2) store_gradient<S, typename S::ResidualGate>(args, args.dgate_partials, at.col(i), v, factor);
+    }
+  }
+
   // A row's sums over this thread's columns, and what they add to the column sums.
   __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
@@ -203,8 +226,8 @@ template <class S> struct BackwardColumns {
         dys[e] = incoming<S>(dys[e], centred * normalize.rstd, weight[e], bias[e]);
         dyx[e] = normalize.share(dys[e], centred, row_sums.add(dys[e], centred, weight[e]));
       }
-      if constexpr (kSums && S::kDWeight) sums.add(0, i, dyx, normalize.factor());
-      if constexpr (kSums && S::kDBias) sums.add(1, i, dys, A(1));
+      if constexpr (S::kDWeight) add<0>(now, i, dyx, normalize.factor());
+      if constexpr (S::kDBias) add<1>(now, i, dys, A(1));
     }
     return row_sums;
   }
@@ -231,7 +254,7 @@ template <class S> struct BackwardColumns {
         if (now.is_live()) {
           A dgate[kVec];
           outgoing(at.col(i), g, now.dh(args, at, row, i), now.pre_x(args, at, row, i), load_gate<S>(args, at.col(i)), dgate);
-          if constexpr (kSums && S::kDGate) sums.add(2, i, dgate, A(1));
+          if constexpr (S::kDGate) add<2>(now, i, dgate, A(1));
         }
       }
     }

@@ -19,7 +19,7 @@ enum class Combine : int { kFirst = 0, kAdd = 1, kMul = 2, kGate = 3 };
 enum class Mode : int { kLinear = 0, kVector = 1, kBroadcast = 2, kStrided = 3, kGather = 4 };
 enum class Map : int { kSquare = 0, kAbs = 1, kNone = 2 };
 enum class KeptParameters : int { kNothing = 0, kWeight = 1, kBoth = 2, kShared = 3 };
-enum class KeptSums : int { kNone = 0, kRegisters = 1, kShared = 2, kApart = 3 };
+enum class KeptSums : int { kNone = 0, kRegisters = 1, kShared = 2, kApart = 3, kStored = 4 };
 
 inline constexpr int kOperands = 5;
 

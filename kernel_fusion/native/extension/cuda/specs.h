@@ -18,7 +18,7 @@ struct RowNormSpec {
   Dtype x, y, weight = Dtype::kAbsent, bias = Dtype::kAbsent;
   int offset = 0, grads[3] = {1, 1, 1};
   Dtype residual = Dtype::kAbsent;
-  int dh = 0, dresidual = 0, dgate = 0;
+  int dh = 0, dresidual = 0, dgate = 0, one_row = 0;
 };
 
 struct Access {
@@ -93,7 +93,7 @@ struct Launch {
       min_blocks = 1, dependent = 0;
 };
 
-inline constexpr int kKeyFields = 34;
+inline constexpr int kKeyFields = 35;
 inline constexpr int kVectorBytes = 16;
 inline constexpr int kPartialCols = 32;
 
