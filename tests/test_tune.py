@@ -382,7 +382,8 @@ def test_info_says_what_plans_follow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Grid rationale. Few trials of quick kernels, and the many of rows that stream.
 @pytest.mark.cuda
-@pytest.mark.parametrize("cols", [255, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cols", [255, 1024])
 def test_tuned_plans_have_the_same_bits(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One small norm from end to end; then each trial of it, kept in a table: its plan is used, and no bit differs."""
     knobs = {"forward": ("tile_threads", "threads", "parameters"), "backward": ("threads", "next_row", "slots")}

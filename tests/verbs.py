@@ -88,13 +88,14 @@ class Verb:
 
     def on(self, target: Target) -> Callable[..., Any]:
         """The call on the target's backend."""
-        return lambda *tensors: self.ours(*tensors, backend=self._served(target).backend)
+        return lambda *tensors: self.ours(*tensors, backend=self.served(target).backend)
 
     def ran(self, target: Target, forward: int | None = 1, backward: int | None = 0) -> AbstractContextManager[None]:
         """`Target.ran` for these numbers of calls and backward passes of this verb."""
-        return self._served(target).ran(self._count(forward), self._count(backward))
+        return self.served(target).ran(self._count(forward), self._count(backward))
 
-    def _served(self, target: Target) -> Target:
+    def served(self, target: Target) -> Target:
+        """Where its kernels for the target are."""
         return TRITON if self.by_triton and target == CUDA else target
 
     def _count(self, calls: int | None) -> int | None:
@@ -217,16 +218,20 @@ def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+# Triton's kernels take heads of at most 8192 columns.
+_MAX_PAIRS = 4095
+
+
 def _two_heads(rows: int, cols: int) -> tuple[int, ...]:
-    return rows, 2, 2 * cols
+    return rows, 2, 2 * min(cols, _MAX_PAIRS)
 
 
 def _one_head(rows: int, cols: int) -> tuple[int, ...]:
-    return rows, 1, 2 * cols
+    return rows, 1, 2 * min(cols, _MAX_PAIRS)
 
 
 def _wide_row(rows: int, cols: int) -> tuple[int, ...]:
-    return (2 * cols,)
+    return (2 * min(cols, _MAX_PAIRS),)
 
 
 def _rotated(x: Tensor, weight: Tensor | None = None, interleaved: bool = False) -> Tensor:

@@ -101,6 +101,10 @@ class RotaryCase(Case):
         wider = x.new_empty(batch, tokens, heads + 2, cols)[:, :, 1:-1].copy_(of_tokens)
         return wider if self.unsqueeze_dim == 2 else wider.transpose(1, 2)
 
+    def served_by(self, backend: str | None) -> str | None:
+        """On NVIDIA GPUs Triton's, which has the only kernels."""
+        return "triton" if backend == "cuda" else backend
+
     def ours(self, inputs: Heads, backend: str | None) -> Results:
         """The results by the verb."""
         options: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,14 @@ def qk_norm_rope(
 
 
 def _of_tokens(table: Tensor, positions: Tensor | None) -> Tensor:
-    return (table if positions is None else F.embedding(positions, table[0])).unsqueeze(-2)
+    if positions is None:
+        return table.unsqueeze(-2)
+    rows = table[0]
+    if table.is_cuda:  # an index out of range would end the context; a last row of NaN stands for all of these
+        count = len(rows)
+        rows = F.pad(rows, (0, 0, 0, 1), value=math.nan)
+        positions = positions.where((positions >= 0) & (positions < count), count)
+    return F.embedding(positions, rows).unsqueeze(-2)
 
 
 def _rotated(c: Rotary, x: Tensor, weight: Tensor | None, angles: list[Tensor]) -> Tensor:

@@ -211,7 +211,8 @@ class QKNormRope(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(Rotary._fields)
         if grads[0] is None and grads[1] is None:
             return tuple(found)
-        x, tables = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # read once, since a checkpoint gives them once
+        x, tables = saved[:4], saved[4:]
         # A key without a norm, at which alone something arrives, stands in the place of the query.
         at = [1, 0, 3, 2] if x[0] is None and grads[0] is None else [0, 1, 2, 3]
         wants = [ctx.needs_input_grad[i] and grads[i % 2] is not None for i in at]

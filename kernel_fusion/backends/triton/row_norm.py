@@ -345,7 +345,7 @@ class Backward(NamedTuple):
         programs = device.programs(layout if whole else columns, count, beside * groups)
         partials, of_gate = (
             torch.empty(several * programs * cols * groups, dtype=self.stats.dtype, device=dx.device)
-            for several in (wants[2] + wants[3], wants[4])
+            for several in (wants[2] + wants[3], int(wants[4]))
         )
         if wants[0] or wants[1] or whole:
             of_rows = RowNormBackward(
