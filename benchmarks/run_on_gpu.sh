@@ -31,7 +31,8 @@ for part in $parts; do
     faults) run faults python3 tests/mutants.py --cuda --output "$out/mutants.json" ;;
     sanitize)
       for tool in memcheck racecheck initcheck; do
-        run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py
+        run "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 python3 tests/sanitize.py \
+          $([ $tool = racecheck ] && echo --every-lane-arrives)
       done
       ;;
     bench)

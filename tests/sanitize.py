@@ -3,13 +3,15 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py [FAMILY ...] [--part 1/4]
 
 (and racecheck, initcheck); families are the keys of `FAMILIES`, all of them by default, and a part is every fourth of
-their cases, for four runs beside each other. A case is inference, forward
-and backward of a verb. Cases are chosen by the kernels they compile: each template of native/kernels, under each kind
-of plan (a row to some lanes, a warp, a block, a cluster, a loop; sums of columns at once or in slabs) and each kind of
-access (whole vectors, pieces of them, single elements; strides), once in one dtype. Other dtypes follow at the shapes
-whose plan depends on them. For norms with stages test_sanitize.py asks the planner whether that is so. Rows are few,
-because a sanitised kernel is hundreds of times slower, but more than one block of them. `attention_scores` has no case:
-its product is a library's, and its softmax is the family's.
+their cases, for four runs beside each other. For racecheck add `--every-lane-arrives`: else it reports as races what
+native/kernels/row_stream.cuh orders by a `__syncwarp` and the arrival of a warp's first lane. A case is inference,
+forward and backward of a verb. Cases are chosen by the kernels they compile: each template of native/kernels, under
+each kind of plan (a row to some lanes, a warp, a block, a cluster, a loop; sums of columns at once or in slabs) and
+each kind of access (whole vectors, pieces of them, single elements; strides), once in one dtype. Other dtypes follow
+at the shapes whose plan depends on them. For norms with stages test_sanitize.py asks the planner whether that is so.
+Rows are few, because a sanitised kernel is hundreds of times slower, but more than one block of them.
+`attention_scores` has no case: its product is a library's, and its softmax is the family's. The rotary kernels are
+Triton's.
 
 PyTorch's own kernels run under the sanitizer too, so the reference and the yardstick are computed on the CPU. Fresh
 memory holds NaN, which shows in a result that depends on it.
@@ -28,13 +30,16 @@ import torch
 from support import CUDA, Target
 from torch import Tensor
 
+from kernel_fusion.backends.cuda import compile as compiler
 from kernel_fusion.testing import oracle
+from kernel_fusion.testing.cases import cases
 from kernel_fusion.testing.oracle import (
     Case,
     GatedNormCase,
     ModulatedNormCase,
     PointwiseCase,
     ReduceCase,
+    RotaryCase,
     RowNormCase,
     SoftmaxCase,
     StagedNormCase,
@@ -215,6 +220,11 @@ def softmaxes() -> Iterator[Case]:
         yield SoftmaxCase("softmax", _rows(cols), BF16, layout=layout)
 
 
+def rotary() -> Iterator[Case]:
+    """Both verbs, pairs of either kind, positions and weights, as `verify` has them."""
+    yield from (case for case in cases(quick=True) if isinstance(case, RotaryCase) and case.dtype == BF16)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "row_norms": row_norms,
     "staged_norms": staged_norms,
@@ -223,6 +233,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "pointwise": pointwise,
     "reductions": reductions,
     "softmaxes": softmaxes,
+    "rotary": rotary,
 }
 
 
@@ -245,6 +256,7 @@ def _placed(inputs: _Inputs, device: str) -> _Inputs:
 
 def run(case: Case, target: Target) -> list[oracle.Comparison]:
     """Inference, forward and backward of `case`, judged against the CPU's reference and yardstick."""
+    target = replace(target, backend=case.served_by(target.backend))
     draws = []
     for seed in range(case.draws):
         drawn = oracle.make_inputs(case, target.device, seed)
@@ -266,10 +278,14 @@ def main(arguments: Sequence[str], target: Target = CUDA) -> int:
     parser = argparse.ArgumentParser(description="A small run of every kernel, for compute-sanitizer.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
+    parser.add_argument("--every-lane-arrives", action="store_true", help="compile kernels that racecheck can follow")
     options = parser.parse_args(arguments)
     families = options.families or [*FAMILIES]
     if unknown := set(families) - set(FAMILIES):
         parser.error(f"unknown families: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if options.every_lane_arrives:
+        cubin = compiler.cubin
+        compiler.cubin = lambda source, *rest: cubin(f"#define KF_EVERY_LANE_ARRIVES\n{source}", *rest)
     part, parts = map(int, options.part.split("/"))
     failures = 0
     for case in [case for family in families for case in FAMILIES[family]()][part - 1 :: parts]:

@@ -99,6 +99,14 @@ template <class S, class Stream, class T, int kAlign, bool kStrided = false> str
   }
 };
 
+// A warp's first lane arrives for the others, after a __syncwarp. racecheck does not follow the others through that:
+// tests/sanitize.py has every lane arrive for itself.
+#ifdef KF_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
 // kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after those of the only group: combiner, producer.
 template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
@@ -134,12 +142,12 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       if (group == 0) pacing.progress = 0;
       for (int s = 0; s < kSlots; ++s) {
         mbarrier_init(&shared.full[s], kFills);
-        mbarrier_init(&shared.empty[s], kThreads / 32);
+        mbarrier_init(&shared.empty[s], kThreads / 32 * kWarpArrivals);
       }
       // In a block each warp announces its sums; in a cluster bytes are counted.
       for (int b = 0; b < kBuffers; ++b) {
-        mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps);
-        if constexpr (kCombiner) mbarrier_init(&shared.combined[b], 1);
+        mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps * kWarpArrivals);
+        if constexpr (kCombiner) mbarrier_init(&shared.combined[b], kWarpArrivals);
       }
       mbarrier_init_fence();
     }
@@ -221,7 +229,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         const Pair pair = collect(passed, buffer, phase, kLag ? own : next, combine);
         second_pass(passed, kLag ? last : slot, pair);
         __syncwarp();
-        if (at.lane == 0) mbarrier_arrive(&shared.empty[kLag ? last : slot]);
+        if (arrives()) mbarrier_arrive(&shared.empty[kLag ? last : slot]);
       }
       if (row >= rows) break;
       own = next;
@@ -274,15 +282,16 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       if (at.lane == 0) expect_sums(buffer);
       mbarrier_wait(&shared.exchanged[buffer], n / kBuffers % 2);
       const Pair pair = combine(row, static_cast<Sums>(shared.sums[buffer]));
-      if (at.lane == 0) {
-        shared.results[buffer] = pair;
-        mbarrier_arrive(&shared.combined[buffer]);
-      }
+      if (at.lane == 0) shared.results[buffer] = pair;
+      if (arrives()) mbarrier_arrive(&shared.combined[buffer]);
       __syncwarp();
     }
   }
 
  private:
+  // Whether this thread arrives for its warp.
+  __device__ bool arrives() const { return kWarpArrivals == 32 || at.lane == 0; }
+
   // This thread's warp, for branches of whole warps; the compiler then keeps once what a warp has once, instead of per lane.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
@@ -311,9 +320,11 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
       if constexpr (S::kCluster > 1) {
         if (!kCombiner && member == 0) expect_sums(buffer);
         if (at.lane < S::kCluster) store_cluster_counted(sums[at.warp], at.lane, first, second, all);
-      } else if (at.lane == 0) {
-        sums[at.warp][0] = first;
-        sums[at.warp][1] = second;
+      } else if (arrives()) {
+        if (at.lane == 0) {
+          sums[at.warp][0] = first;
+          sums[at.warp][1] = second;
+        }
         mbarrier_arrive(all);
       }
     }
