@@ -173,7 +173,10 @@ _STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "flash-attn": _flash_attn,
 }
 _FOR_STAGES: dict[str, Callable[[], dict[str, Any]]] = _STAND_INS | {"fla": _fla, "flashinfer": _flashinfer}
-_BY_NAME = {operation.name: operation for operation in (*operations.OPERATIONS, *stages.OPERATIONS, *quantised.NORMS)}
+_BY_NAME = {
+    operation.name: operation
+    for operation in (*operations.OPERATIONS, *stages.GATED, *stages.MODULATED, *quantised.NORMS)
+}
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any]) -> None:

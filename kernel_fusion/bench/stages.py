@@ -14,6 +14,8 @@ from kernel_fusion.testing import unfused
 BATCH = 2  # samples, each with numbers of its own; what is modulated is compared by whole samples
 # Rows of a sample, and columns, of an image's and a video's tokens.
 SIZES = ((2304, 3072), (8192, 4096), (37800, 5120))
+# Rows and columns of what is gated: heads of linear attention, and hidden states.
+GATED_SIZES = ((1_000_000, 128), (65536, 4096))
 QUICK_SIZES = ((256, 1024),)
 
 
@@ -72,4 +74,5 @@ def _gated() -> Operation:
     return Operation("gated rms_norm", "gated_rms_norm", arguments, pytorch, fused)
 
 
-OPERATIONS = (_gated(), _modulated("layer_norm"), _modulated("rms_norm"), _add_modulated())
+GATED = (_gated(),)
+MODULATED = (_modulated("layer_norm"), _modulated("rms_norm"), _add_modulated())

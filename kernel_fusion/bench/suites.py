@@ -175,18 +175,31 @@ def _memory() -> Suite:
     )
 
 
+def _samples(sizes: Sequence[tuple[int, int]]) -> Shapes:
+    return _fixed(*((stages.BATCH, *s) for s in sizes))
+
+
 _STAGES = Suite(
     "stages",
     "Norms with a gate, and modulated",
     "kernels",
-    (Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.SIZES)), batch=(stages.BATCH,)),),
+    (
+        Operations(stages.GATED, _fixed(*stages.GATED_SIZES)),
+        Operations(stages.MODULATED, _samples(stages.SIZES), batch=(stages.BATCH,)),
+    ),
     _DTYPES,
     _QUICK_DTYPES,
     directions=("forward", "backward"),
     peers=("torch.compile", "liger", "fla"),
-    quick_parts=(Operations(stages.OPERATIONS, _fixed(*((stages.BATCH, *s) for s in stages.QUICK_SIZES))),),
+    quick_parts=(
+        Operations(stages.GATED, _fixed(*stages.QUICK_SIZES)),
+        Operations(stages.MODULATED, _samples(stages.QUICK_SIZES)),
+    ),
     about="norms with a gate, or a scale and a shift for each sample, at the sizes of diffusion transformers",
 )
+
+
+_TRITON_ON_GPUS = {"cuda": ("triton",)}  # which has the only kernels there
 
 
 def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
@@ -202,6 +215,7 @@ _ROPE = Suite(
     _QUICK_DTYPES,
     directions=("forward", "backward"),
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
+    backends=_TRITON_ON_GPUS,
     about="the rotary embedding, alone and after the norm of each head",
 )
 
@@ -227,6 +241,7 @@ _QUANTISED = Suite(
     quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
+    backends=_TRITON_ON_GPUS,
     about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
 )
 

@@ -126,10 +126,8 @@ def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **o
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """How blocks keep together: by the tables, else by `keeps`; groups of columns never do."""
-    if facts.spec.grouped or not facts.tuned("keeps_pace", keeps):
-        return None
-    return Pace(*facts.tuned("pace", (8, 15)))
+    """How blocks keep together: by the tables, else by `keeps`."""
+    return Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", keeps) else None
 
 
 def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:

@@ -32,9 +32,10 @@ template <class S> struct Pace {
 
   // Called by one thread per group before about `steps` steps, most in the first group.
   __device__ void init(int group, i64 steps) {
-    const bool on = steps >= S::kPaceLeast;
+    // With more groups than run at once, blocks would wait for others that have not begun.
+    const bool on = steps >= S::kPaceLeast && (!S::kGrouped || gridDim.x > S::kCluster);
     shared.groups[group].on = on;
-    shared.groups[group].due = -(S::kPaceTolerance * gridDim.x / 4);
+    shared.groups[group].due = -(S::kPaceTolerance * blocks() / 4);
     if (on && group == 0) shared.begun = coming = read();
   }
 
@@ -43,7 +44,7 @@ template <class S> struct Pace {
     auto& mine = shared.groups[group];
     if (!mine.on) return;
     const bool counts = group == 0;
-    const unsigned due = mine.due + gridDim.x;
+    const unsigned due = mine.due + blocks();
     mine.due = due;
     if (counts) publish(coming);
     for (int readings = 0; static_cast<int>(due - progress()) > 0; ++readings) {
@@ -60,6 +61,10 @@ template <class S> struct Pace {
   }
 
  private:
+  __device__ static unsigned blocks() {
+    if constexpr (S::kGrouped) return gridDim.x * gridDim.y;
+    return gridDim.x;
+  }
   __device__ unsigned read() const {
     unsigned v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&pace_word) : "memory");
