@@ -33,8 +33,7 @@ VERBS = {
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
-    # With an `eps`, of the RMSNorm of each head. A result keeps its argument's order of strides; an absent key's is
-    # empty.
+    # With an `eps`, of the RMSNorm of each head. Results keep their arguments' order of strides.
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
@@ -54,13 +53,12 @@ PARTS = {
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
-    # With a norm, backward takes query and key and computes their statistics again.
+    # With a norm, backward computes the statistics again.
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
-# Quantisation. These have no gradient: a verb that needs one calls its own operator, then `quantize`. `block` columns
-# share a scale, 0: a row. With `scale` given, the second result is empty. `keeps` asks for the third, the result in
-# its own dtype.
+# No gradient passes: a verb that needs one calls its own operator, then `quantize`. `block` columns share a scale, 0: a
+# row. With `scale` given, the second result is empty. `keeps` asks for the result in its own dtype.
 _CODES = "ScalarType dtype, Tensor? scale, int block"
 QUANTIZED = {
     "quantize": f"(Tensor input, {_CODES}) -> (Tensor values, Tensor scale)",

@@ -21,6 +21,13 @@ class Constants:
         wide: computed in float64, else in float32.
         rows, block: the tile of a program, rows times columns.
         chained: launched while the kernel before it still runs.
+
+    Several subclasses have these:
+        unit: elements that lengths and strides count, so that the compiler knows divisors.
+        flat: whether rows have one stride.
+        exact: whether blocks divide rows, so that no column needs a mask.
+        looped: whether rows are read a block at a time.
+        da, dx, ...: whether a gradient is wanted.
     """
 
     wide: bool
@@ -75,7 +82,7 @@ class RowNorm(Constants, Stages):
 
     @property
     def first_factor(self) -> bool:
-        """Whether a row of a stage is a factor of what is normalised."""
+        """Whether a stage's row is a factor of what is normalised."""
         return self.beside is not None and not self.follows
 
     @property
@@ -148,7 +155,7 @@ class SumPartials(Constants):
     """The finish of the column sums.
 
     Attributes:
-        pair: of two of them; axis 1 of the grid says which.
+        pair: of two; axis 1 of the grid says which.
         many: perhaps of more columns than 32 bits count.
     """
 
@@ -164,10 +171,8 @@ class Pointwise(Constants):
         combine, activation: names.
         scale: multiplies the chain, with the scale of what dropout keeps.
         threshold: of dropout; 0 without.
-        unit: elements that lengths and outer strides count.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
-        da, db: wanted gradients.
     """
 
     combine: str
@@ -182,7 +187,7 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of a tile begins with a block of random bits, as in one long row."""
+        """Whether every row of a tile begins with a block of random bits."""
         return self.flat or self.unit % 8 == 0
 
 
@@ -200,10 +205,7 @@ class Softmax(Constants):
 
     Attributes:
         scale: multiplies x.
-        unit: elements that the length and strides of x count.
-        looped: whether rows are read a block at a time.
         mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
-        flat: whether rows have one stride.
         leaves_out: whether elements are left out, which are then zero.
     """
 
@@ -228,8 +230,7 @@ class Rotary(Constants):
         norm, eps, offset, rounding: whether there is a norm, and its numbers.
         narrow_angles: cosines have the heads' type.
         has_key, has_weight, has_key_weight, has_positions: whether there is one.
-        unit, table_unit: elements that strides of heads, and of cosines, count.
-        dquery, dkey, dweight, dkey_weight: wanted gradients.
+        unit, table_unit: of heads, and of cosines.
     """
 
     cols: int
@@ -264,10 +265,6 @@ class Codes(Constants):
         given: whether it is.
         rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
-        unit: elements that lengths and strides count.
-        flat: whether rows have one stride.
-        exact: whether blocks divide rows, so that no column needs a mask.
-        looped: whether rows are read a block at a time.
         gated: whether it is activation(a) * b, or else a.
         activation: its name.
     """
