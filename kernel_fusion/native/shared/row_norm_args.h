@@ -48,7 +48,7 @@ struct RowNormFwdArgs {
   const void* gate;  // of the residual
 };
 
-// dx and dresidual, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+// dx and dresidual, and a partial row of dweight and dbias for each of `num_partials` blocks or clusters.
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h

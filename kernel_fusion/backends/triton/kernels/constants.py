@@ -1,7 +1,6 @@
-"""The constants of a kernel, all in one object `C`, its only compiled-in argument.
+"""The constants of a kernel, all in one object `C`.
 
-A kernel reads `C.rms`. In shapes and ranges, and where a value is passed on as a constant, Triton wants a name of its
-own: `BLOCK: tl.constexpr = C.block`.
+Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Constants:
         chained: launched while the kernel before it still runs.
 
     Several subclasses have these:
-        unit: elements that lengths and strides count, so that the compiler knows divisors.
+        unit: elements that lengths and strides count; a divisor that the compiler knows.
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
         looped: whether rows are read a block at a time.
@@ -47,7 +46,7 @@ class Constants:
         return tl.float64 if self.wide else tl.float32
 
     def __repr__(self) -> str:
-        """An expression without imports: Inductor writes it into a module of its own."""
+        """An expression without imports, for Inductor."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
@@ -97,7 +96,7 @@ class RowNorm(Constants, Stages):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row begins with a block of random bits."""
+        """Whether rows begin with a block of random bits."""
         return self.unit % 8 == 0
 
 
@@ -187,7 +186,7 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of a tile begins with a block of random bits."""
+        """The same of a tile's rows."""
         return self.flat or self.unit % 8 == 0
 
 

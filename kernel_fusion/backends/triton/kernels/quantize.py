@@ -13,7 +13,7 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
-# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
+# These may differ between calls of one compiled kernel, and count units.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
@@ -32,7 +32,7 @@ def scale_of(largest, LARGEST: tl.constexpr):
 
 @triton.jit
 def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The code of y, at most the largest or NaN; what has no leading 1 is rounded by a sum of the code's last digit."""
+    """The code of y, at most the largest or NaN; without a leading 1, a sum rounds it to the code's last digit."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA
     LEAST_NORMAL: tl.constexpr = (127 - BIAS + 1) << 23

@@ -6,7 +6,7 @@ or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm
 residual or the gate is the other row. Groups of rows may have their own weight and bias.
 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
-once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
+once, and the variance is that of deviations from the mean. Longer rows (LOOPED) are read twice, a
 block at a time: first for the sums of deviations and their squares, then, from the L2 cache, to be normalised. The sums
 are about the mean of the row's first block, within sqrt(N / BLOCK) standard deviations of the row's, so moving them
 there leaves enough digits. h is rounded to the residual's type before the statistics, y once. Bytes per element: x and

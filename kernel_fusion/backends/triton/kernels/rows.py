@@ -47,7 +47,7 @@ def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
 
 @triton.jit
 def row_of(sample, group, steps, C: tl.constexpr):
-    """The row of a sample in a group; `steps` are those to the next sample and the next group."""
+    """The row of a sample in a group; `steps` lead to the next sample and group."""
     if C.grouped:
         sample = sample * steps[0] + group * steps[1]
     return sample
@@ -89,8 +89,8 @@ def shifted(weight, OFFSET: tl.constexpr):
 def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
     """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
 
-    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for what is read once: after a
-    kernel that filled the cache, tiles that are evicted first find little room.
+    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for a single one, which would find
+    little room in a full cache.
     """
     policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:
