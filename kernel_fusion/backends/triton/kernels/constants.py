@@ -19,7 +19,7 @@ class Constants:
     Attributes:
         wide: computed in float64, else in float32.
         rows, block: the tile of a program, rows times columns.
-        chained: launched while the kernel before it still runs.
+        chained: launched while the kernel before it runs.
 
     Several subclasses have these:
         unit: elements that lengths and strides count; a divisor that the compiler knows.
@@ -192,7 +192,7 @@ class Pointwise(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reduction(Constants):
-    """Reductions: the function of an element, and whether the sum is divided."""
+    """Reductions: an element's function, and whether the sum is divided."""
 
     map: str
     mean: bool
@@ -228,7 +228,7 @@ class Rotary(Constants):
         interleaved: pairs are neighbours.
         norm, eps, offset, rounding: whether there is a norm, and its numbers.
         narrow_angles: cosines have the heads' type.
-        has_key, has_weight, has_key_weight, has_positions: whether there is one.
+        has_key, ...: whether there is one.
         unit, table_unit: of heads, and of cosines.
     """
 

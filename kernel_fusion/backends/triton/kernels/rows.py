@@ -89,8 +89,8 @@ def shifted(weight, OFFSET: tl.constexpr):
 def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
     """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
 
-    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for a single one, which would find
-    little room in a full cache.
+    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for a single one, which would
+    find little room in a full cache.
     """
     policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:
