@@ -1,4 +1,5 @@
-// The CPU kernels as operators call them; they are compiled once per instruction set.
+// The CPU kernels as operators call them, compiled once per instruction set. A null pointer stands for what is absent or not
+// wanted; `streams` sends results past the caches.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +27,11 @@ namespace kf::cpu {
 
 // A contiguous weight or bias as given, the offset to add, and whether to interleave it.
 struct Parameter {
-  const void* data;  // null: absent
+  const void* data;
   double offset;
   Dtype type;
   bool interleaved;
 
-  // Whether rows of the type `acc` can use it unchanged.
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
 
@@ -52,14 +52,14 @@ struct Forward {
   const void* x;
   Parameter weight, bias;
   void* y;
-  void* mean;  // null: not wanted
-  void* rstd;  // null: not wanted
+  void* mean;
+  void* rstd;
   int64_t cols;
   RowLayout x_rows;
   double eps;
   bool rms;
   Dtype x_type, y_type;
-  bool streams;        // y goes past the caches
+  bool streams;
   int64_t groups = 1;  // row r has weight and bias from r % groups * cols on; with stages only
 };
 
@@ -73,15 +73,15 @@ struct Backward {
   const void* mean;
   const void* rstd;
   const void* weight;
-  void* dx;       // null: not wanted
-  void* dweight;  // accumulator type, one row per block, filled by the kernel; null: not wanted
+  void* dx;
+  void* dweight;  // accumulator type, one row per block, filled by the kernel
   void* dbias;
   int64_t cols;
-  const void* dh;  // of x's type, added to dx; null: absent
+  const void* dh;  // of x's type, added to dx
   RowLayout x_rows, dy_rows, dh_rows;
   bool rms;
   Dtype x_type, dy_type;
-  bool streams;              // dx and dresidual go past the caches
+  bool streams;
   bool is_far;               // rows come from memory, or nearly fill a cache
   double* totals = nullptr;  // the column sums in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
@@ -104,7 +104,7 @@ inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) /
 
 // A tensor of the input's shape that a stage reads.
 struct StageRow {
-  const void* data;  // null: absent
+  const void* data;
   RowLayout rows;
   Dtype type;
 };
@@ -176,7 +176,7 @@ struct ChainOperands {
   const char* base;
   bool wants[2];  // backward: da, db
   bool wide;      // computed in double
-  bool streams;   // results go past the caches
+  bool streams;
 };
 
 // A two-dimensional part of TensorIterator's iteration: strides in bytes, the inner dimension's first.
@@ -195,11 +195,11 @@ struct ChainColumns {
   const char* dy;
   const char* a;
   const char* b;
-  char* da;  // null: not wanted
+  char* da;
   int64_t cols;
   Dtype dy_type, a_type, b_type;
   bool wide;
-  bool streams;  // da goes past the caches
+  bool streams;
 };
 using PointwiseColumns = void(const ChainColumns&, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums);
 
@@ -263,7 +263,7 @@ struct SoftmaxBackward {
   int64_t cols;
   double scale;
   Dtype dy_type, type;
-  bool streams;     // dx goes past the caches
+  bool streams;
   bool leaves_out;  // dx is 0 where y is
 };
 
@@ -282,10 +282,10 @@ struct HeadStrides {
 struct RotaryHeads {
   const char* x;   // backward without a norm: null
   const char* dy;  // forward: null
-  char* result;    // y or dx; null: not wanted
+  char* result;    // y or dx
   HeadStrides x_rows, dy_rows, result_rows;
   int64_t count;       // of heads; 0: there is none
-  const void* weight;  // in the accumulator type, with the offset; null: absent
+  const void* weight;  // in the accumulator type, with the offset
   bool rounds_product, rounds_rotation;
 };
 
@@ -301,7 +301,7 @@ struct Rotary {
   Dtype type, table_type;
 };
 
-// Tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles; null: not wanted.
+// Tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles.
 using RotaryForward = void(const Rotary&, int64_t begin, int64_t end);
 using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* const (&dweights)[2]);
 
