@@ -31,6 +31,7 @@ REFERENCE = {
     "results.md",
 }
 COMMENTS = 150  # words of comments and docstrings per 100 lines that are not empty
+FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|pragma:|namespace)[^#\n]*")  # no words
 # Docstrings with an example, and public ones of these rooms, are the reference, which has the length that it needs.
 PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 
@@ -99,12 +100,12 @@ def comments_of_python(text: str, public: bool) -> str:
             said = ast.get_docstring(node) or ""
             named = public and not isinstance(node, ast.Module) and not node.name.startswith("_")
             found += [] if named or ">>>" in said else [said]
-    return " ".join(found)
+    return FOR_TOOLS.sub("", "\n".join(found))
 
 
 def comments_of_cpp(text: str) -> str:
     """The texts after `//`, and between `/*` and `*/`."""
-    return " ".join(re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL))
+    return FOR_TOOLS.sub("", "\n".join(re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL)))
 
 
 def rooms() -> dict[str, list[Path]]:

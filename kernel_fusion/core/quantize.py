@@ -1,4 +1,4 @@
-"""`Quantize`, which asks a verb for a quantised result, and how scales lie."""
+"""`Quantize`, which asks a verb for a quantised result."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Quantize:
 
     @property
     def block(self) -> int:
-        """Columns that share a scale; 0 for a whole row, or where it is given."""
+        """Columns that share a scale; 0 for a row, or a given scale."""
         return self.per if isinstance(self.per, int) else 0
 
 
@@ -84,7 +84,7 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def num_scales(cols: int, block: int) -> int:
-    """Scales of a row of so many columns."""
+    """Scales of a row."""
     return -(-cols // block) if block else 1
 
 
