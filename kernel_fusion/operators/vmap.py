@@ -1,7 +1,7 @@
 """The operators' rules for `torch.vmap`.
 
 A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example,
-because a rule cannot vmap the PyTorch operations inside.
+because a rule cannot vmap the operations inside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 
 def register(name: str, prefix: str = "") -> None:
-    """Give the verb's operator a rule, or a backend's own, called `prefix` + `name`."""
+    """Give the verb's operator, or a backend's `prefix` + `name`, a rule."""
     rows = _RULES[name]
     operator = schemas.overload(prefix + name)
 
@@ -62,7 +62,7 @@ def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None
     return [input, mask, *rest] if mask is None else None
 
 
-# `rows(args)`: the arguments of one call with more rows, or None if that differs.
+# The arguments of one call with more rows, or None if that differs.
 _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "layer_norm": _same,
     "rms_norm": _same,
