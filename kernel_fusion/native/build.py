@@ -1,8 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The library has the CPU kernels for this machine's best instruction set; one built ahead has all. One process at a time
-builds, in a private folder (native/jobs.py), and an atomic rename stores the library, so nobody loads what a killed
-builder left. `torch.utils.cpp_extension` needs ninja, and a killed builder's lock file blocks it forever.
+The library has the CPU kernels for this machine's best instruction set; one built ahead has all. An atomic rename
+stores it, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and a killed builder's
+lock file blocks it forever.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
 
-# Last used libraries, of several PyTorch versions, compilers, processors or sources.
+# For several PyTorch versions, compilers, processors or sources.
 _KEPT = 8
-# With so few units per core, compiling headers several times costs less than a long unit.
+# Compiling headers several times then costs less than a long unit.
 _MANY_CORES = 6
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
@@ -163,8 +163,7 @@ def load_library(load: Callable[[int], Library], say: Say) -> Library:
     """`load` the library for this PyTorch and machine, built if missing.
 
     Args:
-        load: owns its argument, a descriptor, and raises OSError if loading fails. A cached library is then built
-            again, once.
+        load: owns a descriptor; raises OSError if loading fails. A cached library is then built again, once.
         say: as for `built_library`.
 
     Raises:

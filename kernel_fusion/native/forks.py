@@ -1,11 +1,11 @@
-"""Forks that would make the child, or the parent, wait forever."""
+"""Delays forks after which the child or the parent would wait forever."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# Forks wait for this: the child would inherit a half imported module, or the pipe of the parent's compiler.
+# The child would inherit a half imported module, or the pipe of the parent's compiler.
 no_fork = threading.RLock()
 
 if hasattr(os, "register_at_fork"):

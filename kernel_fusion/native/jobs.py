@@ -183,7 +183,7 @@ def num_cores() -> int:
 
 
 def _head(errors: Path) -> str:
-    """The first lines, in any encoding; later ones mostly repeat them."""
+    """The first lines; later ones mostly repeat them."""
     return "\n".join(errors.read_text("utf-8", errors="replace").splitlines()[:20])
 
 

@@ -1,4 +1,7 @@
-"""Chooses what serves a verb's call, beside PyTorch's dispatcher: explicit requests, and tensors that no kernel reads."""
+"""Chooses what serves a verb's call: explicit requests, and tensors that no kernel reads.
+
+PyTorch's dispatcher chooses among kernels and stubs.
+"""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
 
 
 def serve(verb: str, *args: Any) -> Any:
-    """Call the verb by the best that runs on this device."""
+    """The best that runs on this device."""
     on_gpu = args[0].device.type in ("cuda", "xpu")
     return (serve_on_gpu if on_gpu else schemas.reference_call)(verb, *args)
 
 
 def serve_on_gpu(verb: str, *args: Any) -> Any:
-    """CUDA kernels if Python can launch them, else Triton's, else the definition."""
+    """CUDA kernels if Python launches them, else Triton's, else the definition."""
     input = args[0]
     if availability.refusal(input) is None:
         if verb in LAUNCHED_FROM_PYTHON and availability.why_not_cuda(input.device) is None:

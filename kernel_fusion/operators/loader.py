@@ -82,7 +82,7 @@ def use_cpu_variant(name: str) -> None:
     """Make all threads run a build of the CPU kernels, for measurements and tests.
 
     Raises:
-        ValueError: this machine cannot run it, or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
+        ValueError: the machine or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
         BuildError: there is no extension.
     """
     if not library().kf_use_cpu_variant(name.encode()):
@@ -95,7 +95,7 @@ def use_cpu_variant(name: str) -> None:
 def keep_memory(largest: int | None) -> None:
     """Reuse the freed memory of CPU tensors of up to `largest` bytes; None restores PyTorch's allocator.
 
-    Only for measurements: the system gets nothing back before the next call. BuildError: there is no extension.
+    Only for measurements: the system gets nothing back before the next call. Raises BuildError.
     """
     library().kf_keep_memory(-1 if largest is None else largest)
 

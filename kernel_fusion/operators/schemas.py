@@ -37,9 +37,9 @@ VERBS = {
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
-# *rows); one tensor is one allocation. Unwanted results are empty. Backward normalises `input`: h with a residual, else
-# x. It also takes x with both a residual and a pre-activation or a gate, and bias with an activation or a gate.
-# `dresidual` is the gradient of the residual or the gate, `dgate` that of the residual's gate.
+# *rows): one allocation. Unwanted results are empty. Backward normalises `input`: h with a residual, else x. It takes
+# x, too, if a residual meets a pre-activation or a gate, and bias with an activation or a gate. `dresidual` is the
+# gradient of the residual or the gate, `dgate` that of the residual's gate.
 PARTS = {
     # PyTorch's cached graphs call these by position: append new arguments.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "

@@ -1,7 +1,7 @@
-"""The Python stub of each operator: loads the extension when needed, and serves what has no kernel.
+"""Python stubs of the operators: they load the extension when needed, and serve what has no kernel.
 
-Stubs have the catch-all dispatch keys `Autograd` and `CompositeExplicitAutograd`. The extension's kernels have specific
-ones and win once they exist, so nothing is overridden.
+They have the catch-all dispatch keys `Autograd` and `CompositeExplicitAutograd`. The extension's kernels have specific
+ones and win, so nothing is overridden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operators' rules for `torch.vmap`.
 
-A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example,
-because a rule cannot vmap the operations inside.
+A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example: a
+rule cannot vmap the operations inside.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Value and slope of activations, for all value types and kinds of device.
 //
-// M is a policy of elementary functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector
-// on CPUs (native/extension/cpu/math.h). Besides + - * it has
+// M is a policy of functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on CPUs
+// (native/extension/cpu/math.h). Besides + - * it has
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, sqrt, reciprocal

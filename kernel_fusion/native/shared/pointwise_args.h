@@ -22,8 +22,8 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
   return (static_cast<unsigned>(static_cast<unsigned long long>(n) * by.multiplier >> 32) + n) >> by.shift;
 }
 
-// y = dropout(scale * f(a, b)), or its gradients. Element i is at the sum of coordinate times stride, innermost first;
-// a linear operand's at i.
+// y = dropout(scale * f(a, b)), or its gradients. Element i is at the sum of coordinate times stride, innermost first,
+// or at i.
 struct PointwiseArgs {
   static constexpr int kDims = 16;
   void* data[kOperands];  // y or da; db, or written bits; dy; a, or bits; b

@@ -23,8 +23,8 @@ struct RowGroups {
 };
 
 // h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) +
-// bias). Null: absent. The second group is for stages. A gate that is a row takes the residual's place: h = x *
-// act(gate), not stored, or y times act(gate).
+// bias). Null: absent. The second group is for stages. A row's gate takes the residual's place: h = x * act(gate), not
+// stored, or y times act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
