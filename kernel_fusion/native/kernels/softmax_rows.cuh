@@ -1,5 +1,5 @@
-// Shared by both directions of softmax: a row of run-time length, cut into vectors that kLanes threads take in turn, and sums
-// and maxima over these threads, some lanes of a warp or a block. The length alone decides the order of sums.
+// Shared by both directions of softmax: a row of run-time length, cut into vectors that kLanes threads take in turn,
+// and sums and maxima over them. The length alone decides the order of sums.
 #pragma once
 
 #include "math.cuh"
@@ -21,11 +21,11 @@ __device__ inline bool is_left_out(double v) { return __double_as_longlong(v) ==
 __device__ inline bool is_negative_zero(float v) { return __float_as_uint(v) == 0x80000000u; }
 __device__ inline bool is_negative_zero(double v) { return __double_as_longlong(v) == static_cast<long long>(1ull << 63); }
 
-// e^(v - max). The difference comes first: a product with log2(e) could overflow for a mask of the lowest finite number.
+// e^(v - max). A product with log2(e) could overflow for a mask of the lowest finite number.
 __device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 
-// Divides a row: in float by a product, in double exactly, because nothing hides its errors.
+// In float by a product, in double exactly, because nothing hides its errors.
 template <class A> struct Divisor;
 template <> struct Divisor<float> {
   float inverse;
@@ -38,7 +38,7 @@ template <> struct Divisor<double> {
   __device__ double operator()(double v) const { return v / by; }
 };
 
-// Combines a row's threads, for each of them. `slots` in shared memory has one per warp.
+// Over a row's threads, for each. `slots` in shared memory has one per warp.
 template <int kLanes, class A, class Combine> __device__ A combine_threads(A v, A* slots, Combine&& combine) {
   constexpr int kWarps = kLanes / 32;
 #pragma unroll
