@@ -30,7 +30,7 @@ class Call:
 
     Attributes:
         sizes: of the axes.
-        operands: the axes of each tensor argument, by position.
+        operands: the axes of each tensor argument.
         results: those of each result; None for one that nobody reads.
         free: axes that may be sharded.
         joined: axes that may be if ranks exchange sums.

@@ -1,6 +1,6 @@
 """Runs an operator on DTensors: every rank runs it on its part, by the rules of axes.py.
 
-PyTorch's `to_local` and `from_local` tell autograd what the gradients are, so a part is an ordinary tensor.
+PyTorch's `to_local` and `from_local` tell autograd the gradients, so a part is an ordinary tensor.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Plan:
         looped: whether rows are longer than that and read block by block.
         slices: parts of a block that a warp loads with one instruction each; their moments are joined.
         early: whether weight and bias are loaded before the row's statistics are known.
-        again: whether backward reads a row again instead of keeping it beside its columns' sums.
+        again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
         resident: persistent programs per multiprocessor; 0 if each program has one tile.
     """
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def releases(self) -> bool:
-        """Whether forward's programs let the next kernel start as soon as they run.
+        """Whether forward lets the next kernel start as soon as it runs.
 
         One-warp programs are many, and each release costs time. Programs that share rows are few; the next kernel's
         would wait beside them and spread unevenly.

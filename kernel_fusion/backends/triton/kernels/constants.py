@@ -26,6 +26,7 @@ class Constants:
         flat: whether rows have one stride.
         exact: whether blocks divide rows, so that no column needs a mask.
         looped: whether rows are read a block at a time.
+        threshold: of dropout, 0 without; kept_scale: its factor.
         da, dx, ...: whether a gradient is wanted.
     """
 
@@ -35,14 +36,14 @@ class Constants:
     chained: bool = False
 
     def __post_init__(self) -> None:
-        """Wrap names: Triton 3.6 passes no plain str on."""
+        """Triton 3.6 passes no plain str on."""
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), str):
                 object.__setattr__(self, field.name, tl.constexpr(value))
 
     @property
     def acc(self) -> tl.dtype:
-        """The type that is computed in."""
+        """The compute type."""
         return tl.float64 if self.wide else tl.float32
 
     def __repr__(self) -> str:
@@ -54,17 +55,12 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
-    """Common to the norms' kernels, with their stages.
+    """The norms, with their stages.
 
     Attributes:
-        rms: RMSNorm instead of LayerNorm.
         offset: added to the weight.
-        threshold, kept_scale: of dropout; 0 and 1 without.
-        has_weight, has_bias, has_residual: whether there is one. With a residual, backward reads h.
-        flat: whether rows have one stride.
-        unit: elements that lengths and strides count, so that the compiler knows divisors.
-        exact: whether blocks divide rows, so that no column needs a mask.
-        part: whether rows have other columns on other ranks.
+        has_weight, ...: whether there is one. With a residual, backward reads h.
+        part: whether other ranks have other columns.
     """
 
     rms: bool
@@ -91,7 +87,7 @@ class RowNorm(Constants, Stages):
 
     @property
     def gates_residual(self) -> bool:
-        """Whether what is added to the residual is multiplied by a gate."""
+        """Whether a gate multiplies what is added to the residual."""
         return self.residual_gate is not None
 
     @property
@@ -102,12 +98,11 @@ class RowNorm(Constants, Stages):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormForward(RowNorm):
-    """Forward of the norms; `pieces`, `looped`, `slices`, `early` and `releases` as in plan.py.
+    """Forward of the norms; other names as in plan.py.
 
     Attributes:
-        eps: added to the variance.
         stats: whether mean and rstd are written.
-        codes, largest, group, given, rounds: as in `Codes`, of y; no name without quantisation.
+        codes, ..., rounds: as in `Codes`, of y; no name without quantisation.
         keeps: whether y is written.
     """
 
@@ -128,12 +123,12 @@ class RowNormForward(RowNorm):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormBackward(RowNorm):
-    """Backward of the norms; `pieces`, `again`, `looped` and `stages` as in plan.py.
+    """Backward of the norms; other names as in plan.py.
 
     Attributes:
         stored: whether h is read as forward wrote it, or computed from x.
         has_dh: whether a gradient arrives at h.
-        dx, dother, dweight, dbias, dgate: wanted gradients; dgate is that of the residual's gate.
+        dgate: of the residual's gate.
     """
 
     stored: bool
@@ -155,7 +150,7 @@ class SumPartials(Constants):
 
     Attributes:
         pair: of two; axis 1 of the grid says which.
-        many: perhaps of more columns than 32 bits count.
+        many: perhaps more columns than 32 bits count.
     """
 
     pair: bool
@@ -167,9 +162,7 @@ class Pointwise(Constants):
     """Pointwise chains.
 
     Attributes:
-        combine, activation: names.
-        scale: multiplies the chain, with the scale of what dropout keeps.
-        threshold: of dropout; 0 without.
+        scale: multiplies the chain, and dropout's.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
     """
@@ -186,7 +179,7 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """The same of a tile's rows."""
+        """As for norms."""
         return self.flat or self.unit % 8 == 0
 
 
@@ -203,7 +196,6 @@ class Softmax(Constants):
     """Softmax.
 
     Attributes:
-        scale: multiplies x.
         mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
         leaves_out: whether elements are left out, which are then zero.
     """
@@ -219,16 +211,13 @@ class Softmax(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotary(Constants):
-    """The rotary embedding of query and key; a tile has `rows` heads and `block` pairs.
+    """The rotary embedding; a tile has `rows` heads and `block` pairs.
 
     Attributes:
         cols, half: columns of a head, and rotated pairs of them.
-        rest: a block for the other columns; 0 without.
-        exact: whether the block holds the pairs and nothing else.
+        rest: a block for the other columns, or 0.
         interleaved: pairs are neighbours.
-        norm, eps, offset, rounding: whether there is a norm, and its numbers.
         narrow_angles: cosines have the heads' type.
-        has_key, ...: whether there is one.
         unit, table_unit: of heads, and of cosines.
     """
 
@@ -261,11 +250,9 @@ class Codes(Constants):
     Attributes:
         codes: PyTorch's name of their type; largest: the largest code.
         group: columns that share a scale; 0: a row, or it is given.
-        given: whether it is.
         rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
         gated: whether it is activation(a) * b, or else a.
-        activation: its name.
     """
 
     codes: str
