@@ -1,6 +1,6 @@
 """The activations that eager computes and tests compare with.
 
-Structs of the same names and order are in native/shared/activations.h.
+Structs of these names and order are in native/shared/activations.h.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
 
 
 def memory(t: Tensor) -> None:
-    """Raise, in PyTorch's words, unless a plain tensor's storage holds its sizes and strides.
+    """Raise, in PyTorch's words, unless a plain tensor's storage holds it.
 
     Libraries free and refill storages, and PyTorch's elementwise operations read them anyway.
     """

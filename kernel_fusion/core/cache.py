@@ -1,8 +1,7 @@
 """A folder of compiled artefacts that can be trusted.
 
 An entry is a payload and a trailer with its key and SHA-256; a shared library loads with trailing bytes. Whatever is
-damaged or writable by others is a miss, as is a failed write. One descriptor checks and uses an entry, because a path
-may change meanwhile.
+damaged or writable by others is a miss. One descriptor checks and uses an entry, because a path may change meanwhile.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Cache:
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
-        """Store `payload` atomically; the path, or None on failure."""
+        """Store `payload` atomically; its path, or None."""
         try:
             path = self.path(key)
             replace_file(self.folder() / path.name, seal(payload, key))
@@ -109,13 +108,13 @@ class Cache:
         path.chmod(0o644)
 
     def folder(self) -> Path:
-        """This kind's folder, created if missing; OSError if that fails or others could change it."""
+        """This kind's folder, created if missing; raises OSError if others could change it."""
         folder = cache_dir() / self.kind
         make_private_dir(folder)
         return trusted(folder)
 
     def discard(self, key: str, file: int) -> None:
-        """Close `file`, and delete the entry if it is still that file."""
+        """Close `file`, and delete the entry if it is that file."""
         with suppress(OSError):
             path = self.path(key)
             if os.path.samestat(path.stat(), os.fstat(file)):
@@ -150,7 +149,7 @@ class Cache:
             (cache_dir() / self.kind).rmdir()
 
     def _left_behind(self, seconds: float) -> list[Path]:
-        """Temporary files of this age."""
+        """Temporary files this old."""
         paths = (cache_dir() / self.kind).glob(f"{_TEMPORARY}*")
         return [path for path in paths if time.time() - path.lstat().st_mtime >= seconds]
 
@@ -160,7 +159,7 @@ CUBINS = Cache("cubin", ".cubin")
 
 
 def open_private(path: Path) -> tuple[int, bytes]:
-    """The descriptor and content of a file that only this user or root can write; OSError if it is none."""
+    """The descriptor and content of a file that only this user or root can write, or OSError."""
     folder = trusted(path.parent)
     file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never wait for a pipe
     try:
@@ -221,7 +220,7 @@ def _us() -> set[int]:
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether the group has no other member, as many systems' default groups."""
+    """Whether the group has no other member, as many default groups."""
     import grp
     import pwd
 
@@ -234,7 +233,7 @@ def _is_own_group(group: int) -> bool:
 
 @lru_cache
 def _outsiders() -> frozenset[int]:
-    """The id of unmapped users, root among them, in a container's user namespace."""
+    """The id of unmapped users in a container, root among them."""
     try:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

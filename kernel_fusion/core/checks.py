@@ -1,6 +1,6 @@
 """Checks of verbs' arguments for what PyTorch does not know: mixed dtypes, `weight_offset`, `out_dtype`.
 
-C++ sends calls that it cannot serve to the eager definition, which runs these.
+The eager definition runs these for calls that C++ cannot serve.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def given(verb: str, argument: str, value: object) -> None:
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor or a `torch.fx` proxy."""
+    """Raise unless it is a tensor or a `torch.fx` proxy."""
     if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {described(value)}")
 
@@ -49,7 +49,7 @@ def matrices(verb: str, **tensors: object) -> None:
 def one_device(first: Tensor, *others: Tensor | None) -> None:
     """Raise, as pointwise operations do, unless all are on one device; the CPU's numbers go anywhere.
 
-    PyTorch's products and in-place masking do not check "meta".
+    PyTorch's products and in-place masking skip "meta".
     """
     for other in others:
         if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
@@ -91,7 +91,7 @@ def parameters_fit(shape: Sequence[int], *parameters: Tensor | None) -> bool:
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
-    """Normalised, after dimensions of groups."""
+    """The normalised shape, after dimensions of groups."""
     shape = list(input.shape[max(0, input.dim() - num_dims) :])
     given = next((p for p in parameters if p is not None), None)
     if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
@@ -128,7 +128,7 @@ def staged_row_norm(
     out_dtype: torch.dtype | None,
     rms: bool,
 ) -> None:
-    """Raise unless tensors and stages fit; only the other row's shape is checked."""
+    """Raise unless tensors and stages fit; it checks only the other row's shape."""
     rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
     verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
@@ -201,7 +201,7 @@ def out_dtype(verb: str, value: object) -> None:
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
-    """Raise unless `p` is a probability."""
+    """Raise unless it is a probability."""
     try:
         fits = 0.0 <= p <= 1.0
     except TypeError:
@@ -218,7 +218,7 @@ def number(verb: str, argument: str, value: object) -> None:
 
 
 def flag(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` stands for a bool."""
+    """Raise unless it stands for a bool."""
     if not hasattr(value, "__bool__"):
         raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {described(value)}")
 
@@ -242,7 +242,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# What a number, shape or dtype must be, in words and as a test.
+# What numbers, shapes and dtypes must be.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": ("a number", _is_number),
     "weight_offset": ("a number", _is_number),
@@ -275,7 +275,7 @@ def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: 
         if not (of_arrays and hasattr(value, "__dlpack__")):
             tensor(verb, name, value)
         if getattr(value, "is_nested", False):
-            return  # it has no shape
+            return
     for name, value in others.items():
         expected, fits = _KINDS[name]
         if not fits(value):

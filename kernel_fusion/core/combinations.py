@@ -11,7 +11,7 @@ CONDITIONS = {
 }
 
 _ROTATES = "has no kernels in CUDA C++; those of 'triton' serve it on a GPU"
-# Why a backend cannot serve a verb, or an option.
+# Why a backend lacks a verb or an option.
 WITHOUT_KERNELS = {
     "rope": {"cuda": f"`rope` {_ROTATES}"},
     "qk_norm_rope": {"cuda": f"`qk_norm_rope` {_ROTATES}"},

@@ -50,7 +50,7 @@ COUNTERS = Names("Counter", ("cpu_forward", "cpu_backward", "cuda_launch"))
 
 
 class Several(NamedTuple):
-    """Fields of one kind: `Annotated[tuple[int, ...], Several(int, 5)]`, or `tuple[int, int]`."""
+    """Fields of one kind; `tuple[int, int]` is short for two."""
 
     kind: Any
     length: int

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The largest codes; -128 is none.
+# No code is -128.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-# Columns of a block that shares a scale.
+# Columns that share a scale.
 BLOCK = 128
 
 
@@ -50,7 +50,7 @@ class Quantize:
     unquantized: bool = False
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
+        """Raise if arguments do not fit."""
         if self.dtype not in LARGEST:
             choices = " or ".join(map(str, LARGEST))
             raise ValueError(f"`Quantize`: `dtype` must be {choices}, got {self.dtype}")
@@ -89,7 +89,7 @@ def num_scales(cols: int, block: int) -> int:
 
 
 def empty_scales(like: Tensor, block: int) -> Tensor:
-    """For the scales of the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
+    """For the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
     leading: Sequence[int] = like.shape[:-1]
     if not block:
         return like.new_empty((*leading, 1), dtype=torch.float32)

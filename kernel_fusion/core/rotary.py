@@ -34,7 +34,7 @@ class Rotary(NamedTuple):
 
     @property
     def half(self) -> int:
-        """R / 2, the number of rotated pairs."""
+        """R / 2 pairs are rotated."""
         return self.cos.shape[-1]
 
     @property
@@ -131,7 +131,7 @@ def result_like(x: Tensor) -> Tensor:
 def rounds_to(c: Rotary, weight: Tensor | None) -> tuple[bool, bool]:
     """Whether rounding "hf" rounds the product with the weight, and the rotation's result.
 
-    The type is the promoted one of all factors: the query's, or the compute type.
+    The type is the promoted one of all factors, or the compute type.
     """
     dtype = c.query.dtype
     if c.rounding != "hf" or dtype not in (torch.float16, torch.bfloat16):

@@ -1,8 +1,8 @@
 """Specs say what is computed; a spec is a kernel's compile key.
 
 An access beside it says how a call's tensors lie; C++ has both as structs (core/fields.py). Neither has the number of
-rows, so a new batch size compiles nothing and changes no bits. Only norms have a length, because decoding brings a new
-one at every step.
+rows, so a new batch size compiles nothing and changes no bits. Only norms have a length: elsewhere, decoding brings a
+new one at every step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from kernel_fusion.core.activations import CODES, IDENTITY
 from kernel_fusion.core.fields import Names, Several, marks
 
-# Element types; kernels also have booleans, and bits, eight to a byte.
+# Kernels also have booleans, and bits, eight to a byte.
 DTYPES = ("f16", "bf16", "f32", "f64")
 BOOLEAN, BITS = "b8", "b1"
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
-VECTOR_BYTES = 16  # of one instruction
+VECTOR_BYTES = 16
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _BY_PRECISION = ("bf16", "f16", "f32", "f64")
@@ -34,13 +34,11 @@ Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
 # "hf", as in Hugging Face's norms: n to its own dtype, its product with the weight to the promoted one.
 ROUNDINGS = ("once", "hf")
 Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
-# An operator has a probability and a seed.
 Dropout = Annotated[bool, bool, "dropout"]
-# A tensor of the input's shape. Its options' names begin with its name.
+# A tensor of the input's shape; its options' names begin with its name.
 Row = Annotated[str, _DTYPES, "row"]
-# Of the weight's shape.
+# A tensor of the weight's shape.
 Vector = Annotated[str, _DTYPES, "vector"]
-# act(a), act(a + b), act(a * b), act(a) * b
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
 # How an operand meets a vector: in order; by rows that are contiguous, repeat one element or have a stride; or each
 # element looked up, which only plans say.
@@ -74,7 +72,6 @@ class Stages:
     """The stages around a norm; core/stages.py derives arguments from this list.
 
     Attributes:
-        dropout: between pre_activation and residual.
         gate: a factor, whose gradient is computed as the other row's.
         gate_first: the factor of x, not of the norm.
         grouped: rows share weight and bias (core/groups.py).
@@ -120,7 +117,7 @@ VECTORS = tuple(name for name, mark in marks(Stages).items() if mark == "vector"
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
 # A row without residual or stages, except these and its options.
 ALONE = {"gate": ("rounding", "grouped")}
-# Prefixes of verbs, by their row.
+# Verbs' prefixes.
 VERBS = {"residual": "add_", "gate": "gated_"}
 
 
@@ -132,7 +129,6 @@ class RowNormSpec(Stages):
         direction: "inference" (y), "forward" (y, mean, rstd), "backward" (dx and sums), "backward_weight" (sums).
         cols: N, the row length.
         x, y, weight, bias: dtypes, of gradients too.
-        offset: whether there is a weight_offset.
         grads: whether dx, dweight and dbias are wanted.
         residual: dtype of the residual and h, their sum.
         dh: whether h has a gradient beside y's.
@@ -168,14 +164,14 @@ class RowNormSpec(Stages):
 
     @property
     def row(self) -> str:
-        """Of the normalised row, in registers forward, in memory backward."""
+        """The normalised row's type, in registers forward, in memory backward."""
         if self.residual is not None:
             return self.residual
         return self.acc if self.changes_x and not self.direction.startswith("backward") else self.x
 
     @property
     def pre_x(self) -> str | None:
-        """Of what backward reads beside it: a stage's row, or x for a slope or dgate."""
+        """The type of what backward reads beside it: a stage's row, or x for a slope or dgate."""
         if self.beside is not None:
             return self.beside
         slope = self.grads[0] and self.pre_activation != IDENTITY
@@ -203,9 +199,9 @@ class Access:
     """Rows' alignment in bytes, at most 16, and whether they need several strides.
 
     Attributes:
-        y: of dy in backward.
-        weight: of bias and the residual's gate, too.
-        residual: of a stage's row; in backward of dh.
+        y: in backward dy's.
+        weight: bias's and the residual gate's, too.
+        residual: a stage's row's; in backward dh's.
     """
 
     x: int = 16
@@ -222,7 +218,7 @@ class Access:
 
 @dataclass(frozen=True)
 class SumPartialsSpec:
-    """The finish of column sums. `cols` is 0 for those of all groups, whose number the kernel is told."""
+    """The finish of column sums; `cols` is 0 for all groups', whose number the kernel is told."""
 
     cols: int
     acc: Dtype
@@ -317,7 +313,6 @@ class ReduceAccess:
     Attributes:
         vec, lanes, threads: for columns: elements per vector, threads along and of a block. 0 for rows.
         capacity: vectors per chunk of a row, rounded up to a power of two.
-        contiguous: whether a row's neighbours are neighbours in memory.
         nested: whether two coordinates address a row.
     """
 
@@ -374,7 +369,7 @@ class SoftmaxAccess:
     """How a softmax's tensors lie.
 
     Attributes:
-        vec: elements per vector; it divides the row.
+        vec: divides the row.
         capacity: vectors per row, rounded up to 2^k or 3 * 2^k.
         x, other: x and mask; in backward y and dy.
         mask_repeats: whether a mask's row repeats one element.

@@ -67,7 +67,7 @@ _tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
 
 class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
-    """An operator's stage arguments, in order."""
+    """Stage arguments, in order."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ def around(compiled: Mapping[str, Any]) -> bool:
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """`given`, its tensors in this dtype."""
+    """With tensors in this dtype."""
     rows = {name: getattr(given, name) for name in (*ROWS, *VECTORS)}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed

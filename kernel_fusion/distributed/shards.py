@@ -1,6 +1,6 @@
 """Which part of each axis this rank has, chosen so that little is moved.
 
-Each dimension of the mesh shards at most one axis: one that the largest possible argument has sharded already.
+Each dimension of the mesh shards at most one axis: one that the largest argument has sharded already.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shards:
         )
 
     def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
-        """This rank's part of an argument; the gradient of a shared one is the sum over ranks.
+        """This rank's part of an argument; a shared one's gradient is the sum over ranks.
 
         A small replicated one is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
         """

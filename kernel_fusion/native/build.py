@@ -45,7 +45,7 @@ _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    "-DAT_PER_OPERATOR_HEADERS",  # fewer of PyTorch's headers
+    "-DAT_PER_OPERATOR_HEADERS",
 ]
 # Ours run where PyTorch's AVX2 kernels do. CPU_CAPABILITY names their namespaces: else the linker would keep one
 # variant's inline functions.
@@ -79,7 +79,7 @@ def cpu_flags(variant: str) -> list[str]:
 def link_flags() -> list[str]:
     """Linker flags for PyTorch's libraries, after the objects.
 
-    PyTorch's loaded C++ library comes first: beside it, a static one would format numbers with its tables and crash.
+    PyTorch's C++ library comes first: beside it, a static one would format numbers with its tables and crash.
     """
     lib = Path(torch.__file__).parent / "lib"
     return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
@@ -211,7 +211,7 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], say: Say) -> int:
-    """The descriptor of a library built here or by another process, and stored if possible."""
+    """A library's descriptor, built here or by another process, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
         with suppress(OSError):  # every process then builds

@@ -1,6 +1,6 @@
 """A build's tools: turns among processes, a private folder, parallel compilers.
 
-The system releases `flock` with its process. There are no threads, because the first call may come at shutdown.
+The system releases `flock` with its process. The first call may come at shutdown, so there are no threads.
 """
 
 from __future__ import annotations
@@ -90,15 +90,11 @@ def _wait(file: int, folder: Path, say: Say) -> None:
 
 @contextmanager
 def private_folder(places: Sequence[Path]) -> Iterator[Path]:
-    """An empty folder in the first safe one of `places`, deleted afterwards.
-
-    Raises:
-        BuildError: there is no such place.
-    """
+    """An empty folder in the first safe one of `places`, deleted afterwards, or BuildError."""
     folder = _new_folder(places)
     try:
         with _closing(os.open(folder, os.O_RDONLY)) as file:
-            with suppress(OSError):  # some network file systems lock no folders, so nobody calls them stale
+            with suppress(OSError):  # some network file systems lock no folders
                 _lock(file)
             _remove_stale(folder.parent)
             yield folder
@@ -205,5 +201,5 @@ def _closing(file: int) -> Iterator[int]:
         if file in _held:
             _held.discard(file)
             with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # a child forked just now may have a copy
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child forked just now has a copy
             os.close(file)

@@ -30,7 +30,7 @@ def open_extension() -> ctypes.CDLL:
 
 
 def say(line: str) -> None:
-    """Print a build's progress, if that is possible."""
+    """Print a build's progress, if possible."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
@@ -38,7 +38,7 @@ def say(line: str) -> None:
 def _dlopen(file: int) -> ctypes.CDLL:
     """Open the library behind `file`, whatever its path leads to by now.
 
-    The name, which debuggers follow while `file` is open, has this process's number: no other library has it.
+    Its name, which debuggers follow while `file` is open, has this process's number, so no other library has it.
     """
     try:
         process = os.readlink("/proc/self")

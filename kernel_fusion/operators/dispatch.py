@@ -36,7 +36,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     Raises:
         TypeError: a member of `tensors` is no tensor.
         ValueError: `backend` is not a backend.
-        BackendUnavailableError: the requested backend cannot serve these tensors.
+        BackendUnavailableError: `backend` cannot serve these tensors.
     """
     if backend is None and state.backend is None and all(map(_is_plain, tensors)):
         return _by_device(name)

@@ -19,7 +19,7 @@ def has_rows(value: Any) -> bool:
 
 
 def has_rows_of(value: Any, num_dims: int) -> bool:
-    """Whether moreover its last `num_dims` dimensions lie in a row."""
+    """Whether its last `num_dims` dimensions also lie in a row."""
     return has_rows(value) and num_dims <= value.dim() - 2
 
 
@@ -81,7 +81,6 @@ def _softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     return (input, mask, scale, causal) if mask is None and input.dim() > 2 + causal else None
 
 
-# The arguments for values, or None if that call differs.
 _ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,

@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """Renew the lock: the parent's thread that holds it is not here."""
+    """The parent's thread that holds it is not here."""
     global _lock
     _lock = threading.RLock()
 

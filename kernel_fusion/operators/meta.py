@@ -82,7 +82,7 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# Quantised verbs are compositions of these.
+# Quantised verbs are made of these.
 for _function in (
     pointwise,
     pointwise_fwd,

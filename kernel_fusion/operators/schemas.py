@@ -39,7 +39,7 @@ VERBS = {
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
 # *rows): one allocation. Unwanted results are empty. Backward normalises `input`: h with a residual, else x. It takes
 # x, too, if a residual meets a pre-activation or a gate, and bias with an activation or a gate. `dresidual` is the
-# gradient of the residual or the gate, `dgate` that of the residual's gate.
+# residual's or gate's gradient, `dgate` that of the residual's gate.
 PARTS = {
     # PyTorch's cached graphs call these by position: append new arguments.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
@@ -48,11 +48,11 @@ PARTS = {
     "float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)",
-    # `bits` say which of two slopes. Backward takes them, or a result that reveals the slope, as a chain's operand.
+    # `bits` say which of two slopes. Backward takes them, or a result that reveals the slope.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
-    # With a norm, backward computes the statistics again.
+    # With a norm, backward computes statistics again.
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
@@ -67,7 +67,7 @@ QUANTIZED = {
     "-> (Tensor values, Tensor scale, Tensor output)",
 }
 ALL = VERBS | PARTS | QUANTIZED
-# Definitions for C++, which decompose under every transform.
+# Definitions for C++, which decompose.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),

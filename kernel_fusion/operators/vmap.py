@@ -1,7 +1,6 @@
 """The operators' rules for `torch.vmap`.
 
-A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example: a
-rule cannot vmap the operations inside.
+A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
-    """Whether an entry of `in_dims` marks a batched argument; for a list of numbers it is a list of None."""
+    """Whether an entry of `in_dims` is batched; for a list of numbers it is a list of None."""
     return isinstance(dim, int)
 
 

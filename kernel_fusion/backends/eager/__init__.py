@@ -1,7 +1,6 @@
 """The definition of every operation in plain PyTorch, by which all other backends are tested.
 
-It also runs without kernels, and `torch.func`, forward-mode AD and double backward differentiate it: so it stays an
-obvious composition of differentiable operations.
+It also runs without kernels, and is differentiated: so it composes differentiable operations.
 """
 
 from __future__ import annotations

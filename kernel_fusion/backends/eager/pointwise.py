@@ -14,7 +14,6 @@ from kernel_fusion.core.spec import compute_dtype
 
 _Act = Callable[[Tensor], Tensor]
 
-# The forms of f.
 COMBINES: dict[str, Callable[[_Act, Tensor, Tensor], Tensor]] = {
     "first": lambda act, a, b: act(a),
     "add": lambda act, a, b: act(a + b),
@@ -47,4 +46,4 @@ def pointwise(
 def _promoted(a: Tensor, b: Tensor) -> torch.dtype:
     if (a.dim() == 0) == (b.dim() == 0):
         return torch.promote_types(a.dtype, b.dtype)
-    return torch.result_type(a, b)  # Dynamo cannot trace this
+    return torch.result_type(a, b)  # for Dynamo

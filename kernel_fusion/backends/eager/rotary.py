@@ -29,13 +29,13 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Query and key (empty if absent); core/rotary.py has the shapes.
 
-    Each head x has n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or without `eps` n = x. Its first R columns
-    are pairs (n1, n2): i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`.
+    A head x has n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or without `eps` n = x. Its first R columns are
+    pairs (n1, n2): i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`.
 
-        y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i]
+        y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i], elsewhere y = n
 
-    Other columns are n's. y is rounded once. With "hf", the normalised value is rounded to the dtype of x, its product
-    with the weight to the promoted one, and the rotation's products and sums to that promoted with cos.
+    y is rounded once. With "hf", the normalised value is rounded to the dtype of x, its product with the weight to the
+    promoted one, and the rotation's products and sums to that promoted with cos.
     """
     c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     if text := problem(c):

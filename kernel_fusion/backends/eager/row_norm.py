@@ -46,7 +46,7 @@ def _normalize(
     rms: bool,
     rounds_to: torch.dtype | None = None,
 ) -> Tensor:
-    """The norm in the compute type, but rounded as Hugging Face's if `rounds_to`, h's dtype, is given."""
+    """In the compute type; given `rounds_to`, h's dtype, it rounds as Hugging Face's norms do."""
     dims = tuple(range(-num_dims, 0))
     if not rms:
         h = h - h.mean(dims, keepdim=True)
@@ -102,8 +102,8 @@ def staged_row_norm(
     u = dropout(pre_activation(input)), h = residual + residual_gate * u, output = activation(norm(h) * weight + bias).
     h is rounded to the residual's dtype before the norm. Rounding "hf" rounds norm(h) to the dtype of h, without a
     residual the input's; and, with a weight, the activation's argument to the promoted dtype of that and the weight's.
-    A gate goes with no other stage and multiplies after its activation: the input if `gate_first`, else the result. If
-    `grouped`, weight, bias and residual_gate, of one shape, broadcast to the input (core/groups.py).
+    A gate goes with no other stage: its activation multiplies the input if `gate_first`, else the result. If `grouped`,
+    weight, bias and residual_gate broadcast to the input (core/groups.py).
     """
     s = Given(*stages)
     shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias, s.residual_gate)
@@ -155,7 +155,7 @@ def pytorch_row_norm(
 ) -> Tensor:
     """PyTorch's call, for integers, complex numbers, other layouts, subclasses and its errors.
 
-    `apart` gives weight and bias calls of their own.
+    `apart` gives weight and bias their own calls.
     """
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
@@ -169,6 +169,6 @@ def pytorch_row_norm(
     else:
         y = torch.nn.functional.rms_norm(input, shape, weight, eps)
         if bias is not None and list(bias.shape) != shape:
-            torch.nn.functional.layer_norm(input, shape, None, bias)  # raises, because rms_norm has no error for a bias
+            torch.nn.functional.layer_norm(input, shape, None, bias)  # rms_norm has no error for a bias
         y = y if bias is None else y + bias
     return y if out_dtype is None else y.to(out_dtype)

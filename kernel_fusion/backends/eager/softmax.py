@@ -1,4 +1,4 @@
-"""Softmax of a scaled and masked input."""
+"""Softmax, scaled and masked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * input + mask); the mask is boolean (True = keep) or additive, and broadcasts.
+    """softmax(scale * input + mask); the mask is boolean (True = keep) or additive.
 
-    `causal` keeps columns j <= i of row i. With a mask or `causal`, a row of -inf gives zeros, and masked elements are
-    0 even beside NaN, which `torch.softmax` spreads.
+    `causal` keeps columns j <= i of row i. Where something is left out, a row of -inf gives zeros, and masked elements
+    are 0 even beside NaN, which `torch.softmax` spreads.
     """
     if mask is not None:
         checks.mask("softmax", mask)
@@ -41,5 +41,5 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 def causal_mask(scores: Tensor) -> Tensor:
-    """True for column j <= row i of `scores`."""
+    """True for column j <= row i."""
     return scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()

@@ -383,7 +383,7 @@ class Device:
 
 @lru_cache
 def device_of(device: torch.device) -> Device:
-    """The device's properties; for the interpreter a small device's."""
+    """The device's properties; the interpreter's are a small device's."""
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:

@@ -63,7 +63,6 @@ struct relu_squared {
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(2) * relu::value<M>(x); }
 };
 
-// x for x > 0, else x / 100
 struct leaky_relu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return M::where_gt(x, M::of(0), x, M::of(0.01) * x);
@@ -108,7 +107,6 @@ struct gelu_tanh {
   }
 };
 
-// x sigmoid(1.702 x)
 struct quick_gelu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(M::of(1.702) * x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -117,7 +115,6 @@ struct quick_gelu {
   }
 };
 
-// x sigmoid(x)
 struct silu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -171,7 +168,6 @@ struct softplus {
   }
 };
 
-// x min(max(x + 3, 0), 6) / 6
 struct hardswish {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     const auto ramp = M::where_gt(M::of(-3), x, M::of(0), M::where_gt(x, M::of(3), M::of(6), x + M::of(3)));
@@ -182,7 +178,6 @@ struct hardswish {
   }
 };
 
-// x for x > 0, else e^x - 1
 struct elu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_gt(x, M::of(0), x, M::expm1(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {

@@ -37,7 +37,7 @@ template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Mul
 
 KF_INLINE unsigned exchange_halves(unsigned word) { return word << 16 | word >> 16; }
 
-// For elements 8 * block ... 8 * block + 7.
+// The bits of elements 8 * block ... 8 * block + 7.
 KF_INLINE RandomBits random_bits(unsigned long long seed, unsigned long long block) {
   RandomBits r{{static_cast<unsigned>(block), static_cast<unsigned>(block >> 32), static_cast<unsigned>(seed),
                 static_cast<unsigned>(seed >> 32)}};

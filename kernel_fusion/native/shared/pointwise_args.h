@@ -27,8 +27,8 @@ KF_INLINE unsigned divide(unsigned n, const FastDivisor& by) {
 struct PointwiseArgs {
   static constexpr int kDims = 16;
   void* data[kOperands];  // y or da; db, or written bits; dy; a, or bits; b
-  long long size;         // elements
-  long long position;     // of offset 0, for dropout
+  long long size;
+  long long position;  // of offset 0, for dropout
   const void* seed;
   double scale;
   unsigned dropout_last;              // the last random bits that drop

@@ -1,4 +1,4 @@
-// The row-norm kernels' arguments: plain data for NVRTC, C++ and backends/cuda/python_launch.py.
+// The row-norm kernels' arguments: plain data, which backends/cuda/python_launch.py reads too.
 #pragma once
 
 namespace kf {
@@ -11,8 +11,7 @@ struct RowLayout {
   long long stride[3];
 };
 
-// Rows that share parameters: sample s of group g, first + blockIdx.y, is row s * step + g * inner; its parameters
-// begin at g * pitch.
+// Sample s of group g, first + blockIdx.y, is row s * step + g * inner; its parameters begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
@@ -43,11 +42,11 @@ struct RowNormFwdArgs {
   RowLayout residual_rows;
   unsigned dropout_last;  // the last random bits that drop
   double dropout_scale;
-  RowGroups groups;  // `rows` counts samples
+  RowGroups groups;  // samples
   const void* gate;  // of the residual
 };
 
-// dx and dresidual, and partial rows of dweight and dbias, one for each block or cluster.
+// dx and dresidual, and a block's or cluster's partial rows of dweight and dbias.
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h
@@ -63,7 +62,7 @@ struct RowNormBwdArgs {
   RowLayout dy_rows;
   double weight_offset;
 
-  const void* bias;   // for the activation's argument
+  const void* bias;
   const void* dh;     // h's gradient, contiguous
   const void* pre_x;  // a row's gate; or x, with residual and pre-activation or gate
   void* dresidual;    // or the gate's gradient

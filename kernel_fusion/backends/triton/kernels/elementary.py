@@ -106,7 +106,7 @@ def quotient(a, b, reciprocal):
 def reciprocal_sqrt(x):
     """1 / sqrt(x); in float32 an approximation and a Newton step, to one ulp.
 
-    The correctly rounded one is a call, which saves registers.
+    The correctly rounded one is a call, around which registers must be saved.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)
