@@ -1,4 +1,4 @@
-"""The activations that eager computes and tests compare with.
+"""The activations' definitions.
 
 Structs of these names and order are in native/shared/activations.h.
 """

@@ -220,7 +220,7 @@ def _us() -> set[int]:
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether the group has no other member, as many default groups."""
+    """Whether the group has no other member."""
     import grp
     import pwd
 

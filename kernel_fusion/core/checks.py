@@ -260,12 +260,12 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
     """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
 
-    It runs after a failure, so success costs nothing, and keeps the error's type.
+    It runs after a failure, whose type it keeps.
 
     Args:
         tensors: by argument name, or None.
         broadcast: whether their shapes must.
-        others: numbers, shapes and dtypes, by the names of `_KINDS`.
+        others: by the names of `_KINDS`.
     """
     if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
         return  # not about an argument, or PyTorch's text names it

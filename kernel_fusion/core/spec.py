@@ -24,7 +24,6 @@ _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _BY_PRECISION = ("bf16", "f16", "f32", "f64")
 
-# Kinds of fields.
 _PYTORCH = ("Half", "BFloat16", "Float", "Double", "Bool", "Bit")
 _DTYPES = Names("Dtype", (*DTYPES, BOOLEAN, BITS), enumerators=_PYTORCH, optional=True)
 Dtype = Annotated[str, _DTYPES]
@@ -40,8 +39,8 @@ Row = Annotated[str, _DTYPES, "row"]
 # A tensor of the weight's shape.
 Vector = Annotated[str, _DTYPES, "vector"]
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
-# How an operand meets a vector: in order; by rows that are contiguous, repeat one element or have a stride; or each
-# element looked up, which only plans say.
+# An operand is read in order; by rows that are contiguous, repeat an element or have a stride; or element by element,
+# which only plans say.
 Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
 # The terms of a sum.
 Map = Annotated[str, Names("Map", ("square", "abs", "none"))]
@@ -69,7 +68,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Stages:
-    """The stages around a norm; core/stages.py derives arguments from this list.
+    """The stages around a norm.
 
     Attributes:
         gate: a factor, whose gradient is computed as the other row's.
@@ -234,7 +233,6 @@ class PointwiseSpec:
     """y = dropout(scale * f(a, b)), or its gradients.
 
     Attributes:
-        combine, activation: define f.
         a, b: dtypes. Backward's a may be `BITS` of the slope, its b the row that da is summed to.
         da, db: dtypes, if wanted.
         bits: whether forward writes them.

@@ -1,7 +1,4 @@
-"""Operators' arguments for `Stages`. A name, flag or row is one argument, dropout is two.
-
-backends/cuda/headers.py writes the C++ half.
-"""
+"""Operators' arguments for `Stages`. A name, flag or row is one argument, dropout is two."""
 
 from __future__ import annotations
 

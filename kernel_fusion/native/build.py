@@ -1,8 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
 The library has the CPU kernels for this machine's best instruction set; one built ahead has all. An atomic rename
-stores it, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and a killed builder's
-lock file blocks it forever.
+stores it, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks
+forever after a killed build.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A build's tools: turns among processes, a private folder, parallel compilers.
 
-The system releases `flock` with its process. The first call may come at shutdown, so there are no threads.
+The system releases `flock` with its process. The first call may come at shutdown, so no threads start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class _Clock:
-    """Seconds since a start, and when to report them."""
+    """Seconds since a start, and when to report."""
 
     def __init__(self) -> None:
         self.start = self.said = time.monotonic()
@@ -179,7 +179,7 @@ def num_cores() -> int:
 
 
 def _head(errors: Path) -> str:
-    """The first lines; later ones mostly repeat them."""
+    """The first lines, which later ones mostly repeat."""
     return "\n".join(errors.read_text("utf-8", errors="replace").splitlines()[:20])
 
 

@@ -11,11 +11,7 @@ from kernel_fusion.native.forks import no_fork
 
 
 def open_extension() -> ctypes.CDLL:
-    """The extension, built if necessary.
-
-    Raises:
-        BuildError: it cannot be built or opened.
-    """
+    """The extension, built if necessary, or BuildError."""
     with no_fork:
         from kernel_fusion.native import build  # it needs POSIX
 

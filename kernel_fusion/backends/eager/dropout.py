@@ -27,7 +27,7 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
-    """For elements 0 ... count - 1, as int64."""
+    """Elements 0 ... count - 1, as int64."""
     blocks = torch.arange(-(-count // 8), device=seed.device)
     words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
     for number in range(_ROUNDS):

@@ -27,7 +27,7 @@ def pointwise(
 ) -> Tensor:
     """The definition. Absent, `b` and `seed` are None."""
     if a.dim() == 0 and (b is None or (b.dim() == 0 and b.device == a.device)):
-        # torch.func.jvp would widen the tangent of a 0-d tensor that meets a Python float.
+        # torch.func.jvp would widen the tangent of a 0-d tensor that meets a float.
         chain = combine, activation, scale, dropout_p, seed
         return pointwise(a[None], None if b is None else b[None], *chain)[0]
     dtype = a.dtype if b is None else _promoted(a, b)

@@ -22,6 +22,6 @@ def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: t
     reduction, result = _KINDS[kind], dtype or input.dtype
     if input.dtype not in FLOATING or result not in FLOATING:
         not_float8("reduce", input.dtype, result)
-        return reduction(input, dim, keepdim, dtype)  # or its error
+        return reduction(input, dim, keepdim, dtype)
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else result)
     return reduction(input.to(wide), dim, keepdim, None).to(result)

@@ -20,7 +20,7 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     if mask is not None:
         checks.mask("softmax", mask)
     if input.dtype not in checks.FLOATING:
-        return torch.softmax(input, -1)  # or its error
+        return torch.softmax(input, -1)
     logits = input.to(compute_dtype(input.dtype)) * scale
     left_out: list[Tensor] = []
     if mask is not None and mask.dtype == torch.bool:

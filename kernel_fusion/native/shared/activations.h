@@ -131,7 +131,6 @@ struct tanh {
   }
 };
 
-// 1 / (1 + exp(-x))
 struct sigmoid {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return sigmoid_of<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -158,7 +157,6 @@ struct mish {
   }
 };
 
-// log(1 + e^x), and x itself from 20 on
 struct softplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return M::where_gt(x, M::of(20), x, M::log1p(M::exp(x)));

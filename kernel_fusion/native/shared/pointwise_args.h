@@ -1,4 +1,4 @@
-// The pointwise kernels' arguments: plain data.
+// The pointwise kernels' arguments.
 #pragma once
 
 #include "shared/inline.h"

@@ -1,4 +1,4 @@
-// Reductions' and softmax's arguments: plain data.
+// Reductions' and softmax's arguments.
 #pragma once
 
 #include "shared/row_norm_args.h"

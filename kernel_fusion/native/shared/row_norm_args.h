@@ -1,4 +1,4 @@
-// The row-norm kernels' arguments: plain data, which backends/cuda/python_launch.py reads too.
+// The row-norm kernels' arguments, which backends/cuda/python_launch.py reads too.
 #pragma once
 
 namespace kf {
@@ -46,7 +46,7 @@ struct RowNormFwdArgs {
   const void* gate;  // of the residual
 };
 
-// dx and dresidual, and a block's or cluster's partial rows of dweight and dbias.
+// dx and dresidual, and a block's or cluster's partial rows.
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h
