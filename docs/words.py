@@ -35,22 +35,6 @@ FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|pragma:|namespace)[^#\n]
 # Docstrings with an example, and public ones of these rooms, are the reference, which has the length that it needs.
 PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 
-# Rooms above the bar: definitions, fields and constants, each with its meaning, and little code between them. A number
-# here only goes down.
-ABOVE = {
-    "kernel_fusion/backends/cuda": 175,
-    "kernel_fusion/backends/eager": 215,
-    "kernel_fusion/backends/triton": 160,
-    "kernel_fusion/backends/triton/kernels": 170,
-    "kernel_fusion/core": 220,
-    "kernel_fusion/distributed": 160,
-    "kernel_fusion/native": 195,
-    "kernel_fusion/native/extension/cpu": 175,
-    "kernel_fusion/native/kernels": 175,
-    "kernel_fusion/native/shared": 205,
-    "kernel_fusion/operators": 180,
-}
-
 DIALECT = {
     r"(?:^|(?<=[.!?] ))(?:Of|What|By) (?![^.!?]*\?)": "begins with a headless Of, What or By",
     r"\bbut for\b": "say 'except'",
@@ -149,8 +133,7 @@ def main(everything: bool) -> int:
         count = density(files, room in PUBLIC)
         if everything:
             print(f"{room:44} {count:4} words of comments per 100 lines")
-        bar = ABOVE.get(room, COMMENTS)
-        over += [f"{room}: {count} words of comments per 100 lines, at most {bar}"] if count > bar else []
+        over += [f"{room}: {count} words of comments per 100 lines, at most {COMMENTS}"] if count > COMMENTS else []
     if everything:
         print(f"{'docs, without reference':32} {manual:6} words")
     print("\n".join(over))
