@@ -89,7 +89,7 @@ def num_scales(cols: int, block: int) -> int:
 
 
 def empty_scales(like: Tensor, block: int) -> Tensor:
-    """For the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
+    """Memory for the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
     leading: Sequence[int] = like.shape[:-1]
     if not block:
         return like.new_empty((*leading, 1), dtype=torch.float32)

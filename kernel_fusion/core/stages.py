@@ -117,7 +117,7 @@ def around(compiled: Mapping[str, Any]) -> bool:
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """With tensors in this dtype."""
+    """`given`, its tensors in this dtype."""
     rows = {name: getattr(given, name) for name in (*ROWS, *VECTORS)}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed

@@ -125,7 +125,7 @@ def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **o
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """By the tables, else by `keeps`; groups of columns never do."""
+    """The tables say, else `keeps`; groups of columns never wait."""
     if facts.spec.grouped or not facts.tuned("keeps_pace", keeps):
         return None
     return Pace(*facts.tuned("pace", (8, 15)))

@@ -147,7 +147,7 @@ def _direct(facts: Facts, planned_bytes: int) -> Plan:
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
-    # As a factor and for its gradient.
+    # It is a factor and has a gradient.
     beside = 2 * ITEMSIZE[spec.beside] if spec.beside else 0
     beside += ITEMSIZE[spec.x] if spec.dgate else 0
     held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)

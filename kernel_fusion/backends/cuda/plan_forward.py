@@ -109,7 +109,7 @@ def _streamed(facts: Facts) -> Plan | None:
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:
-    """For a row that one block reads twice."""
+    """The tree of a row that one block reads twice."""
     slots = ceil_div(facts.spec.cols, 32 * tree.vec)
     each = ceil_div(slots, MAX_BLOCK_WARPS if facts.itemsize == 2 else 2 * MAX_BLOCK_WARPS)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)

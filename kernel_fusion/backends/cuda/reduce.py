@@ -105,7 +105,7 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
 
 
 def _block_threads(capacity: int) -> int:
-    """Of a block that sums up a row: four to eight vectors each."""
+    """A block that sums up a row: four to eight vectors per thread."""
     return 128 if capacity <= 512 else 256 if capacity <= 2048 else 512
 
 

@@ -65,7 +65,7 @@ class Facts:
         return other
 
     def of(self, tree: Tree) -> Facts:
-        """With those of a row's tree."""
+        """These facts and those of a row's tree."""
         chunk = 32 * tree.warps * self.vec
         covers = tree.covers(self.spec.cols)
         other = self.also(

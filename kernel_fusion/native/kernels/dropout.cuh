@@ -28,7 +28,7 @@ struct Dropper {
     }
   }
 
-  // At any position.
+  // One element at any position.
   template <class A> __device__ A drop(unsigned long long position, A v) const {
     A one[1] = {v};
     drop_neighbours(position, one);

@@ -70,7 +70,7 @@ __device__ typename S::Acc incoming(typename S::Acc dy, typename S::Acc xhat, ty
   }
 }
 
-// For a vector of x.
+// The same for a vector, from x.
 template <class S, int kVec, class A>
 __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], const A (&weight)[kVec], const A (&bias)[kVec],
                            A (&dy)[kVec]) {
@@ -129,7 +129,7 @@ template <class S> struct Outgoing {
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
         dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
 
-  // Of a last factor's row, from dy * (xhat * weight + bias).
+  // A last factor's row's gradient, from dy * (xhat * weight + bias).
   __device__ void last_factor(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
                               const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (kFactorLast<S> && S::kDResidual) {
@@ -140,7 +140,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // Of a first factor's row, from du * x; and dx, du times the factor.
+  // A first factor's row's gradient, from du * x; and dx, du times the factor.
   __device__ void first_factor(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (S::kDResidual) {
       A dfactor[kVec];

@@ -30,7 +30,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
-  // By every thread before get(). Threads with `writes` fill shared memory; then all must meet.
+  // Every thread calls this before get(). Threads with `writes` fill shared memory; then all must meet.
   __device__ void keep(bool writes = false) {
     if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll

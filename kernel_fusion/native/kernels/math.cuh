@@ -153,7 +153,7 @@ using SingleMath = SingleMathOn<Hardware>;
 using RoughMath = RoughMathOn<Hardware>;
 using RoughestMath = RoughestMathOn<Hardware>;
 
-// For a result computed in A and rounded to T.
+// The policy for a result computed in A and rounded to T.
 struct bf16;
 template <class A, class T> struct MathFor {
   using type = Math<A>;

@@ -14,7 +14,7 @@ struct Offsets {
   unsigned of[kOperands];
 };
 
-// Of element i in every operand, in elements; unused ones cost nothing.
+// Element i's offset in every operand, in elements; unused ones cost nothing.
 template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
   Offsets offsets{};
 #pragma unroll

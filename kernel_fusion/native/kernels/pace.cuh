@@ -30,7 +30,7 @@ template <class S> struct Pace {
   Shared& shared;
   unsigned coming;  // pace_word, read a step early
 
-  // By one thread per group before about `steps` steps, most in the first group.
+  // One thread per group calls this before about `steps` steps, most in the first group.
   __device__ void init(int group, i64 steps) {
     const bool on = steps >= S::kPaceLeast;
     shared.groups[group].on = on;

@@ -50,7 +50,7 @@ template <class S> struct Stretch {
   }
 };
 
-// Over kLanes lanes, in every lane of the first warp.
+// The sum over kLanes lanes, in every lane of the first warp.
 template <class S, class A> __device__ A sum_threads(A v) {
   constexpr int kWarps = S::kLanes / 32;
   v = sum_lanes<(S::kLanes < 32 ? S::kLanes : 32)>(v);

@@ -11,7 +11,7 @@
 
 namespace kf {
 
-// To its block's partial row. Several groups add theirs up in shared memory, in order.
+// Writes a thread's sums to its block's partial row. Several groups add theirs up in shared memory, in order.
 template <class S, class Stream, int kVectors>
 __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group,
                            float (&sums)[kColumnSums<S>][kVectors][S::kVec], char* shared) {

@@ -193,7 +193,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // the combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
-      // As a condition of the loop it would make backward of long rows much slower.
+      // In the loop's condition it would make backward of long rows much slower.
       if (member != 0) return;
       for (int s = 0; s < kSlots && first + s * step < rows; ++s) fill(first + s * step, s);
     }

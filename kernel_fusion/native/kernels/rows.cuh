@@ -17,13 +17,13 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
          row % layout.inner * layout.stride[2];
 }
 
-// Of this block's group of `each` things; 0 without groups.
+// Where this block's group of `each` things begins; 0 without groups.
 template <class S, class Args> __device__ i64 group_offset(const Args& args, i64 each) {
   if constexpr (S::kGrouped) return (args.groups.first + blockIdx.y) * each;
   else return 0;
 }
 
-// Of this block's group.
+// The row of a sample of this block's group.
 template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i64 sample) {
   if constexpr (S::kGrouped) return sample * args.groups.step + group_offset<S>(args, args.groups.inner);
   else return sample;
@@ -35,7 +35,7 @@ template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(con
   else return {};
 }
 
-// Of this block's group.
+// The weight of this block's group; likewise bias and gate.
 template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
   const auto* p = static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
   return load_row<S, S::kAlignWeight>(p, col);

@@ -81,7 +81,7 @@ template <class S> struct Logits {
 
   // The number subtracted: nothing if all are -inf.
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
-  // Of the exponentials; a fully masked row has only zeros.
+  // The exponentials' divisor; a fully masked row has only zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
   // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0.

@@ -25,7 +25,7 @@ __device__ inline bool is_negative_zero(double v) { return __double_as_longlong(
 __device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 
-// In float by a product, in double exactly, because nothing hides its errors.
+// Divides a row: in float by a product, in double exactly, because nothing hides its errors.
 template <class A> struct Divisor;
 template <> struct Divisor<float> {
   float inverse;
@@ -38,7 +38,7 @@ template <> struct Divisor<double> {
   __device__ double operator()(double v) const { return v / by; }
 };
 
-// Over a row's threads, for each. `slots` in shared memory has one per warp.
+// Combines a row's threads, for each of them. `slots` in shared memory has one per warp.
 template <int kLanes, class A, class Combine> __device__ A combine_threads(A v, A* slots, Combine&& combine) {
   constexpr int kWarps = kLanes / 32;
 #pragma unroll

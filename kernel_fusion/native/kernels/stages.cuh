@@ -103,7 +103,7 @@ template <class S> struct Roundings {
     else return v;
   }
 
-  // For a vector, by pairs.
+  // The same for a vector, by pairs.
   template <int kVec> static __device__ void all(A (&v)[kVec]) { widen_pack(narrow_pack<Normalized>(v), v); }
 };
 

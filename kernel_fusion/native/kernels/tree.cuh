@@ -178,7 +178,7 @@ template <class S> struct Exchange {
     }
   }
 
-  // Of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
+  // The sum of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
   template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
@@ -191,7 +191,7 @@ template <class S> struct Exchange {
     return sum_lanes<kPadded / kEach>(v[0]);
   }
 
-  // Over all pairs; RMSNorm needs only the second. With few warps every lane adds up all, without shuffles. With 16,
+  // Both sums over all pairs; RMSNorm needs only the second. With few warps every lane adds up all, without shuffles. With 16,
   // even lanes take the first of each pair and odd lanes the second. With more, lanes share them, one sum after the
   // other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {

@@ -87,7 +87,7 @@ template <> struct Word<16> {
 template <int kAlign, class T, int kVec>
 inline constexpr int kPieceBytes = static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
 
-// From p, aligned to kAlign bytes, in the widest pieces. Unaligned fp16 and bf16 come as the aligned words that hold
+// Loads from p, aligned to kAlign bytes, in the widest pieces. Unaligned fp16 and bf16 come as the aligned words that hold
 // them, shifted: 2 bytes cost as much as 4. kLast: caches may drop them.
 template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, kVec> load(const T* p) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>, kWords = sizeof(Pack<T, kVec>) / 4;
@@ -164,7 +164,7 @@ __device__ inline void store_word(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// To global memory, whole if aligned as a vector, else in pieces. kLast: caches may drop it first.
+// Stores whole vectors if aligned as a vector, else in pieces. kLast: caches may drop it first.
 template <int kAlign, bool kLast = false, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
   using W = typename Word<kPiece>::type;

@@ -36,14 +36,14 @@ if INTERPRETED:
 
     @triton.jit
     def expm1(x):
-        """By Kahan's quotient, where the rounding of e^x cancels."""
+        """e^x - 1, by Kahan's quotient, where the rounding of e^x cancels."""
         u = tl.exp(x)
         quotient = (u - 1.0) * (x / tl.log(u))
         return tl.where(u == 1.0, x, tl.where(tl.abs(x) > 40.0, u - 1.0, quotient))
 
     @triton.jit
     def log1p(x):
-        """By the same quotient."""
+        """log(1 + x), by the same quotient."""
         u = 1.0 + x
         return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 

@@ -365,7 +365,7 @@ def rotary_bwd(
                 b2 += d2
                 if C.rest > 0:
                     b3 += d3
-    # Of the query's weight, one per program, then of the key's.
+    # The query's weight's, one per program, then the key's.
     if C.dweight:
         _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
     if C.dkey_weight:

@@ -34,7 +34,7 @@ template <class F> inline void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// For types whose accumulator is A.
+// The same for types whose accumulator is A.
 template <class A, class F> inline void with_type_of(Dtype dtype, F&& f) {
   with_type(dtype, [&](auto* type) {
     if constexpr (std::is_same_v<AccOf<std::remove_pointer_t<decltype(type)>>, A>) f(type);

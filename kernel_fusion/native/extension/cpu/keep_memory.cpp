@@ -78,5 +78,5 @@ void keep_memory(int64_t largest) {
 }  // namespace
 }  // namespace kf
 
-// For ctypes. Larger blocks are new each time. Negative: PyTorch's allocator.
+// Called from Python through ctypes. Larger blocks are new each time. Negative: PyTorch's allocator.
 extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }

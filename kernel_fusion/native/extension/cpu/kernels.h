@@ -9,7 +9,7 @@
 
 namespace kf {
 
-// In elements, as in kernels/rows.cuh.
+// A row's offset in elements, as in kernels/rows.cuh.
 inline int64_t row_offset(const RowLayout& l, int64_t row) {
   if (row < l.inner) return row * l.stride[2];  // spares contiguous tensors the divisions
   const int64_t outer = row / l.inner;
@@ -108,7 +108,7 @@ struct StageRow {
   Dtype type;
 };
 
-// As in extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
+// The stages around the norm, as in extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the activation's argument are rounded to

@@ -64,7 +64,7 @@ template <class A> KF_INLINE StretchMoments deviations_from(A center, const std:
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
-// In two passes. Inlined, it would push neighbouring loops' sums to memory.
+// The moments around the mean, in two passes. Inlined, it would push neighbouring loops' sums to memory.
 template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));

@@ -11,7 +11,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// As arithmetic makes it, for `interleaved_bits`.
+// A NaN as arithmetic makes it, for `interleaved_bits`.
 template <class A> inline Vectorized<A> plain_nan(const Vectorized<A>& v) {
   return Vectorized<A>::blendv(v, Vectorized<A>(std::numeric_limits<A>::quiet_NaN()), v != v);
 }

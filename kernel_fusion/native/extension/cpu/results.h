@@ -27,7 +27,7 @@ template <class T> struct Results {
   KF_INLINE void put(int64_t i, const Pair<A>& v, Part part) const { store_pair(static_cast<T*>(target.data) + i, v, part); }
 };
 
-// Of a type known at run time.
+// The same for a type known at run time.
 template <class A> struct AnyResults {
   Target<A> target;
   static AnyResults at(Dtype type, void* p, bool streams = false) { return {Target<A>::streamed(type, p, streams)}; }

@@ -135,7 +135,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   const std::array<A*, kRows> kept{rows[r].kept...};
   const A* bias = relus.z ? rows[0].bias : nullptr;
   const std::array<V, kRows> mean{V(rows[r].mean)...}, rstd{V(rows[r].rstd)...};
-  // For both halves of a pair in turn: registers are few.
+  // One vector for both halves of a pair in turn: registers are few.
   Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
     const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
@@ -166,7 +166,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : ahead)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : ahead)...};
     const int64_t end = std::min(stop, i + kBlock);
-    // For the second pass; the first waits for memory anyway.
+    // Fetched for the second pass; the first waits for memory anyway.
     if (rows[0].dh) (fetch(rows[r].dh + i, (end - i) * sizeof(X)), ...);
     for (; i + P::kStep <= end; i += P::kStep) {
       if (fetches) {

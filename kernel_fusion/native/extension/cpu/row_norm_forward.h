@@ -70,7 +70,7 @@ KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weig
   else write([](auto v, int64_t, auto) { return v; });
 }
 
-// With intermediate rounding (`Stages::rounds`), which doubles never have.
+// The same with intermediate rounding (`Stages::rounds`), which doubles never have.
 template <class X>
 KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight,
                                 const AccOf<X>* bias, int64_t n, AnyResults<AccOf<X>> results) {

@@ -15,7 +15,7 @@ template <class A, class F> void each_chunk(int64_t cols, F&& f) {
   for (int64_t start = 0; start < cols; start += kChunk<A>) f(start, std::min(kChunk<A>, cols - start));
 }
 
-// From `start` on; what is absent stays so.
+// The rest of a row from `start` on; what is absent stays so.
 template <class A> Source<A> from(Source<A> x, int64_t start) {
   if (x.data) x.data = element(x.type, x.data, start);
   return x;

@@ -48,7 +48,7 @@ template <class A> struct Source {
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
 
  private:
-  // By value: a loop would read the type for every pair once its address is known elsewhere.
+  // It is a value: a loop would read the type for every pair once its address is known elsewhere.
   template <class T> [[gnu::noinline]] static Pair<A> load_part(Source from, int64_t i, Part part) {
     A copy[Pair<A>::kStep] = {};
     std::memcpy(copy, static_cast<const char*>(from.data) + i * size_of(from.type), part.count * size_of(from.type));

@@ -58,7 +58,7 @@ const Kernels& kernels() { return *in_use.load(std::memory_order_relaxed)->kerne
 
 }  // namespace kf::cpu
 
-// For ctypes.
+// Called from Python through ctypes.
 extern "C" __attribute__((visibility("default"))) const char* kf_cpu_variant() { return kf::cpu::in_use.load()->name; }
 
 // Makes all threads run a variant. Returns false, without effect, if the machine or the library lacks it.
