@@ -156,7 +156,7 @@ template <class S> struct Exchange {
 
   A (*slot)[2];  // shared, [kWarps][2]
 
-  // From lane 0 of the warp (of every block that needs it).
+  // Stores a warp's pair, in every block of a cluster.
   __device__ void put(int warp, int lane, A first, A second) {
     if constexpr (S::kCluster > 1) {
       if (lane < S::kCluster) {
