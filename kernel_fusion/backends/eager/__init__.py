@@ -1,6 +1,6 @@
 """The definition of every operation in plain PyTorch, by which all other backends are tested.
 
-It also runs without kernels, and is differentiated: so it composes differentiable operations.
+It is also differentiated, so it composes differentiable operations.
 """
 
 from __future__ import annotations

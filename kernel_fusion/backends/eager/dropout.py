@@ -22,7 +22,7 @@ _HALF = 16
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's generator, drawn by an operation: graphs and checkpoints handle that."""
+    """A seed from the device's generator, by an operation, which graphs and checkpoints handle."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Codes and scales of a tensor's last dimension, and their gradient."""
+"""Codes and scales of a last dimension, and their gradient."""
 
 from __future__ import annotations
 

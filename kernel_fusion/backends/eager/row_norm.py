@@ -153,7 +153,7 @@ def pytorch_row_norm(
     rms: bool,
     apart: bool = False,
 ) -> Tensor:
-    """PyTorch's call, for integers, complex numbers, other layouts, subclasses and errors.
+    """PyTorch's call, for integers, complex numbers, layouts, subclasses and errors.
 
     `apart` gives weight and bias their own calls.
     """

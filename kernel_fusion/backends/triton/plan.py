@@ -123,9 +123,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     without.
 
     Args:
-        cols: N.
-        itemsize: bytes of an element of the input.
-        warp_size: the device's.
+        cols, itemsize: N, and bytes of an element of the input.
         rms: RMSNorm, which has a weight and usually no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
@@ -168,7 +166,6 @@ def norm_backward(
     a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
-        cols, itemsize, warp_size: as for forward.
         rms: RMSNorm, with one sum per column, so longer rows can be summed.
         staged: with an activation or dropout, which take registers.
         fetched: bytes read per column of a row, weight and bias included.
@@ -319,14 +316,13 @@ class RotaryPlan:
 
 
 def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> RotaryPlan:
-    """Threads have 8 pairs each: 16 bytes of either element in 16 bits.
+    """Threads have 8 pairs each: 16 bytes of either element in fp16 and bf16.
 
     A tile has heads for at most 1024 pairs; fewer where more than an eighth of all tiles would be empty.
 
     Args:
         half, cols: rotated pairs of columns, and all columns of a head.
         heads: of query and key; 0 for no key.
-        warp_size: the device's.
     """
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
