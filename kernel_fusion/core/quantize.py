@@ -27,8 +27,7 @@ class Quantize:
         dtype: of the codes: `torch.int8` (largest code 127), `torch.float8_e4m3fn` (448) or `torch.float8_e5m2`
             (57344).
         scale: s, one float32 number on the input's device, for `per="tensor"`; None elsewhere.
-        per: what has a scale: "tensor", where it is given; "row", the last dimension; or 128, so many neighbouring
-            columns.
+        per: what has a scale: "tensor", where it is given; "row", the last dimension; or 128 neighbouring columns.
         unquantized: whether the result holds v too, through which gradients pass.
 
     Raises:

@@ -216,7 +216,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
-  // Loads issued after so many rows arrive after them, so parameters go first.
+  // Parameters go first: loads issued after the rows' would arrive after them.
   stream.start(args.rows, first, step, fill);
   weights.keep(group == 0);
   biases.keep(group == 0);
