@@ -31,7 +31,7 @@ REFERENCE = {
     "results.md",
 }
 COMMENTS = 150  # words of comments and docstrings per 100 lines that are not empty
-FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|pragma:|namespace)[^#\n]*")  # no words
+FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|fmt:|pragma:|namespace)[^#\n]*")  # no words
 # Docstrings with an example, and public ones of these rooms, are the reference, which has the length that it needs.
 PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 

@@ -1,7 +1,4 @@
-"""Checks of verbs' arguments for what PyTorch does not know: mixed dtypes, `weight_offset`, `out_dtype`.
-
-The eager definition runs these for calls that C++ cannot serve.
-"""
+"""Checks of verbs' arguments for what PyTorch does not know: mixed dtypes, `weight_offset`, `out_dtype`."""
 
 from __future__ import annotations
 

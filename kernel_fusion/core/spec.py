@@ -39,8 +39,8 @@ Row = Annotated[str, _DTYPES, "row"]
 # A tensor of the weight's shape.
 Vector = Annotated[str, _DTYPES, "vector"]
 Combine = Annotated[str, Names("Combine", ("first", "add", "mul", "gate"))]
-# An operand is read in order; by rows that are contiguous, repeat an element or have a stride; or element by element,
-# which only plans say.
+# How an operand is read: in order; by rows that are contiguous, repeat an element or have a stride; or element by
+# element, which only plans say.
 Mode = Annotated[str, Names("Mode", ("linear", "vector", "broadcast", "strided", "gather"))]
 # The terms of a sum.
 Map = Annotated[str, Names("Map", ("square", "abs", "none"))]

@@ -67,7 +67,7 @@ def _mesh(name: str, tensors: list[Tensor]) -> DeviceMesh:
 
 
 def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Take a plain tensor as replicated if PyTorch's own operators would."""
+    """Take a plain tensor as replicated if PyTorch would."""
     if isinstance(tensor, DTensor):
         return tensor
     if tensor.numel() != 1 and not DTensor._op_dispatcher._allow_implicit_replication:

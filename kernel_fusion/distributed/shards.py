@@ -29,7 +29,7 @@ class Part:
     pieces: int = 1
 
     def placement(self, dim: int) -> Placement:
-        """The placement of a tensor whose dimension `dim` is the axis."""
+        """A tensor's placement whose dimension `dim` is the axis."""
         return Shard(dim) if self.pieces == 1 else _StridedShard(dim, split_factor=self.pieces)
 
 
@@ -58,7 +58,7 @@ class Shards:
         return cls(mesh, tuple(map(part, range(mesh.ndim))))
 
     def placements(self, axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
-        """The placements of a tensor of these axes: `otherwise` for those that it lacks."""
+        """A tensor's placements by its axes: `otherwise` for those that it lacks."""
         return tuple(
             Replicate() if part is None else part.placement(axes.index(part.axis)) if part.axis in axes else otherwise
             for part in self.parts

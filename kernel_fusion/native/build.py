@@ -66,7 +66,7 @@ def cpu_variants() -> list[str]:
 
 
 def _own_variants() -> list[str]:
-    """This process's variant, as in extension/cpu/variant.cpp."""
+    """This process's, as in extension/cpu/variant.cpp."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 

@@ -135,7 +135,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
 
     Raises:
         BuildError: one failed; the message has its first words.
-        OSError: one cannot be started.
+        OSError: one cannot start.
     """
     waiting, clock = list(enumerate(commands)), _Clock()
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -172,7 +172,7 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
 
 
 def num_cores() -> int:
-    """This process's cores; at least two, because compilers wait for files."""
+    """At least two, because compilers wait for files."""
     with suppress(AttributeError):  # not on macOS
         return max(2, len(os.sched_getaffinity(0)))
     return max(2, os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-// Bulk copies from global to shared memory, without registers, and the mbarriers that count them. sm_90 and newer.
+// Bulk copies from global to shared memory, and the mbarriers that count them. sm_90 and newer.
 #pragma once
 
 #include "types.cuh"

@@ -4,8 +4,8 @@
 // A thread holds kBatch vectors at a time in the first reading and kBatchAgain in the second, so it needs few
 // registers. Several blocks then share a multiprocessor, and while one waits, others read or write. Memory: one read of
 // x from memory and one from the caches, one write of y. The second reading and y are marked as last use, so that they
-// do not evict rows still to be read again. With a residual h is read again, by the thread that wrote it; otherwise x
-// goes through its stages again.
+// evict no rows still to be read again. With a residual h is read again, by the thread that wrote it; otherwise x goes
+// through its stages again.
 #pragma once
 
 #include "row_norm_fwd.cuh"

@@ -2,8 +2,8 @@
 // back. In place, such rows take an instruction per element and touch 32-byte sectors that neighbours share.
 //
 // The grid says how many rows a block has, up to kRows, and a lane group takes some in turn. y replaces x if it is as
-// wide. Formulas and tree are row_norm_fwd.cuh's. With kAhead a lane keeps its columns' weight and bias in registers.
-// Memory: one read of x, one write of y.
+// wide. Formulas and tree are row_norm_fwd.cuh's. With kAhead a lane keeps its columns' weight and bias. Memory: one
+// read of x, one write of y.
 #pragma once
 
 #include "row_norm_fwd.cuh"
