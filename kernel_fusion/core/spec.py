@@ -30,7 +30,7 @@ Dtype = Annotated[str, _DTYPES]
 Activation = Annotated[str, Names(None, tuple(CODES))]
 _Direction = Literal["inference", "forward", "backward", "backward_weight"]
 Direction = Annotated[_Direction, Names("Direction", get_args(_Direction))]
-# "hf", as in Hugging Face's norms: n to its own dtype, its product with the weight to the promoted one.
+# "hf" rounds as Hugging Face's norms: n to its own dtype, its product with the weight to the promoted one.
 ROUNDINGS = ("once", "hf")
 Rounding = Annotated[str, Names("Rounding", ROUNDINGS)]
 Dropout = Annotated[bool, bool, "dropout"]
@@ -114,7 +114,7 @@ ROWS = tuple(name for name, mark in marks(Stages).items() if mark == "row")
 VECTORS = tuple(name for name, mark in marks(Stages).items() if mark == "vector")
 # Stages after norm(x) * weight + bias, and an option that moves one to x.
 FOLLOWING: dict[str, str | None] = {"activation": None, "gate": "gate_first"}
-# A row without residual or stages, except these and its options.
+# A row that goes with no residual and no stage, except these and its options.
 ALONE = {"gate": ("rounding", "grouped")}
 # Verbs' prefixes.
 VERBS = {"residual": "add_", "gate": "gated_"}

@@ -1,4 +1,4 @@
-// The CPU kernels as operators call them, and files under this folder: compiled once per instruction set. A null
+// The CPU kernels as operators call them; they and the headers here are compiled once per instruction set. A null
 // pointer stands for what is absent or not wanted; `streams` sends results past the caches.
 #pragma once
 
@@ -35,7 +35,7 @@ struct Parameter {
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
 
-// Columns at a time, whose data stay in the L1 cache.
+// The columns taken at a time: their data stay in the L1 cache.
 inline constexpr int64_t kStretch = 2048;
 inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
 
@@ -43,7 +43,7 @@ inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStre
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
-// With so few short rows, the kernel prepares weight and bias.
+// With at most this many short rows the kernel itself prepares weight and bias.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
 // Weight and bias may be as given: the kernel then prepares them by stretches, or reads them as they are.
@@ -88,7 +88,7 @@ struct Backward {
   void* dgate = nullptr;     // staged kernels alone
 };
 
-// So few rows share columns. `parameter` is the weight as given; dweight and dbias are results.
+// With at most this many rows, threads share the columns. `parameter` is the weight as given; dweight and dbias are results.
 inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;

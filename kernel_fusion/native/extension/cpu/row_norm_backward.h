@@ -25,7 +25,7 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// So many elements' xhat and g are kept, so that the second pass need not convert x and dy. With x, dy, dx and the
+// The elements whose xhat and g are kept, so that the second pass need not convert x and dy. With x, dy, dx and the
 // columns' data they fit the L1 cache.
 constexpr int64_t kKept = 2048;
 
