@@ -81,7 +81,7 @@ struct Backward {
   bool rms;
   Dtype x_type, dy_type;
   bool streams;
-  bool is_far;               // from memory, or nearly filling a cache
+  bool is_far;               // rows come from memory, or nearly fill a cache
   double* totals = nullptr;  // the column sums in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
   bool restores = true;      // dweight and dbias of bare bf16 rows leave `Interleaved`'s order
