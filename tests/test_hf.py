@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
 import torch
 from support import CPU, python
@@ -25,7 +26,6 @@ from transformers.utils import import_utils
 
 import kernel_fusion as kf
 
-kernels = pytest.importorskip("kernels")
 # `kernels` warns about layers that are in no mapping.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*No kernel mapping found for layer:UserWarning")
 
@@ -131,8 +131,6 @@ def test_activations(name: str) -> None:
     """Activation modules of transformers run our kernel."""
     entry = ACT2CLS[name]
     layer = entry[0](**entry[1]) if isinstance(entry, tuple) else entry()
-    if not hasattr(type(layer), "kernel_layer_name"):
-        pytest.skip(f"{type(layer).__name__} of this transformers is not open to kernels")
     x = torch.randn(64, 64)
     theirs = layer(x)
     kf.hf.kernelize(nn.ModuleList([layer]), device="cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import python
 from torch import nn
 
@@ -15,7 +16,6 @@ import kernel_fusion as kf
 from kernel_fusion.bench import model_coverage, model_table, tiny_models, tiny_others
 from kernel_fusion.bench.tiny_models import Architecture
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these libraries there are many, about their own futures
 
 MODELS = {model.name: model for model in (*tiny_models.architectures(), *tiny_others.architectures())}
@@ -67,7 +67,6 @@ def test_a_model_passes_every_check(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.library == "diffusers"])
 def test_a_diffusion_model_passes_every_check(name: str) -> None:
     """Patched, it computes the same in fp32 and bf16, saves and loads."""
-    pytest.importorskip("diffusers")
     outcome = model_coverage.examine(MODELS[name])
     assert outcome.not_made is None
     assert outcome.agrees, outcome.checks
@@ -150,7 +149,8 @@ def test_initialisation_finds_its_norms(name: str) -> None:
 @pytest.mark.parametrize("first", ["patch", "offload"])
 def test_offloaded_weights_come_back_for_each_call(first: str) -> None:
     """accelerate keeps weights elsewhere between calls: nothing reads the weight of a submodule from outside."""
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     model = made("LlamaForCausalLM")
     tokens = inputs("LlamaForCausalLM", model)
     with torch.no_grad():
@@ -167,7 +167,8 @@ def test_offloaded_weights_come_back_for_each_call(first: str) -> None:
 @pytest.mark.parametrize("first", ["patch", "lora"])
 def test_lora_trains_and_merges(first: str) -> None:
     """PEFT's layers are kept, before or after: gradients reach them, and merging gives the plain model."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     model = made("LlamaForCausalLM")
     tokens = inputs("LlamaForCausalLM", model)
     config = peft.LoraConfig(target_modules=["q_proj", "gate_proj"], r=4, init_lora_weights=False)

@@ -94,7 +94,6 @@ def test_a_rehearsal_ends() -> None:
 )
 def test_a_configuration_is_made_and_called(sizes: dict[str, Any], texts: list[str], tmp_path: Path) -> None:
     """A model of transformers is patched and runs, forward and backward, in little memory: layers share parameters."""
-    pytest.importorskip("transformers")
     common = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(common | {"vocab_size": 96} | sizes))
     met = "\n".join(str(spec) for spec, _ in noted(*calls_of(str(tmp_path), [torch.bfloat16])))

@@ -46,5 +46,5 @@ def settled(largest: int = _THRESHOLD) -> Iterator[None]:
 
 
 def reused() -> AbstractContextManager[None]:
-    """As `settled`, but for all sizes: repeated calls cause no faults."""
+    """`settled` for all sizes: repeated calls cause no faults."""
     return settled(sys.maxsize)

@@ -1,6 +1,6 @@
-"""The activations. Eager computes these definitions, and tests compare with them.
+"""The activations' definitions.
 
-Kernels compute the struct of the same name in native/shared/activations.h, whose order is the same.
+Structs of these names and order are in native/shared/activations.h.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _squareplus(x: Tensor) -> Tensor:
     return torch.where(negative, 2 / (torch.hypot(below, two) - below), above / 2 + torch.hypot(above, two) / 2)
 
 
-# Each keeps the dtype, is twice differentiable, and treats NaN and infinities as PyTorch does.
+# All keep the dtype, are twice differentiable, and treat NaN and infinities as PyTorch does.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
@@ -38,8 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squareplus": _squareplus,
 }
 
-# "sign" is the slope of |x|, for `mean_abs`. The last two have, at a result y of tanh or sigmoid, the slope of that:
-# backward then needs only y.
+# "sign" is the slope of |x|. The last two are slopes of tanh and sigmoid at their result, all that backward then needs.
 IDENTITY = "identity"
 _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     IDENTITY: lambda x: x,
@@ -48,10 +47,10 @@ _INTERNAL: dict[str, Callable[[Tensor], Tensor]] = {
     "from_sigmoid": lambda y: y**2 / 2 - y**3 / 3,
 }
 
-# A name's position is its code in C++; internal ones come first.
+# Positions are codes in C++.
 CODES = {name: code for code, name in enumerate([*_INTERNAL, *ACTIVATIONS])}
 
 
 def formula(name: str) -> Callable[[Tensor], Tensor]:
-    """The definition of an activation, internal ones included."""
+    """Its definition."""
     return ACTIVATIONS.get(name) or _INTERNAL[name]

@@ -1,7 +1,6 @@
-"""Checks of an operator's arguments, which need not come from a verb: exported programs and anybody may call operators.
+"""Checks of operators' arguments, which anybody may pass.
 
-They refuse what PyTorch's own operations would crash on, run out of memory with, or misread. The C++ operators check
-the same for their kernels.
+They refuse what would crash PyTorch's operations, exhaust memory, or be misread. C++ operators check the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NAMES: dict[str, Collection[str]] = {
 
 
 def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, made to serve an operator that anybody may call with anything."""
+    """`function`, safe to call with anything."""
     schema = operator._schema
     name, names = schema.name.split("::")[1], [a.name for a in schema.arguments]
 
@@ -35,7 +34,7 @@ def checked(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(operator: str, arguments: Mapping[str, Any]) -> None:
-    """Raise unless the arguments, by their schema names, make sense."""
+    """Raise unless the arguments, by schema names, make sense."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             memory(value)
@@ -44,7 +43,7 @@ def check(operator: str, arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"kernel_fusion::{operator}: `{name}` must be one of {choices}, got {value!r}")
     if "num_dims" in arguments:
         _num_dims(operator, arguments["input"], arguments["num_dims"])
-        _together(operator, arguments)  # of a norm; elsewhere a gate is no stage
+        _together(operator, arguments)  # of a norm
     if "dropout_p" in arguments:
         _dropout(operator, arguments["dropout_p"], arguments.get("seed"))
     if "combine" in arguments and (arguments["combine"] == "first") != (arguments["b"] is None):
@@ -80,10 +79,9 @@ def _dropout(operator: str, p: float, seed: Tensor | None) -> None:
 
 
 def memory(t: Tensor) -> None:
-    """Raise, in PyTorch's words, unless a plain tensor's storage holds its sizes and strides.
+    """Raise, in PyTorch's words, unless a plain tensor's storage holds it.
 
-    Libraries free and refill the storage of parameters and activations, and PyTorch's elementwise operations read it
-    anyway.
+    Libraries free and refill storages, and PyTorch's elementwise operations read them anyway.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
@@ -121,7 +119,7 @@ def one_device(operator: str, tensors: Collection[Any]) -> None:
 
 
 def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> None:
-    """Raise unless kernels can read the given tensors, on one device, and `takes` is true."""
+    """Raise unless kernels can read the tensors, on one device, and `takes` is true."""
     given = [t for t in tensors if t is not None]
     for t in given:
         memory(t)
@@ -131,15 +129,15 @@ def require(operator: str, tensors: Sequence[Tensor | None], takes: bool) -> Non
 
 
 def floating(*tensors: Tensor | None) -> bool:
-    """Whether kernels know the dtypes of the given tensors."""
+    """Whether kernels know the tensors' dtypes."""
     return all(t is None or t.dtype in checks.FLOATING for t in tensors)
 
 
 def shaped(shape: Sequence[Any], *tensors: Tensor | None) -> bool:
-    """Whether the given tensors have this shape."""
+    """Whether all have this shape."""
     return all(t is None or list(t.shape) == list(shape) for t in tensors)
 
 
 def is_seed(seed: Tensor | None) -> bool:
-    """Whether `seed` is a seed of dropout or None."""
+    """Whether `seed` is dropout's or None."""
     return seed is None or (seed.dtype == torch.int64 and list(seed.shape) == [1])

@@ -1,8 +1,7 @@
-"""A folder of compiled artefacts that can be trusted: private, atomic, and checked before use.
+"""A folder of compiled artefacts that can be trusted.
 
-An entry is a payload and a trailer with its key and SHA-256; a shared library still loads with trailing bytes. Whatever
-is damaged, of another key, or writable by others is a miss. Entries are checked and used through one file descriptor,
-because a path may change meanwhile. A failed write is a miss too.
+An entry is a payload and a trailer with its key and SHA-256; a shared library loads with trailing bytes. Whatever is
+damaged or writable by others is a miss. One descriptor checks and uses an entry, because a path may change meanwhile.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _MAGIC = b"kernel_fusion cache entry 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TRAILER_BYTES = 2 * _DIGEST_BYTES + len(_MAGIC)
 _TEMPORARY = ".tmp-"
-_STALE_S = 3600  # of older temporary files the writer is dead
+_STALE_S = 3600  # older temporary files have no writer
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def digest(*parts: str | bytes) -> str:
-    """Hexadecimal SHA-256 of the parts and their lengths."""
+    """SHA-256 of the parts and their lengths."""
     h = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -40,12 +39,12 @@ def digest(*parts: str | bytes) -> str:
 
 
 def seal(payload: bytes, key: str) -> bytes:
-    """The file content of an entry."""
+    """An entry's file content."""
     return payload + bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
 
 
 def unseal(content: bytes, key: str) -> bytes | None:
-    """The payload, or None unless `content` is a whole entry for `key`."""
+    """The payload of a whole entry, or None."""
     payload, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     expected = bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
     return payload if trailer == expected else None
@@ -53,17 +52,17 @@ def unseal(content: bytes, key: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class Cache:
-    """One kind of artefact: files `<cache_dir>/<kind>/<key><suffix>`."""
+    """Files `<cache_dir>/<kind>/<key><suffix>`."""
 
     kind: str
     suffix: str
 
     def path(self, key: str) -> Path:
-        """The path of an entry, existing or not."""
+        """An entry's path."""
         return cache_dir() / self.kind / (key + self.suffix)
 
     def read(self, key: str) -> bytes | None:
-        """The payload, or None without a trusted entry."""
+        """A trusted entry's payload, or None."""
         try:
             file, payload = self._open(key)
         except OSError:
@@ -72,7 +71,7 @@ class Cache:
         return payload
 
     def open(self, key: str) -> int | None:
-        """A descriptor of the checked entry, or None."""
+        """A trusted entry's descriptor, or None."""
         try:
             return self._open(key)[0]
         except OSError:
@@ -86,14 +85,14 @@ class Cache:
             if payload is None:
                 raise OSError(errno.EBADMSG, "it is damaged", str(path))
             with suppress(OSError):
-                os.utime(file)  # `keep` sorts by last use
+                os.utime(file)  # for `keep`
         except BaseException:
             os.close(file)
             raise
         return file, payload
 
     def write(self, key: str, payload: bytes) -> Path | None:
-        """Store `payload` atomically; returns the path, or None on failure."""
+        """Store `payload` atomically; its path, or None."""
         try:
             path = self.path(key)
             replace_file(self.folder() / path.name, seal(payload, key))
@@ -102,24 +101,20 @@ class Cache:
         return path
 
     def export(self, folder: Path, key: str, payload: bytes) -> None:
-        """Store `payload` in another cache folder, readable by all users; raises OSError."""
+        """Store `payload` in another folder, for all users; raises OSError."""
         path = folder / self.kind / (key + self.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, seal(payload, key))
         path.chmod(0o644)
 
     def folder(self) -> Path:
-        """The real path of this kind's folder, created if missing.
-
-        Raises:
-            OSError: it cannot be made, or others could change it.
-        """
+        """This kind's folder, created if missing; raises OSError if others could change it."""
         folder = cache_dir() / self.kind
         make_private_dir(folder)
         return trusted(folder)
 
     def discard(self, key: str, file: int) -> None:
-        """Close `file`, and delete the entry of `key` if it is still that file."""
+        """Close `file`, and delete the entry if it is that file."""
         with suppress(OSError):
             path = self.path(key)
             if os.path.samestat(path.stat(), os.fstat(file)):
@@ -127,7 +122,7 @@ class Cache:
         os.close(file)
 
     def entries(self) -> list[Path]:
-        """The files of this kind, unchecked."""
+        """This kind's files, unchecked."""
         try:
             paths = sorted((cache_dir() / self.kind).iterdir())
         except OSError:
@@ -140,21 +135,21 @@ class Cache:
         return sum(path.stat().st_size for path in self.entries())
 
     def keep(self, count: int) -> None:
-        """Delete all but the `count` last used entries, and what killed writers left."""
+        """Delete all but the last used entries, and killed writers' files."""
         with suppress(OSError):
             by_use = sorted(self.entries(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in (*by_use[count:], *self._left_behind(_STALE_S)):
                 path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete every entry; other files stay."""
+        """Delete every entry."""
         with suppress(OSError):
             for path in (*self.entries(), *self._left_behind(0)):
                 path.unlink(missing_ok=True)
             (cache_dir() / self.kind).rmdir()
 
     def _left_behind(self, seconds: float) -> list[Path]:
-        """Temporary files of at least this age."""
+        """Temporary files this old."""
         paths = (cache_dir() / self.kind).glob(f"{_TEMPORARY}*")
         return [path for path in paths if time.time() - path.lstat().st_mtime >= seconds]
 
@@ -164,11 +159,7 @@ CUBINS = Cache("cubin", ".cubin")
 
 
 def open_private(path: Path) -> tuple[int, bytes]:
-    """A descriptor and the content of a file that only this user or root can write.
-
-    Raises:
-        OSError: it is missing or not trusted.
-    """
+    """The descriptor and content of a file that only this user or root can write, or OSError."""
     folder = trusted(path.parent)
     file = os.open(folder / path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # never wait for a pipe
     try:
@@ -195,7 +186,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def make_private_dir(path: Path) -> None:
-    """Create `path` and its missing parents with mode 0700."""
+    """Create `path` and its parents with mode 0700."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -204,10 +195,10 @@ def make_private_dir(path: Path) -> None:
 def trusted(folder: Path) -> Path:
     """The real path of `folder`, which only this user and root can change or replace.
 
-    It is checked from the root down: nobody else can replace the contents of a folder that passed.
+    Checks go from the root down, so nobody else can replace what it holds.
 
     Raises:
-        PermissionError: others can change `folder` or the named parent.
+        PermissionError: others can change it or the named parent.
         OSError: it does not exist.
     """
     real = Path(os.path.realpath(folder, strict=True))
@@ -229,7 +220,7 @@ def _us() -> set[int]:
 
 @lru_cache
 def _is_own_group(group: int) -> bool:
-    """Whether this user is the group's only member, as of the default group on many systems."""
+    """Whether the group has no other member."""
     import grp
     import pwd
 
@@ -242,7 +233,7 @@ def _is_own_group(group: int) -> bool:
 
 @lru_cache
 def _outsiders() -> frozenset[int]:
-    """The user id that stands for unmapped users, root among them, in a container's user namespace."""
+    """The id of unmapped users in a container, root among them."""
     try:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,8 +1,4 @@
-"""Argument checks of the verbs.
-
-PyTorch refuses wrong shapes, in its words. These checks refuse what PyTorch does not know: mixed dtypes,
-`weight_offset`, `out_dtype`. C++ sends calls that it cannot serve to the eager definition, which runs them.
-"""
+"""Checks of verbs' arguments for what PyTorch does not know: mixed dtypes, `weight_offset`, `out_dtype`."""
 
 from __future__ import annotations
 
@@ -24,19 +20,19 @@ _MASKS = (torch.bool, *FLOATING)
 
 
 def given(verb: str, argument: str, value: object) -> None:
-    """Raise if a required tensor or array is None."""
+    """Raise if an argument is None."""
     if value is None:
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got None")
 
 
 def tensor(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a tensor or a `torch.fx` proxy for one."""
+    """Raise unless it is a tensor or a `torch.fx` proxy."""
     if not torch.overrides.is_tensor_like(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a tensor, got {described(value)}")
 
 
 def matrices(verb: str, **tensors: object) -> None:
-    """Raise unless all are floating-point tensors with rows and columns."""
+    """Raise unless all are floating-point, with rows and columns."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             tensor(verb, name, value)
@@ -48,18 +44,18 @@ def matrices(verb: str, **tensors: object) -> None:
 
 
 def one_device(first: Tensor, *others: Tensor | None) -> None:
-    """Raise, as PyTorch's pointwise operations do, unless all are on one device; numbers of the CPU go anywhere.
+    """Raise, as pointwise operations do, unless all are on one device; the CPU's numbers go anywhere.
 
-    PyTorch's products and in-place masking do not check this on "meta".
+    PyTorch's products and in-place masking skip "meta".
     """
     for other in others:
         if other is None or other.device == first.device or (other.dim() == 0 and other.device.type == "cpu"):
             continue
-        torch.add(first.new_empty(1), other.new_empty(1))  # raises, in PyTorch's words
+        torch.add(first.new_empty(1), other.new_empty(1))  # in PyTorch's words
 
 
 def mask(verb: str, mask: Tensor) -> None:
-    """Raise unless the mask is boolean (keep) or floating point (added)."""
+    """Raise unless the mask is boolean or floating point."""
     tensor(verb, "mask", mask)
     if mask.dtype not in _MASKS:
         raise RuntimeError(
@@ -69,7 +65,7 @@ def mask(verb: str, mask: Tensor) -> None:
 
 
 def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """The mask as a broadcast view; raise if it does not broadcast."""
+    """The mask as a broadcast view; raise if it is none."""
     try:
         return torch.broadcast_to(mask, shape)
     except RuntimeError as error:
@@ -80,19 +76,19 @@ def expanded_mask(verb: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def not_float8(operation: str, *dtypes: torch.dtype) -> None:
-    """Raise, in PyTorch's words, on float8, in which PyTorch rarely computes."""
+    """Raise, in PyTorch's words, on float8."""
     for dtype in dtypes:
         if dtype.is_floating_point and dtype.itemsize == 1:
             raise NotImplementedError(f'"{operation}" not implemented for {_short(dtype)!r}')
 
 
 def parameters_fit(shape: Sequence[int], *parameters: Tensor | None) -> bool:
-    """Whether weight, bias and what lies as they do have this shape."""
+    """Whether weight, bias and their like have this shape."""
     return all(list(p.shape) == list(shape) for p in parameters if p is not None)
 
 
 def parameter_shape(input: Tensor, num_dims: int, grouped: bool, *parameters: Tensor | None) -> list[int]:
-    """The shape of weight and bias: normalised, or with leading dimensions that groups of rows share."""
+    """The normalised shape, after dimensions of groups."""
     shape = list(input.shape[max(0, input.dim() - num_dims) :])
     given = next((p for p in parameters if p is not None), None)
     if not grouped or given is None or not num_dims <= given.dim() <= input.dim():
@@ -110,7 +106,7 @@ def row_norm(
     weight_offset: float,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """Raise unless devices and dtypes go together and `weight_offset` has a weight."""
+    """Raise unless devices and dtypes fit; `weight_offset` needs a weight."""
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_companion(verb, name, parameter, input)
@@ -129,7 +125,7 @@ def staged_row_norm(
     out_dtype: torch.dtype | None,
     rms: bool,
 ) -> None:
-    """Raise unless a norm's tensors and stages go together; no shape but the other row's is checked."""
+    """Raise unless tensors and stages fit; it checks only the other row's shape."""
     rows = {"residual": residual} | {name: getattr(stages, name) for name in ROWS}
     prefixes = [VERBS[name] for name, row in rows.items() if row is not None]
     verb = "".join(prefixes[-1:]) + ("rms_norm" if rms else "layer_norm")
@@ -152,7 +148,7 @@ def other_row(verb: str, argument: str, input: Tensor, other: Tensor | None) -> 
 
 
 def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, num_dims: int) -> None:
-    """Raise unless a tensor ends with the normalised dimensions, broadcasts over the others, and fits the input."""
+    """Raise unless a tensor broadcasts to the input and ends with the normalised dimensions."""
     if value is None:
         return
     tensor(verb, argument, value)
@@ -170,7 +166,7 @@ def modulation(verb: str, argument: str, value: Tensor | None, input: Tensor, nu
 
 
 def activation(verb: str, argument: str, name: str | None) -> str:
-    """The activation's name, "identity" for None; raise if unknown."""
+    """The name, "identity" for None; raise if unknown."""
     if name is None or name == IDENTITY:
         return IDENTITY
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -180,7 +176,7 @@ def activation(verb: str, argument: str, name: str | None) -> str:
 
 
 def group_size(verb: str, shape: Sequence[int], size: int) -> None:
-    """Raise unless there is one normalised dimension that `size` divides."""
+    """Raise unless `size` divides the one normalised dimension."""
     if len(shape) != 1:
         raise refusal(verb, "group_size", "normalized_shape", f", got {list(shape)}")
     if size < 1 or shape[0] % size:
@@ -188,21 +184,21 @@ def group_size(verb: str, shape: Sequence[int], size: int) -> None:
 
 
 def rounding(verb: str, rounding: str, *others: str) -> None:
-    """Raise unless `rounding` is "once", "hf" or one of `others`."""
+    """Raise unless it is "once", "hf" or one of `others`."""
     choices = (*others, *ROUNDINGS)
     if rounding not in choices:
         raise ValueError(f"`{verb}`: `rounding` must be one of {', '.join(map(repr, choices))}, got {rounding!r}")
 
 
 def out_dtype(verb: str, value: object) -> None:
-    """Raise unless `value` can be a result's dtype, whatever the input."""
+    """Raise unless a result can have it."""
     expected, fits = _KINDS["out_dtype"]
     if not fits(value) or isinstance(value, Quantize):
         raise TypeError(f"`{verb}`: `out_dtype` must be {expected}, got {described(value)}")
 
 
 def dropout_p(verb: str, argument: str, p: float) -> None:
-    """Raise unless `p` is a probability."""
+    """Raise unless it is a probability."""
     try:
         fits = 0.0 <= p <= 1.0
     except TypeError:
@@ -213,29 +209,29 @@ def dropout_p(verb: str, argument: str, p: float) -> None:
 
 
 def number(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a number."""
+    """Raise unless it is one."""
     if not _is_number(value):
         raise TypeError(f"`{verb}`: `{argument}` must be a number, got {described(value)}")
 
 
 def flag(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is a bool, or stands for one."""
+    """Raise unless it stands for a bool."""
     if not hasattr(value, "__bool__"):
         raise TypeError(f"`{verb}`: `{argument}` must be a bool, got {described(value)}")
 
 
 def dimension(verb: str, argument: str, value: object) -> None:
-    """Raise unless `value` is an integer."""
+    """Raise unless it is an integer."""
     if not (isinstance(value, int) or hasattr(value, "__index__")):
         raise TypeError(f"`{verb}`: `{argument}` must be an int, got {described(value)}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # Dynamo never asks this of symbols
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")  # Dynamo asks this of no symbol
 
 
 def _is_size(value: Any) -> bool:
-    if isinstance(value, Tensor):  # such as a weight in this place; any tensor has an `__index__`
+    if isinstance(value, Tensor):  # which has an `__index__`
         return value.dim() == 0
     several = hasattr(value, "__iter__") and not isinstance(value, str)
     return hasattr(value, "__index__") or (several and all(hasattr(size, "__index__") for size in value))
@@ -243,7 +239,7 @@ def _is_size(value: Any) -> bool:
 
 REFUSALS = (TypeError, RuntimeError, AttributeError)
 
-# A number, shape or dtype must be this, in words and as a test.
+# What numbers, shapes and dtypes must be.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "eps": ("a number", _is_number),
     "weight_offset": ("a number", _is_number),
@@ -261,22 +257,22 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def explain(verb: str, error: Exception, tensors: dict[str, Any], *, broadcast: bool = False, **others: Any) -> None:
     """Raise an error that names verb and argument, if an argument explains `error`, one of `REFUSALS`.
 
-    It runs after a failure, so successful calls pay nothing. The type is that of PyTorch's refusal.
+    It runs after a failure, whose type it keeps.
 
     Args:
         tensors: by argument name, or None.
-        broadcast: whether their shapes must broadcast.
-        others: numbers, shapes and dtypes, by the names of `_KINDS`.
+        broadcast: whether their shapes must.
+        others: by the names of `_KINDS`.
     """
     if type(error) not in (*REFUSALS, NotImplementedError) or str(error).startswith(f"{verb}()"):
-        return  # not about an argument, or PyTorch's call of this name has named it
+        return  # not about an argument, or PyTorch's text names it
     there = {name: value for name, value in tensors.items() if value is not None}
     of_arrays = not isinstance(next(iter(there.values()), None), Tensor)
     for name, value in there.items():
         if not (of_arrays and hasattr(value, "__dlpack__")):
             tensor(verb, name, value)
         if getattr(value, "is_nested", False):
-            return  # it has no shape
+            return
     for name, value in others.items():
         expected, fits = _KINDS[name]
         if not fits(value):
@@ -323,7 +319,7 @@ def _check_mix(verb: str, name: str, dtype: torch.dtype | None, input_dtype: tor
 
 
 def described(value: object) -> str:
-    """A value's type, or the value if it is short."""
+    """A short value, or else its type."""
     return repr(value) if value is None or isinstance(value, (str, float)) else type(value).__name__
 
 

@@ -1,8 +1,8 @@
-"""What goes with what, beyond signatures: errors, `explain` and the tables of docs/combinations.md are made of it."""
+"""What goes with what, for errors, `explain` and docs/combinations.md."""
 
 from __future__ import annotations
 
-# An error for an option beside another argument; it holds for each verb that has both.
+# An option beside another argument, in every verb.
 CONDITIONS = {
     ("weight_offset", "weight"): "needs a `weight`",
     ("group_size", "normalized_shape"): "goes with a `normalized_shape` of one dimension",
@@ -11,7 +11,7 @@ CONDITIONS = {
 }
 
 _ROTATES = "has no kernels in CUDA C++; those of 'triton' serve it on a GPU"
-# Why a backend cannot serve a verb, or an option of any verb.
+# Why a backend lacks a verb or an option.
 WITHOUT_KERNELS = {
     "rope": {"cuda": f"`rope` {_ROTATES}"},
     "qk_norm_rope": {"cuda": f"`qk_norm_rope` {_ROTATES}"},
@@ -21,7 +21,7 @@ WITHOUT_KERNELS = {
 
 
 def refusal(verb: str, option: str, other: str, got: str = "") -> ValueError:
-    """The error of a call in which `option` and `other` do not go together."""
+    """The error of `option` beside `other`."""
     return ValueError(f"`{verb}`: `{option}` {CONDITIONS[option, other]}{got}")
 
 

@@ -1,4 +1,4 @@
-"""Dropout's numbers for all backends; native/extension/stages.h repeats them."""
+"""Dropout's numbers; native/extension/stages.h repeats them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ def threshold(p: float) -> int:
 
 
 def scale(p: float) -> float:
-    """The factor of kept elements: 1 / (1 - p) for the rounded p; 0 if none is kept."""
+    """The factor of kept elements: 1 / (1 - p) for the rounded p, or 0."""
     kept = 1 - threshold(p) / 2**32
     return 1 / kept if kept else 0.0

@@ -1,7 +1,6 @@
-"""Dataclasses that cross to C++ as rows of integers.
+"""Dataclasses that cross to C++ as rows of integers; backends/cuda/headers.py writes the structs.
 
-A field's annotation says what it is: a number, a flag, one of `Names`, a tuple of these, or such a dataclass again.
-backends/cuda/headers.py writes the structs.
+A field's annotation is its kind: int, bool, `Names`, a tuple of these, or such a dataclass.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ class Names(NamedTuple):
 
     Attributes:
         cpp: its name in C++, or None.
-        names: in the order of their codes.
-        enumerators: their names in C++, if different.
+        enumerators: the names in C++, if different.
         optional: whether None has a code, -1.
     """
 
@@ -29,11 +27,11 @@ class Names(NamedTuple):
     optional: bool = False
 
     def code(self, name: str | None) -> int:
-        """The code of a name."""
+        """A name's code."""
         return -1 if name is None else self.names.index(name)
 
     def name(self, code: int) -> str | None:
-        """The name of a code."""
+        """A code's name."""
         return None if code < 0 else self.names[code]
 
     def enumerator(self, name: str | None) -> str:
@@ -47,19 +45,19 @@ class Names(NamedTuple):
         return f"{self.cpp}::{self.enumerator(name)}" if self.cpp else str(self.code(name))
 
 
-# The extension's counters of kernel launches, by kind of kernel.
+# Kernel launches, by kind, that the extension counts.
 COUNTERS = Names("Counter", ("cpu_forward", "cpu_backward", "cuda_launch"))
 
 
 class Several(NamedTuple):
-    """A number of fields of one kind: `Annotated[tuple[int, ...], Several(int, 5)]`, or `tuple[int, int]`."""
+    """Fields of one kind; `tuple[int, int]` is short for two."""
 
     kind: Any
     length: int
 
 
 def is_struct(kind: Any) -> bool:
-    """Whether a kind is a dataclass, and so a struct in C++."""
+    """Whether a kind is a dataclass."""
     return dataclasses.is_dataclass(kind)
 
 
@@ -70,14 +68,14 @@ def constant(name: str) -> str:
 
 @cache
 def kinds(owner: type) -> dict[str, Any]:
-    """The kind of each field, in order: int, bool, `Names`, `Several`, or a dataclass."""
+    """Each field's kind, in order."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(owner)}
 
 
 @cache
 def marks(owner: type) -> dict[str, Any]:
-    """Further marks in fields' annotations."""
+    """Annotations' further marks."""
     found = {}
     for name, hint in get_type_hints(owner, include_extras=True).items():
         args = get_args(hint)
@@ -99,7 +97,7 @@ def _kind(hint: Any) -> Any:
 
 
 def numbers(kind: Any, value: Any) -> list[int]:
-    """A value as integers; `kind` may be a base class of a dataclass."""
+    """A value's integers; `kind` may be a base class."""
     if is_struct(kind):
         return [n for name, each in kinds(kind).items() for n in numbers(each, getattr(value, name))]
     if isinstance(kind, Several):
@@ -108,7 +106,7 @@ def numbers(kind: Any, value: Any) -> list[int]:
 
 
 def read(kind: Any, row: Iterator[int]) -> Any:
-    """The value that the next integers stand for."""
+    """The next integers' value."""
     if is_struct(kind):
         return kind(**{name: read(each, row) for name, each in kinds(kind).items()})
     if isinstance(kind, Several):
@@ -117,18 +115,18 @@ def read(kind: Any, row: Iterator[int]) -> Any:
 
 
 def count(kind: Any) -> int:
-    """The number of integers."""
+    """How many integers."""
     if is_struct(kind):
         return sum(map(count, kinds(kind).values()))
     return kind.length * count(kind.kind) if isinstance(kind, Several) else 1
 
 
 def literal(kind: Any, value: Any) -> str:
-    """A number, flag or name as C++ writes it."""
+    """A value as C++ writes it."""
     return kind.literal(value) if isinstance(kind, Names) else str(int(value))
 
 
 def constants(of: Any, *names: str) -> dict[str, str]:
-    """Fields as kernel constants: {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
+    """Such as {"kVec": "8", "kCombine": "kf::Combine::kAdd"}."""
     values = {constant(name): literal(kinds(of.__class__)[name], getattr(of, name)) for name in names}
     return {name: f"kf::{value}" if "::" in value else value for name, value in values.items()}

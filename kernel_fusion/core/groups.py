@@ -1,7 +1,7 @@
-"""Groups of rows that share weight, bias and the residual's gate: what the leading dimensions of these say.
+"""Groups of rows that share weight, bias and the residual's gate.
 
-A kernel knows a group by two numbers, so groups are neighbouring rows, or rows at equal distances: the leading
-dimensions that the parameters have and those along which they broadcast do not alternate.
+Two numbers describe them: they are neighbours, or at equal distances. So dimensions that the parameters have, and those
+along which they broadcast, must not alternate.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Row r is one of group r // inner % count."""
+    """Row r is of group r // inner % count."""
 
     count: int = 1
     inner: int = 1
 
     @property
     def step(self) -> int:
-        """From a row of a group to its next one; with `inner` rows or a single one in each it is the same."""
+        """From a group's row to its next."""
         return self.count if self.inner == 1 else 1
 
 
 def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> Groups | None:
-    """The groups of the rows of an input, of parameters whose shape broadcasts to its; None where dimensions alternate.
+    """The groups of an input's rows; None where dimensions alternate.
 
-    Args:
-        input, parameter: the shapes, `num_dims` normalised dimensions included.
+    Both shapes have `num_dims` normalised dimensions.
     """
     leading = list(input[: len(input) - num_dims])
     own = [1] * (len(input) - len(parameter)) + list(parameter[: len(parameter) - num_dims])
-    # Whether the parameters have each dimension that has several rows; a tracer's comparison is no bool.
+    # Whether parameters have each dimension of several rows; a tracer's comparison is no bool.
     has = [(bool(size != 1), rows) for size, rows in zip(own, leading, strict=True) if rows != 1]
     if sum(a != b for (a, _), (b, _) in pairwise(has)) > 1:
         return None
@@ -46,11 +45,7 @@ def groups_of(input: Sequence[int], parameter: Sequence[int], num_dims: int) -> 
 
 
 def laid_out(input: Sequence[int], parameters: Sequence[Tensor | None], num_dims: int) -> list[Tensor | None]:
-    """The parameters in one shape, whose groups a kernel knows, as views: broadcast to each other, and no further
-    than that takes.
-
-    The parameters have at most the input's dimensions and end with the normalised ones.
-    """
+    """Views of the parameters in the least common shape that has groups."""
     shapes = [(1,) * (len(input) - p.dim()) + tuple(p.shape) for p in parameters if p is not None]
     shape = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
     while groups_of(input, shape, num_dims) is None:

@@ -1,4 +1,4 @@
-"""`Quantize`, which asks a verb for a quantised result, and how scales lie."""
+"""`Quantize`, which asks a verb for a quantised result."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The largest codes; -128 is none.
+# No code is -128.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-# Columns of a block that shares a scale.
+# Columns that share a scale.
 BLOCK = 128
 
 
@@ -27,8 +27,7 @@ class Quantize:
         dtype: of the codes: `torch.int8` (largest code 127), `torch.float8_e4m3fn` (448) or `torch.float8_e5m2`
             (57344).
         scale: s, one float32 number on the input's device, for `per="tensor"`; None elsewhere.
-        per: what has a scale: "tensor", where it is given; "row", the last dimension; or 128, so many neighbouring
-            columns.
+        per: what has a scale: "tensor", where it is given; "row", the last dimension; or 128 neighbouring columns.
         unquantized: whether the result holds v too, through which gradients pass.
 
     Raises:
@@ -50,7 +49,7 @@ class Quantize:
     unquantized: bool = False
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
+        """Raise if arguments do not fit."""
         if self.dtype not in LARGEST:
             choices = " or ".join(map(str, LARGEST))
             raise ValueError(f"`Quantize`: `dtype` must be {choices}, got {self.dtype}")
@@ -68,7 +67,7 @@ class Quantize:
 
     @property
     def block(self) -> int:
-        """Columns that share a scale; 0 for a whole row, or where it is given."""
+        """Columns that share a scale; 0 for a row, or a given scale."""
         return self.per if isinstance(self.per, int) else 0
 
 
@@ -84,12 +83,12 @@ def _check_scale(scale: Tensor) -> None:
 
 
 def num_scales(cols: int, block: int) -> int:
-    """Scales of a row of so many columns."""
+    """Scales of a row."""
     return -(-cols // block) if block else 1
 
 
 def empty_scales(like: Tensor, block: int) -> Tensor:
-    """For the scales of the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
+    """Memory for the rows of `like`: (*, 1), or (*, blocks) column by column, as matrix products take them."""
     leading: Sequence[int] = like.shape[:-1]
     if not block:
         return like.new_empty((*leading, 1), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The rotary embedding's arguments: what they must be, which ones kernels take, and a result's memory layout.
+"""The rotary embedding's arguments: what is right, what kernels take, a result's layout.
 
-The operator's tensors are query (B, L, H, D) and optionally key (B, L, H', D); weights (D,) of the norm; cos and sin (B
-or 1, L, R / 2), or tables (1, M, R / 2) whose rows positions (B or 1, L) choose. R, `rotary_dim`, is at most D.
+Query (B, L, H, D) and optionally key (B, L, H', D); weights (D,) of the norm; cos and sin (B or 1, L, R / 2), or tables
+(1, M, R / 2) whose rows positions (B or 1, L) choose. R, `rotary_dim`, is at most D.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POSITIONS = (torch.int32, torch.int64)
 
 
 class Rotary(NamedTuple):
-    """The operator's arguments, in their order; without `eps` there is no norm."""
+    """The operator's arguments; without `eps` there is no norm."""
 
     query: Tensor
     key: Tensor | None
@@ -34,18 +34,18 @@ class Rotary(NamedTuple):
 
     @property
     def half(self) -> int:
-        """R / 2, the number of rotated pairs of columns."""
+        """R / 2 pairs are rotated."""
         return self.cos.shape[-1]
 
     @property
     def heads(self) -> tuple[tuple[str, Tensor, Tensor | None], ...]:
-        """Query and key by their names, with their weights."""
+        """Query and key by name, with their weights."""
         query, key = ("query" if self.eps is not None else "input", self.query, self.query_weight), self.key
         return (query,) if key is None else (query, ("key", key, self.key_weight))
 
 
 def problem(c: Rotary) -> str | None:
-    """A sentence on wrong arguments, to follow the verb's name, or None."""
+    """What is wrong, to follow the verb's name, or None."""
     return _heads_problem(c) or _table_problem(c) or _positions_problem(c) or _weights_problem(c)
 
 
@@ -116,12 +116,12 @@ def _weights_problem(c: Rotary) -> str | None:
 
 
 def served_by_kernels(c: Rotary) -> bool:
-    """Whether the arguments are right and kernels have something to do."""
+    """Whether arguments are right, with work for kernels."""
     return problem(c) is None and c.query.numel() > 0 and (c.key is None or c.key.numel() > 0) and c.half > 0
 
 
 def result_like(x: Tensor) -> Tensor:
-    """Memory for a result: dense, in the order of the strides of `x`, with contiguous columns."""
+    """A dense result in the order of `x`'s strides, with contiguous columns."""
     like = torch.empty_like(x)
     if like.stride(-1) == 1 or like.shape[-1] == 1:
         return like
@@ -129,9 +129,9 @@ def result_like(x: Tensor) -> Tensor:
 
 
 def rounds_to(c: Rotary, weight: Tensor | None) -> tuple[bool, bool]:
-    """Whether rounding "hf" rounds the product with the weight, and the result of the rotation.
+    """Whether rounding "hf" rounds the product with the weight, and the rotation's result.
 
-    The type is the promoted one of all factors: the query's, or one that holds the computed values.
+    The type is the promoted one of all factors, or the compute type.
     """
     dtype = c.query.dtype
     if c.rounding != "hf" or dtype not in (torch.float16, torch.bfloat16):

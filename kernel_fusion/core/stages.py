@@ -1,7 +1,4 @@
-"""Operators' arguments for the stages around a norm, derived from `Stages` in core/spec.py.
-
-A name, a flag or a row is one argument, dropout is two. backends/cuda/headers.py writes the C++ half.
-"""
+"""Operators' arguments for `Stages`. A name, flag or row is one argument, dropout is two."""
 
 from __future__ import annotations
 
@@ -16,17 +13,16 @@ from torch import Tensor
 from kernel_fusion.core.fields import Names, kinds, marks
 from kernel_fusion.core.spec import ALONE, ROWS, VECTORS, Stages, dtype_name
 
-FIRST = 9  # its position in `staged_row_norm`
+FIRST = 9  # position in `staged_row_norm`
 
 
 class Argument(NamedTuple):
-    """One argument.
+    """An operator's argument.
 
     Attributes:
-        name, type: in the schema.
         stage: its field of `Stages`.
-        default: the value of an absent stage.
-        kind: `Names` for a name, "row", "vector" or "seed" for a tensor, else None.
+        default: an absent stage's.
+        kind: `Names`, or "row", "vector" or "seed" for a tensor, else None.
     """
 
     name: str
@@ -37,7 +33,7 @@ class Argument(NamedTuple):
 
     @property
     def owner(self) -> str | None:
-        """The tensor whose option it is, ignored without it."""
+        """The tensor without which this option is ignored."""
         if self.type == "float":
             return "seed"
         return next((row for row in ROWS if self.name.startswith(f"{row}_")), None)
@@ -61,27 +57,27 @@ ARGUMENTS = tuple(_arguments())
 TENSORS = tuple(each.name for each in ARGUMENTS if each.type == "Tensor?")
 NAMES = {each.name: each.kind.names for each in ARGUMENTS if each.type == "str"}
 ACTIVATIONS_OF_STAGES = tuple(each.name for each in ARGUMENTS if each.kind == kinds(Stages)["activation"])
-# Positions among the arguments of `staged_row_norm`.
+# Positions in `staged_row_norm`.
 PLACES = {each.name: FIRST + i for i, each in enumerate(ARGUMENTS) if each.type == "Tensor?"}
 SCHEMA = ", ".join(f"{each.type} {each.name}={each.default!r}" for each in ARGUMENTS)
 _tuple_of: Any = namedtuple  # type checkers cannot follow derived names
 
 
 class Given(_tuple_of("Given", [a.name for a in ARGUMENTS], defaults=[a.default for a in ARGUMENTS])):  # type: ignore[misc]
-    """An operator's stage arguments, in order, with defaults."""
+    """Stage arguments, in order."""
 
     __slots__ = ()
 
 
 def of_verb(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments from a verb's; `seed` is True if one would be drawn."""
+    """An operator's arguments from a verb's; `seed` True stands for one."""
     given = {each.name: each.default for each in ARGUMENTS}
     given |= {name: arguments[name] for name in given if arguments.get(name) is not None}
     return given | {"seed": True if given["dropout_p"] and arguments["training"] else None}
 
 
 def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Stages` for arguments, which may omit defaults."""
+    """The arguments as fields of `Stages`."""
     found = {}
     for each in ARGUMENTS:
         value = given.get(each.name, each.default)
@@ -97,7 +93,7 @@ def compiled_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | None:
-    """An argument that cannot go with a given row, and that row; `residual` is a tensor or True."""
+    """A given row, and an argument that does not go with it; `residual` is a tensor or True."""
     for row, goes_with in ALONE.items():
         if given.get(row) is None:
             continue
@@ -111,28 +107,28 @@ def conflict(given: Mapping[str, Any], residual: object) -> tuple[str, str] | No
 
 
 def lacks_residual(given: Mapping[str, Any], residual: object) -> bool:
-    """Whether a gate of the residual is given without one."""
+    """Whether a residual's gate is given alone."""
     return given.get("residual_gate") is not None and (residual is None or residual is False)
 
 
 def around(compiled: Mapping[str, Any]) -> bool:
-    """Whether these fields of `Stages` put anything around a norm."""
+    """Whether these fields hold a stage."""
     return Stages(**{field.name: compiled[field.name] for field in fields(Stages)}).any
 
 
 def rows_in(dtype: torch.dtype, given: Given) -> Given:
-    """`given`, with its rows and vectors in this dtype."""
+    """`given`, its tensors in this dtype."""
     rows = {name: getattr(given, name) for name in (*ROWS, *VECTORS)}
     changed: Given = given._replace(**{name: t.to(dtype) for name, t in rows.items() if t is not None})
     return changed
 
 
 def other_row(given: Given, residual: Tensor | None) -> Tensor | None:
-    """The second row: the given one of `ROWS`, or the residual."""
+    """The given one of `ROWS`, or the residual."""
     at = row_at(given)
     return residual if at is None else given[at]
 
 
 def row_at(given: Given) -> int | None:
-    """The position of the given one of `ROWS`, or None."""
+    """Its position, or None."""
     return next((i for i, each in enumerate(ARGUMENTS) if each.kind == "row" and given[i] is not None), None)

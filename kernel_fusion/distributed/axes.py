@@ -1,7 +1,7 @@
-"""Sharding rules: the axis of each dimension of an operator's tensors, and which axes are free.
+"""Sharding rules: the axis of each dimension of an operator's tensors.
 
 Ranks may have different parts of a free axis. An argument without that axis is the same on all ranks, and its gradient
-is a sum over them; so is a result without it.
+a sum over them; so is a result without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernel_fusion.core.spec import ROWS, VECTORS, VERBS
 from kernel_fusion.core.stages import ARGUMENTS, FIRST, PLACES
 
 _GROUPED = FIRST + [each.name for each in ARGUMENTS].index("grouped")
-# The axis of each dimension; None for a dimension of size 1 without one.
+# None: a dimension of size 1 without an axis.
 Axes = tuple[int | None, ...]
 
 
@@ -30,10 +30,10 @@ class Call:
 
     Attributes:
         sizes: of the axes.
-        operands: the axes of each tensor argument, by position.
-        results: the axes of each result; None for one that nobody reads.
+        operands: the axes of each tensor argument.
+        results: those of each result; None for one that nobody reads.
         free: axes that may be sharded.
-        joined: axes that may be if ranks exchange sums along them.
+        joined: axes that may be if ranks exchange sums.
         seed: the position of dropout's seed.
     """
 
@@ -82,13 +82,13 @@ def _norm(
 
 
 def _broadcast_axes(t: Tensor, sizes: Sequence[int]) -> Axes:
-    """The axes of a tensor that broadcasts to these sizes."""
+    """The axes of a tensor that broadcasts to `sizes`."""
     first = len(sizes) - t.dim()
     return tuple(first + d if size == sizes[first + d] else None for d, size in enumerate(t.shape))
 
 
 def _check_norm(given: dict[str, Tensor], num_dims: int, rms: bool, grouped: bool) -> None:
-    """Raise if shapes do not fit: ranks whose parts fit by chance would go on and hang."""
+    """Raise if shapes do not fit: ranks whose parts fit by chance would hang."""
     input, weight, bias = given["input"], given.get("weight"), given.get("bias")
     for name, prefix in VERBS.items():
         checks.other_row(prefix + ("rms_norm" if rms else "layer_norm"), name, input, given.get(name))
@@ -109,7 +109,7 @@ def pointwise(a: Tensor, b: Tensor | None, *_: Any) -> Call:
 
 def reduce(input: Tensor, dim: list[int], keepdim: bool, *_: Any) -> Call:
     """Every axis is free: sums of parts are parts of the sum."""
-    torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words, if `dim` does not exist
+    torch.empty(input.shape, device="meta").sum(dim)  # raises, in PyTorch's words
     everything = tuple(range(input.dim()))
     gone = {d % input.dim() for d in dim} if dim and everything else set(everything)
     kept: Axes = tuple(None if axis in gone else axis for axis in everything if keepdim or axis not in gone)
@@ -124,7 +124,7 @@ def softmax(input: Tensor, mask: Tensor | None, *_: Any) -> Call:
 
 
 def qk_norm_rope(query: Tensor, key: None, weight: Tensor | None, _: None, *rest: Any) -> Call:
-    """Examples, tokens and heads are free; a table read by positions is the same on all ranks."""
+    """Examples, tokens and heads are free; ranks share a table that is read by positions."""
     c = Rotary(query, key, weight, None, *rest)
     if text := problem(c):
         raise RuntimeError(f"`{'rope' if c.eps is None else 'qk_norm_rope'}`: {text}")

@@ -1,6 +1,6 @@
 """Runs an operator on DTensors: every rank runs it on its part, by the rules of axes.py.
 
-PyTorch's `to_local` and `from_local` tell autograd what the gradients are, so a part is an ordinary tensor.
+PyTorch's `to_local` and `from_local` tell autograd the gradients, so a part is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _mesh(name: str, tensors: list[Tensor]) -> DeviceMesh:
 
 
 def _as_dtensor(name: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Take a plain tensor as replicated if PyTorch's own operators would."""
+    """Take a plain tensor as replicated if PyTorch would."""
     if isinstance(tensor, DTensor):
         return tensor
     if tensor.numel() != 1 and not DTensor._op_dispatcher._allow_implicit_replication:

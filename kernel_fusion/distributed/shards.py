@@ -1,7 +1,6 @@
 """Which part of each axis this rank has, chosen so that little is moved.
 
-Each dimension of the mesh shards at most one axis: one that the largest possible argument has sharded already. Other
-arguments follow.
+Each dimension of the mesh shards at most one axis: one that the largest argument has sharded already.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Part:
     pieces: int = 1
 
     def placement(self, dim: int) -> Placement:
-        """The placement of a tensor whose dimension `dim` is the axis."""
+        """A tensor's placement whose dimension `dim` is the axis."""
         return Shard(dim) if self.pieces == 1 else _StridedShard(dim, split_factor=self.pieces)
 
 
@@ -59,14 +58,14 @@ class Shards:
         return cls(mesh, tuple(map(part, range(mesh.ndim))))
 
     def placements(self, axes: Axes, otherwise: Placement) -> tuple[Placement, ...]:
-        """The placements of a tensor of these axes: `otherwise` for those that it lacks."""
+        """A tensor's placements by its axes: `otherwise` for those that it lacks."""
         return tuple(
             Replicate() if part is None else part.placement(axes.index(part.axis)) if part.axis in axes else otherwise
             for part in self.parts
         )
 
     def local(self, tensor: DTensor, axes: Axes, is_small: bool) -> torch.Tensor:
-        """This rank's part of an argument; the gradient of a shared one is the sum over ranks.
+        """This rank's part of an argument; a shared one's gradient is the sum over ranks.
 
         A small replicated one is sliced after `to_local`: PyTorch would gather the gradient of its own slice.
         """
@@ -82,7 +81,7 @@ class Shards:
         return _laid_out(tensor, placements).to_local(grad_placements=grads)
 
     def whole(self, result: torch.Tensor, axes: Axes, sizes: Sequence[int]) -> DTensor:
-        """The DTensor of which `result` is this rank's part, or its share of a sum."""
+        """The DTensor of which `result` is this rank's part or summand."""
         shape = torch.Size(1 if axis is None else sizes[axis] for axis in axes)
         placements = self.placements(axes, Partial())
         stride = _dense_strides(shape, result)
@@ -133,7 +132,7 @@ def _part_of(placement: Placement, axes: Axes) -> Part | None:
 
 
 def _dense_strides(shape: torch.Size, like: torch.Tensor) -> tuple[int, ...]:
-    """Gapless strides, ordered as in `like`."""
+    """Gapless strides, in the order of `like`."""
     strides, size = [1] * len(shape), 1
     order: list[Any] = sorted(range(len(shape)), key=lambda d: (like.stride(d), -d))
     for d in range(len(shape) - 1, -1, -1) if like.is_contiguous() else order:

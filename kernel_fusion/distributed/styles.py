@@ -168,7 +168,7 @@ def _shard_parameters(module: nn.Module, device_mesh: DeviceMesh, placement: Pla
 
 
 def _in_one_piece(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put each rank's rows side by side, the only layout that distributed checkpoints can describe."""
+    """Put each rank's rows side by side, as distributed checkpoints can describe."""
     for key in ("weight", "bias"):
         if isinstance(value := state.get(prefix + key), DTensor):
             inner = value.device_mesh.ndim - 1  # outer dimensions of the mesh are FSDP2's

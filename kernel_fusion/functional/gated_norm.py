@@ -55,8 +55,8 @@ def gated_rms_norm(
         gate_activation: applied to g before it multiplies: one of `kernel_fusion.ACTIVATIONS`, or None.
         gate_first: whether the gate multiplies the input, as in Mamba-2, instead of the result. The product is not
             rounded before it is normalised.
-        group_size: statistics are those of groups of so many neighbouring columns, each normalised by itself; w and b
-            still have an element for every column. None: of the whole row.
+        group_size: how many neighbouring columns form a group, which is normalised by itself; w and b still have an
+            element for every column. None: the whole row.
         weight_offset, out_dtype: as for :func:`rms_norm`.
         rounding: as for :func:`layer_norm`; a gate that comes last multiplies the rounded value, before y is stored.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.

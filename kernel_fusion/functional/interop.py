@@ -57,7 +57,7 @@ def with_tensors(name: str, verb: Callable[..., Any], *arrays: Any) -> Any:
     if isinstance(result, Tensor):
         return give_back(result.detach())
     if any(isinstance(part, Quantized) for part in (result, *result)):
-        raise TypeError(f"`{name}`: quantised results are those of tensors, got a {type(arrays[0]).__name__}")
+        raise TypeError(f"`{name}`: quantised results need tensors, got a {type(arrays[0]).__name__}")
     given = [give_back(tensor.detach()) for tensor in result]
     return type(result)(*given) if hasattr(result, "_fields") else tuple(given)
 

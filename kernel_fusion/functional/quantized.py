@@ -95,9 +95,9 @@ def _route(verb: str, name: str, backend: str | None, quantize: Quantize, tensor
     assert input is not None
     for tensor in (*tensors, scale):
         if tensor is not None and is_foreign(tensor):
-            raise TypeError(f"`{verb}`: quantised results are those of plain tensors, got {type(tensor).__name__}")
+            raise TypeError(f"`{verb}`: quantised results need plain tensors, got {type(tensor).__name__}")
     if input.dtype not in checks.FLOATING:
-        raise TypeError(f"`{verb}`: quantised results are those of floating-point tensors, got {input.dtype}")
+        raise TypeError(f"`{verb}`: quantised results need floating-point tensors, got {input.dtype}")
     if scale is not None and scale.device != input.device:
         raise RuntimeError(
             f"`{verb}`: expected all tensors to be on the same device, but the `scale` of `out_dtype` is on "

@@ -30,8 +30,8 @@ def sum_squared(
         input: x, any shape and strides; float16, bfloat16, float32 or float64.
         dim: a dimension, several, or None for all.
         keepdim: keep the reduced dimensions, with size 1.
-        dtype: of the result; None means the input's. 16-bit results overflow or lose digits sooner than the float32 in
-            which they are summed.
+        dtype: of the result; None means the input's. Results in fp16 and bf16 overflow or lose digits sooner than the
+            float32 in which they are summed.
         backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:

@@ -1,9 +1,8 @@
 """Builds the C++ extension with the C++ compiler alone: no CUDA toolkit, no ninja, no manual step.
 
-The library has the CPU kernels for this machine's best instruction set; one built ahead has all, and the process picks.
-One process at a time builds at first use, in a private folder (native/jobs.py), and stores the library by an atomic
-rename, so nobody loads what a killed builder left. `torch.utils.cpp_extension` would need ninja, and its lock file
-blocks forever if a builder is killed.
+The library has the CPU kernels for this machine's best instruction set; one built ahead has all. An atomic rename
+stores it, so nobody loads what a killed builder left. `torch.utils.cpp_extension` needs ninja, and its lock file blocks
+forever after a killed build.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from kernel_fusion.native.jobs import Say
 
 Library = TypeVar("Library")
 
-# The libraries used last, of several PyTorch versions, compilers, processors or states of the sources.
+# For several PyTorch versions, compilers, processors or sources.
 _KEPT = 8
-# With this many cores, compiling headers several times costs less than a long unit.
+# Compiling headers several times then costs less than a long unit.
 _MANY_CORES = 6
-# The files that take longest without these headers.
 _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 
 NATIVE = Path(__file__).parent
@@ -42,18 +40,18 @@ _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
 _SUFFIXES = {".cpp", ".h", ".cuh"}
 
-# No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0, and kernels say fma.
+# No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0.
 _FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=off"),
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    "-DAT_PER_OPERATOR_HEADERS",  # PyTorch's headers then bring only named operators
+    "-DAT_PER_OPERATOR_HEADERS",
 ]
-# Ours run where PyTorch's AVX2 kernels do. Each variant has a CPU_CAPABILITY, and so a namespace: else the linker would
-# keep one of all variants' inline functions.
+# Ours run where PyTorch's AVX2 kernels do. CPU_CAPABILITY names their namespaces: else the linker would keep one
+# variant's inline functions.
 _VARIANTS = (
     {
-        "DEFAULT": [],  # the baseline, without -O3, which doubles the build time
+        "DEFAULT": [],  # without -O3, which doubles the build time
         "AVX2": ["-O3", "-mavx2", "-mfma", "-mf16c"],
         "AVX512": ["-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     }
@@ -63,26 +61,25 @@ _VARIANTS = (
 
 
 def cpu_variants() -> list[str]:
-    """The instruction sets for which CPU kernels can be compiled here."""
+    """Instruction sets that CPU kernels can have here."""
     return list(_VARIANTS)
 
 
 def _own_variants() -> list[str]:
-    """This process's variant, by PyTorch's name, as in extension/cpu/variant.cpp."""
+    """This process's, as in extension/cpu/variant.cpp."""
     best = torch.backends.cpu.get_cpu_capability()
     return [best if best in _VARIANTS else "DEFAULT"]
 
 
 def cpu_flags(variant: str) -> list[str]:
-    """The compiler's flags for a variant."""
+    """A variant's compiler flags."""
     return [*_include_flags(), f"-DCPU_CAPABILITY={variant}", f"-DCPU_CAPABILITY_{variant}", *_VARIANTS[variant]]
 
 
 def link_flags() -> list[str]:
-    """The linker's flags for users of PyTorch's libraries, after the objects.
+    """Linker flags for PyTorch's libraries, after the objects.
 
-    PyTorch's loaded C++ library comes first: a compiler's static one beside it would format numbers with its tables and
-    crash.
+    PyTorch's C++ library comes first: beside it, a static one would format numbers with its tables and crash.
     """
     lib = Path(torch.__file__).parent / "lib"
     return [*_loaded_cxx_library(), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu", "-ltorch", "-ldl"]
@@ -116,7 +113,7 @@ def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
 
 
 def exported_key() -> str:
-    """The key of a library built elsewhere for this PyTorch, architecture and sources, by any compiler."""
+    """The key of an exported library, by any compiler."""
     return cache.digest("exported", torch.__version__, platform.machine(), *_sources())
 
 
@@ -125,14 +122,14 @@ def _sources() -> list[str | bytes]:
 
 
 def _keys() -> list[str]:
-    """The keys of libraries that serve this process: its own, with a compiler, and an exported one."""
+    """This process's key, with a compiler, and an exported library's."""
     compiler = cxx_compiler()
     own = [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())] if compiler else []
     return [*own, exported_key()]
 
 
 def kept_library() -> Path | None:
-    """The path of a cached library that serves this process, or None."""
+    """A cached library for this process, or None."""
     with suppress(OSError, subprocess.SubprocessError, BuildError):
         for key in _keys():
             if cache.EXTENSIONS.read(key) is not None:
@@ -144,8 +141,8 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
     """The cached library for this PyTorch and machine, built if missing.
 
     Args:
-        say: called with a line before and after a build, and every few seconds meanwhile.
-        every_variant: include the CPU kernels for other machines.
+        say: gets a line before and after a build, and every few seconds.
+        every_variant: include other machines' CPU kernels.
 
     Raises:
         BuildError: there is no compiler, it failed, or the library cannot be stored.
@@ -163,15 +160,14 @@ def built_library(say: Say, *, every_variant: bool = False) -> Path:
 
 
 def load_library(load: Callable[[int], Library], say: Say) -> Library:
-    """`load` the library for this PyTorch and machine, built if it is not cached.
+    """`load` the library for this PyTorch and machine, built if missing.
 
     Args:
-        load: called with a descriptor, which it then owns; raises OSError if the library cannot be loaded. A cached one
-            is then built again, once.
+        load: owns a descriptor; raises OSError if loading fails. A cached library is then built again, once.
         say: as for `built_library`.
 
     Raises:
-        BuildError: there is no compiler, it failed, or its library cannot be loaded.
+        BuildError: there is no compiler, it failed, or loading does.
     """
     with _errors_of_builds():
         for key in _keys():
@@ -215,10 +211,10 @@ def _no_folder() -> str | None:
 
 
 def _build(key: str, variants: Sequence[str], say: Say) -> int:
-    """A descriptor of the library, built here or by another process, and stored if possible."""
+    """A library's descriptor, built here or by another process, and stored if possible."""
     compiler = _compiler()
     with ExitStack() as stack:
-        with suppress(OSError):  # without a common folder, every process builds
+        with suppress(OSError):  # every process then builds
             stack.enter_context(jobs.turn(cache.EXTENSIONS.folder(), say))
         if (file := cache.EXTENSIONS.open(key)) is not None:
             return file
@@ -237,14 +233,14 @@ def _build(key: str, variants: Sequence[str], say: Say) -> int:
 
 
 def copy_of(file: int, stack: ExitStack) -> Path:
-    """A copy of a library in a private folder, until `stack` closes."""
+    """A private copy of a library, until `stack` closes."""
     copy = stack.enter_context(jobs.private_folder(_workplaces())) / "kernel_fusion.so"
     copy.write_bytes(os.pread(file, os.fstat(file).st_size, 0))
     return copy
 
 
 def _workplaces() -> list[Path]:
-    """Places to build in that nobody else can change: temporary files, often nearer than a home."""
+    """Safe places to build: temporary files, often nearer than a home."""
     places = [cache.EXTENSIONS.path("").parent]
     with suppress(OSError):
         places.insert(0, Path(tempfile.gettempdir()))
@@ -252,9 +248,9 @@ def _workplaces() -> list[Path]:
 
 
 def _units(variants: Sequence[str], cores: int) -> list[tuple[list[Path], list[str]]]:
-    """Units: files to compile together, with which flags; the longest first.
+    """Files to compile together, and their flags; the longest unit first.
 
-    Files share the compile time of headers, but with many cores the longest unit decides: then long files are alone.
+    Files share headers, but with many cores the longest unit decides: long files are then alone.
     """
     files = sorted(_SOURCES.glob("*.cpp"))
     autograd = [path for path in files if path.stem.endswith("_autograd") or path.stem == "node"]
@@ -284,7 +280,7 @@ def _include_flags() -> list[str]:
 
 
 def _compile(compiler: Sequence[str], variants: Sequence[str], folder: Path, say: Say) -> Path:
-    """Compile every unit in parallel and link them."""
+    """Compile all units in parallel and link them."""
     objects, commands = [], []
     for index, (files, flags) in enumerate(_units(variants, jobs.num_cores())):
         unit, out = folder / f"{index}.cpp", folder / f"{index}.o"

@@ -1,12 +1,11 @@
-"""Keeps a process from forking when the child, or the parent, would then wait forever."""
+"""Delays forks after which the child or the parent would wait forever."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# A fork waits for this: a half imported module would block the child, and the child's copy of a compiler's pipe the
-# parent.
+# The child would inherit a half imported module, or the pipe of the parent's compiler.
 no_fork = threading.RLock()
 
 if hasattr(os, "register_at_fork"):

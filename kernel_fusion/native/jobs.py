@@ -1,7 +1,6 @@
-"""The tools of a build: turns among processes, a private folder, parallel compilers.
+"""A build's tools: turns among processes, a private folder, parallel compilers.
 
-`flock` guards turns and folders, and the system releases it with the process. No threads are started, because the first
-call may come at interpreter shutdown.
+The system releases `flock` with its process. The first call may come at shutdown, so no threads start.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from kernel_fusion.native.forks import no_fork
 
 Say = Callable[[str], None]
 
-PATIENCE_S = 1800.0  # several times a build on a busy machine
+PATIENCE_S = 1800.0  # several builds on a busy machine
 SIGN_OF_LIFE_S = 10.0
 _POLL_S = 0.02
 _PREFIX = "kernel_fusion-builder-"
-_STALE_S = 60.0  # an older folder whose lock is free lost its builder
+_STALE_S = 60.0  # an older folder without lock has no builder
 
 _held: set[int] = set()  # descriptors with a lock
 
 
 def _let_go() -> None:
-    """Close a forked child's copies of descriptors, which would keep the locks of a killed parent."""
+    """Close a forked child's descriptors, which would keep a killed parent's locks."""
     while _held:
         os.close(_held.pop())
 
@@ -44,7 +43,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class _Clock:
-    """The seconds since a start, and when to report them."""
+    """Seconds since a start, and when to report."""
 
     def __init__(self) -> None:
         self.start = self.said = time.monotonic()
@@ -59,7 +58,7 @@ class _Clock:
         return first
 
     def is_due(self) -> bool:
-        """Whether the last report is long ago; True counts as a report."""
+        """Whether the last report is long ago; True is a report."""
         if time.monotonic() - self.said < SIGN_OF_LIFE_S:
             return False
         self.said = time.monotonic()
@@ -68,7 +67,7 @@ class _Clock:
 
 @contextmanager
 def turn(folder: Path, say: Say) -> Iterator[None]:
-    """One process at a time, by a lock in a private `folder`; after long patience, go on without it."""
+    """One process at a time, by a lock in a private `folder`, at most for `PATIENCE_S`."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     with _closing(file):
         with suppress(OSError):  # a file system without locks
@@ -91,15 +90,11 @@ def _wait(file: int, folder: Path, say: Say) -> None:
 
 @contextmanager
 def private_folder(places: Sequence[Path]) -> Iterator[Path]:
-    """An empty private folder in the first safe one of `places`, deleted afterwards.
-
-    Raises:
-        BuildError: there is no such place.
-    """
+    """An empty folder in the first safe one of `places`, deleted afterwards, or BuildError."""
     folder = _new_folder(places)
     try:
         with _closing(os.open(folder, os.O_RDONLY)) as file:
-            with suppress(OSError):  # some network file systems lock no folders; then nobody calls it stale either
+            with suppress(OSError):  # some network file systems lock no folders
                 _lock(file)
             _remove_stale(folder.parent)
             yield folder
@@ -136,11 +131,11 @@ def _remove_stale(parent: Path) -> None:
 
 
 def run(commands: Sequence[Sequence[str]], folder: Path, say: Say) -> None:
-    """Run compilers, one per core at a time, with their temporary files in `folder`.
+    """Run compilers, one per core at a time, with temporary files in `folder`.
 
     Raises:
         BuildError: one failed; the message has its first words.
-        OSError: one cannot be started.
+        OSError: one cannot start.
     """
     waiting, clock = list(enumerate(commands)), _Clock()
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -177,14 +172,14 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
 
 
 def num_cores() -> int:
-    """The cores that this process may use; at least two, because compilers also wait for files."""
+    """At least two, because compilers wait for files."""
     with suppress(AttributeError):  # not on macOS
         return max(2, len(os.sched_getaffinity(0)))
     return max(2, os.cpu_count() or 1)
 
 
 def _head(errors: Path) -> str:
-    """The first lines, in any encoding; later ones mostly repeat them."""
+    """The first lines, which later ones mostly repeat."""
     return "\n".join(errors.read_text("utf-8", errors="replace").splitlines()[:20])
 
 
@@ -198,7 +193,7 @@ def _lock(file: int) -> bool:
 
 @contextmanager
 def _closing(file: int) -> Iterator[int]:
-    """Close `file` with its lock at the end; a forked child has closed it already."""
+    """Close `file` with its lock; a forked child has done it."""
     _held.add(file)
     try:
         yield file
@@ -206,5 +201,5 @@ def _closing(file: int) -> Iterator[int]:
         if file in _held:
             _held.discard(file)
             with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # explicit, because a process forked just now may have a copy
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child forked just now has a copy
             os.close(file)

@@ -11,13 +11,9 @@ from kernel_fusion.native.forks import no_fork
 
 
 def open_extension() -> ctypes.CDLL:
-    """The extension, built if necessary.
-
-    Raises:
-        BuildError: it cannot be built or opened.
-    """
+    """The extension, built if necessary, or BuildError."""
     with no_fork:
-        from kernel_fusion.native import build  # here, because it needs POSIX
+        from kernel_fusion.native import build  # it needs POSIX
 
     opened = build.load_library(_dlopen, say)
     opened.kf_count.restype = ctypes.c_int64
@@ -30,15 +26,15 @@ def open_extension() -> ctypes.CDLL:
 
 
 def say(line: str) -> None:
-    """Print a build's progress, if there is anywhere to print to."""
+    """Print a build's progress, if possible."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _dlopen(file: int) -> ctypes.CDLL:
-    """Open the library behind `file`, not what its path leads to by now.
+    """Open the library behind `file`, whatever its path leads to by now.
 
-    This process's number is in the name, which no other library has and debuggers can follow, while `file` is open.
+    Its name, which debuggers follow while `file` is open, has this process's number, so no other library has it.
     """
     try:
         process = os.readlink("/proc/self")

@@ -1,7 +1,4 @@
-"""The operators `torch.ops.kernel_fusion.*`. Importing any module here defines them all.
-
-`stubs` replaces the C++ kernels until `loader` has loaded them.
-"""
+"""The operators `torch.ops.kernel_fusion.*`; importing any module here defines all."""
 
 from __future__ import annotations
 

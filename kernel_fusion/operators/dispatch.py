@@ -1,6 +1,6 @@
-"""Chooses what serves a call of a verb.
+"""Chooses what serves a verb's call: explicit requests, and tensors that no kernel reads.
 
-PyTorch's dispatcher chooses among kernels and stubs; this serves explicit requests, and tensors that no kernel reads.
+PyTorch's dispatcher chooses among kernels and stubs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIONAL_TENSOR = (Tensor, type(None))
 
 
 def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callable[..., Any]:
-    """The callable for a call of `verb`: the operator `name`, which chooses by device, or the definition.
+    """The operator `name`, or what else serves a call of `verb`.
 
     Args:
         backend: as the user gave it; None means that of `use_backend`.
@@ -36,7 +36,7 @@ def operator(verb: str, name: str, backend: str | None, *tensors: Any) -> Callab
     Raises:
         TypeError: a member of `tensors` is no tensor.
         ValueError: `backend` is not a backend.
-        BackendUnavailableError: the requested backend cannot serve these tensors.
+        BackendUnavailableError: `backend` cannot serve these tensors.
     """
     if backend is None and state.backend is None and all(map(_is_plain, tensors)):
         return _by_device(name)
@@ -75,20 +75,20 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _by_device(name: str) -> Callable[..., Any]:
-    # An overload's inner object is faster to call, but torch.compile knows only overloads.
+    # Calling an overload's inner object is faster, but torch.compile knows only overloads.
     overload = _OVERLOADS[name]
     return overload if is_dynamo_compiling() else overload._op  # type: ignore[no-any-return]
 
 
 def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """Why `backend`, which has kernels, cannot serve `verb` of these tensors."""
+    """Why `backend` cannot serve `verb` of these tensors."""
     device = None
     for tensor in tensors:
         if tensor is None:
             continue
         if device is None or tensor.device != device:
             if device is not None and tensor.dim() > 0:
-                continue  # several devices are an error of their own
+                continue  # an error of their own
             if reason := unavailable_reason(backend, tensor.device, verb):
                 return reason
             device = device or tensor.device
@@ -98,7 +98,7 @@ def obstacle(backend: str, verb: str, tensors: Sequence[Tensor | None]) -> str |
 
 
 def unavailable_reason(name: str, device: torch.device | None = None, verb: str = "layer_norm") -> str | None:
-    """Why backend `name` cannot run `verb` on `device` (None: anywhere here), or None. Loads the extension."""
+    """Why `backend` cannot run `verb` on `device` (None: anywhere here), or None. Loads the extension."""
     if name == "eager":
         return None
     if name == "cpu":
@@ -118,5 +118,5 @@ def unavailable_reason(name: str, device: torch.device | None = None, verb: str 
     return reason
 
 
-# As torch.compiler.assume_constant_result, whose import is slow: no tracer must follow into the loader.
+# As torch.compiler.assume_constant_result, whose import is slow: tracers must not follow into the loader.
 setattr(unavailable_reason, "_dynamo_marked_constant", True)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Serves calls without the extension's kernels: by Triton, CUDA kernels launched from Python, or the definition."""
+"""Serves calls without the extension: by Triton, CUDA kernels launched from Python, or the definition."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LAUNCHED_FROM_PYTHON = ("layer_norm", "rms_norm")
 
 
 def serve(verb: str, *args: Any) -> Any:
-    """Call the verb by the best that runs on this device without the extension."""
+    """The best that runs on this device."""
     on_gpu = args[0].device.type in ("cuda", "xpu")
     return (serve_on_gpu if on_gpu else schemas.reference_call)(verb, *args)
 
 
 def serve_on_gpu(verb: str, *args: Any) -> Any:
-    """On a GPU: CUDA kernels if Python can launch them, else Triton's, else the definition."""
+    """CUDA kernels if Python launches them, else Triton's, else the definition."""
     input = args[0]
     if availability.refusal(input) is None:
         if verb in LAUNCHED_FROM_PYTHON and availability.why_not_cuda(input.device) is None:
@@ -48,7 +48,7 @@ def _launch_from_python(verb: str, *args: Any) -> Any:
 
 @cache
 def define_triton() -> None:
-    """Define the Triton backend's operators, at first need because they import Triton."""
+    """Define the Triton backend's operators, late because they import Triton."""
     from kernel_fusion.backends.triton import operators
 
     operators.define(schemas.library, schemas.VERBS)
@@ -57,7 +57,7 @@ def define_triton() -> None:
 
 
 def take_over(device: str) -> None:
-    """Let Triton's kernels serve the verbs on a device type that the extension cannot."""
+    """Let Triton serve the verbs on a device type."""
     define_triton()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that the extension's kernels are replaced

@@ -1,7 +1,4 @@
-"""Jagged nested tensors: our kernels read their rows in `values()`; results have the same offsets.
-
-PyTorch serves calls that mix rows of several examples.
-"""
+"""Jagged nested tensors: our kernels read rows in `values()`; PyTorch serves what mixes rows."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ from kernel_fusion.core.stages import PLACES
 
 
 def has_rows(value: Any) -> bool:
-    """Whether `value` is a jagged tensor whose `values()` are exactly its examples' rows."""
+    """Whether `values()` of a jagged tensor are exactly its examples' rows."""
     jagged = isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
     return jagged and value.lengths() is None and value._ragged_idx == 1
 
 
 def has_rows_of(value: Any, num_dims: int) -> bool:
-    """Whether moreover its last `num_dims` dimensions lie within a row."""
+    """Whether its last `num_dims` dimensions also lie in a row."""
     return has_rows(value) and num_dims <= value.dim() - 2
 
 
 def serve(name: str, choose: Callable[..., Callable[..., Any]], tensors: tuple[Any, ...], *args: Any) -> Any:
-    """Call the operator `name` on the values of jagged tensors, if it treats every row alike.
+    """Call the operator `name` on jagged tensors' values, if it treats rows alike.
 
     Args:
-        choose: gives the callable for certain tensors.
+        choose: gives the callable for tensors.
         tensors: those that the call reads.
         args: the operator's, tensors first.
     """
@@ -84,7 +81,6 @@ def _softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     return (input, mask, scale, causal) if mask is None and input.dim() > 2 + causal else None
 
 
-# The arguments for values, or None if that call differs.
 _ROWWISE: dict[str, Callable[..., tuple[Any, ...] | None]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,

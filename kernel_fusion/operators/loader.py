@@ -1,4 +1,4 @@
-"""Loads the C++ extension once per process, at first need."""
+"""Loads the C++ extension once per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _error: str | None = None
 
 
 def _in_forked_child() -> None:
-    """Renew the lock: the parent's loading thread does not exist here."""
+    """The parent's thread that holds it is not here."""
     global _lock
     _lock = threading.RLock()
 
@@ -32,12 +32,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_loaded() -> bool:
-    """Whether the extension is in this process; loads nothing."""
+    """Whether the extension is loaded."""
     return _library is not None
 
 
 def load() -> bool:
-    """Load the extension, building it if necessary; on failure warn once and return False."""
+    """Load or build the extension; on failure warn once and return False."""
     global _library, _error
     if _library is not None:
         return True
@@ -56,12 +56,12 @@ def load() -> bool:
 
 
 def error() -> str | None:
-    """Why the extension could not be loaded, or None."""
+    """Why loading failed, or None."""
     return _error
 
 
 def library() -> ctypes.CDLL:
-    """The loaded extension; raises BuildError without one."""
+    """The loaded extension, or BuildError."""
     if not load():
         raise BuildError(str(_error))
     assert _library is not None
@@ -69,20 +69,20 @@ def library() -> ctypes.CDLL:
 
 
 def launches(counter: str) -> int:
-    """How often kernels ran in this process, by a name of `COUNTERS`."""
+    """How often kernels of a kind in `COUNTERS` ran."""
     return int(library().kf_count(COUNTERS.code(counter)))
 
 
 def cpu_variant() -> str:
-    """The build of the CPU kernels in use; raises BuildError without the extension."""
+    """The build of the CPU kernels in use, or BuildError."""
     return str(library().kf_cpu_variant().decode())
 
 
 def use_cpu_variant(name: str) -> None:
-    """Make all threads run the build `name` of the CPU kernels, for measurements and tests.
+    """Make all threads run a build of the CPU kernels, for measurements and tests.
 
     Raises:
-        ValueError: this machine cannot run it, or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
+        ValueError: the machine or the library lacks it (`kernel-fusion warmup --any-cpu` builds all).
         BuildError: there is no extension.
     """
     if not library().kf_use_cpu_variant(name.encode()):
@@ -95,7 +95,7 @@ def use_cpu_variant(name: str) -> None:
 def keep_memory(largest: int | None) -> None:
     """Reuse the freed memory of CPU tensors of up to `largest` bytes; None restores PyTorch's allocator.
 
-    Only for measurements: the system gets nothing back before the next call. BuildError: there is no extension.
+    Only for measurements: the system gets nothing back before the next call. Raises BuildError.
     """
     library().kf_keep_memory(-1 if largest is None else largest)
 
@@ -108,13 +108,13 @@ def _open() -> ctypes.CDLL:
 
 
 def _forget_stubs() -> None:
-    """Make operators look for new kernels: under a Python dispatcher they remember a stub."""
+    """Make operators look for new kernels: Python dispatchers remember stubs."""
     for name in schemas.ALL:
         schemas.overload(name)._dispatch_cache.clear()
 
 
 def _enable_cuda(library: ctypes.CDLL) -> None:
-    """Give the extension its planner if CUDA kernels can run; else its CUDA operators run the definition."""
+    """Give the extension its planner if CUDA kernels can run; else the definition serves CUDA."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     able = [device.index for device in devices if availability.why_not_cuda(device) is None]
     if able:

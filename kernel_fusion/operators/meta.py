@@ -1,4 +1,4 @@
-"""Shapes and dtypes for tracing, by PyTorch's own calls; the norms have theirs in C++."""
+"""Shapes and dtypes for tracing, by PyTorch's calls; norms have theirs in C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pointwise_fwd(a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tens
 
 
 def pointwise_bwd(dy: Tensor, a: Tensor, b: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The gradients that the last argument, a mask, asks for."""
+    """The gradients that the mask, last, asks for."""
     wants = rest[-1]
     return (
         torch.empty_like(dy if a.dtype == torch.uint8 else a) if wants[0] else dy.new_empty(0),
@@ -40,7 +40,7 @@ def reduce(input: Tensor, dim: list[int], keepdim: bool, _: str, dtype: torch.dt
 
 
 def softmax(input: Tensor, *_: Any) -> Tensor:
-    """A contiguous result, whatever the input's strides."""
+    """A contiguous result."""
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
@@ -55,7 +55,7 @@ def qk_norm_rope(query: Tensor, key: Tensor | None, *_: Any) -> tuple[Tensor, Te
 
 
 def qk_norm_rope_bwd(dy: Tensor, dy_key: Tensor | None, query: Tensor | None, key: Tensor | None, *rest: Any) -> Any:
-    """The gradients that the mask, the last argument, asks for; those of the weights are rows of one head."""
+    """The gradients that the mask, last, asks for; weights' are rows of one head."""
     wants, weights = rest[-1], rest[:2]
     dx = [t if x is None else x for t, x in ((dy, query), (dy_key, key))]
     heads = [
@@ -82,7 +82,7 @@ def _on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# Quantised verbs are compositions of these.
+# Quantised verbs are made of these.
 for _function in (
     pointwise,
     pointwise_fwd,

@@ -1,4 +1,4 @@
-"""The operators of quantised results where no kernel serves them: compositions of the verbs' operators."""
+"""Quantised results where no kernel serves them: compositions of the verbs' operators."""
 
 from __future__ import annotations
 

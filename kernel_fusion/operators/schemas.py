@@ -1,6 +1,6 @@
-"""The schemas of `torch.ops.kernel_fusion.*`, and the eager definitions as operators.
+"""The schemas of `torch.ops.kernel_fusion.*`, and the definitions as operators.
 
-Schemas are defined at import, which builds nothing; so `torch.export.load` works in a fresh process.
+Import defines them and builds nothing, so `torch.export.load` works in a fresh process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernel_fusion.backends import eager
 from kernel_fusion.core import arguments, stages
 from kernel_fusion.core.spec import compute_dtype
 
-# The number of normalised dimensions, not SymInt[] shapes: a new row count then needs no new trace.
+# A number of normalised dimensions instead of shapes: a new row count then needs no new trace.
 _NORM = "(Tensor input, int num_dims, Tensor? weight=None, Tensor? bias=None, {eps}, float weight_offset=0., "
 _AFFINE = "int num_dims, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? out_dtype, bool rms"
 # See core/rotary.py.
@@ -25,42 +25,39 @@ _CHAIN = "Tensor? b, str combine, str activation, float scale, float dropout_p, 
 VERBS = {
     "layer_norm": _NORM.format(eps="float eps=1e-05") + "ScalarType? out_dtype=None) -> Tensor",
     "rms_norm": _NORM.format(eps="float? eps=None") + "ScalarType? out_dtype=None) -> Tensor",
-    # The result `residual` is h, empty without a residual. `grouped`: weight, bias and residual_gate have the same
-    # leading dimensions, which broadcast to the input's.
+    # The result `residual` is h, or empty. `grouped`: weight, bias and residual_gate share leading dimensions, which
+    # broadcast to the input's.
     "staged_row_norm": f"(Tensor input, Tensor? residual, {_AFFINE}, {stages.SCHEMA}) "
     "-> (Tensor output, Tensor residual)",
     # dropout(scale * f(a, b)); see backends/eager/pointwise.py.
     "pointwise": f"(Tensor a, {_CHAIN}) -> Tensor",
     "reduce": "(Tensor input, int[] dim, bool keepdim, str kind, ScalarType? dtype) -> Tensor",
     "softmax": "(Tensor input, Tensor? mask, float scale, bool causal) -> Tensor",
-    # With an `eps`, of the RMSNorm of each head. A result keeps its argument's order of strides; an absent key's is
-    # empty.
+    # With an `eps`, of each head's RMSNorm. Results keep their arguments' order of strides.
     "qk_norm_rope": f"(Tensor query, Tensor? key, {_ROTARY}) -> (Tensor query, Tensor key)",
 }
 # The parts below autograd. `stats` holds mean and rstd as (2, *rows) in fp32 (fp64 for fp64), for RMSNorm rstd as (1,
-# *rows); one tensor costs one allocation. Unwanted results are empty. Backward normalises `input` again: h with a
-# residual, else x. It also takes x with both a residual and a pre-activation or a gate, and bias with an activation or
-# a gate. `dresidual` is the gradient of the residual or the gate, `dgate` that of the residual's gate.
+# *rows): one allocation. Unwanted results are empty. Backward normalises `input`: h with a residual, else x. It takes
+# x, too, if a residual meets a pre-activation or a gate, and bias with an activation or a gate. `dresidual` is the
+# residual's or gate's gradient, `dgate` that of the residual's gate.
 PARTS = {
-    # PyTorch's cached graphs call these by position, so new arguments come last.
+    # PyTorch's cached graphs call these by position: append new arguments.
     "row_norm_fwd": f"(Tensor input, {_AFFINE}, Tensor? residual=None, {stages.SCHEMA}) "
     "-> (Tensor y, Tensor stats, Tensor h)",
     "row_norm_bwd": "(Tensor dy, Tensor input, Tensor stats, int num_dims, Tensor? weight, ScalarType? bias_dtype, "
     "float weight_offset, bool rms, bool[5] output_mask, ScalarType? x_dtype=None, Tensor? dh=None, Tensor? x=None, "
     f"Tensor? bias=None, bool has_residual=False, {stages.SCHEMA}) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)",
-    # `bits` say which slope, for an activation with two. Backward takes them, or a result that reveals the slope, as
-    # the operand of a chain of one.
+    # `bits` say which of two slopes. Backward takes them, or a result that reveals the slope.
     "pointwise_fwd": f"(Tensor a, {_CHAIN}) -> (Tensor y, Tensor bits)",
     "pointwise_bwd": f"(Tensor dy, Tensor a, {_CHAIN}, bool[2] output_mask) -> (Tensor da, Tensor db)",
     "softmax_bwd": "(Tensor dy, Tensor y, float scale, bool leaves_out=False) -> Tensor",
-    # With a norm, backward takes query and key and computes their statistics again.
+    # With a norm, backward computes statistics again.
     "qk_norm_rope_bwd": f"(Tensor dy, Tensor? dy_key, Tensor? query, Tensor? key, {_ROTARY}, "
     "bool[4] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dquery_weight, Tensor dkey_weight)",
 }
-# Quantisation. These have no gradient: a verb that needs one calls its own operator, then `quantize`. `block` columns
-# share a scale, 0: a row. With `scale` given, the second result is empty. `keeps` asks for the third, the result in
-# its own dtype.
+# A verb that needs a gradient calls its own operator, then `quantize`. `block` columns share a scale, 0: a row. With
+# `scale` given, the second result is empty. `keeps` asks for the result in its own dtype.
 _CODES = "ScalarType dtype, Tensor? scale, int block"
 QUANTIZED = {
     "quantize": f"(Tensor input, {_CODES}) -> (Tensor values, Tensor scale)",
@@ -70,7 +67,7 @@ QUANTIZED = {
     "-> (Tensor values, Tensor scale, Tensor output)",
 }
 ALL = VERBS | PARTS | QUANTIZED
-# Definitions for C++; they decompose into ATen under every transform.
+# Definitions for C++, which decompose.
 _REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "staged_row_norm_reference": (VERBS["staged_row_norm"], eager.staged_row_norm),
     "pointwise_reference": (VERBS["pointwise"], eager.pointwise),
@@ -95,12 +92,12 @@ for _name, (_schema, _definition) in _REFERENCES.items():
 
 
 def default_eps(input: Tensor) -> float:
-    """The value of rms_norm's `eps=None`: the compute type's machine epsilon."""
+    """rms_norm's `eps=None`: the compute type's machine epsilon."""
     return torch.finfo(compute_dtype(input.dtype)).eps
 
 
 def reference_call(name: str, *args: Any) -> Any:
-    """Call a verb's eager definition with an operator's arguments."""
+    """Call a verb's definition with an operator's arguments."""
     if f"{name}_reference" in _REFERENCES:
         definition: Any = _REFERENCES[f"{name}_reference"][1]
         return definition(*args)
@@ -111,7 +108,7 @@ def reference_call(name: str, *args: Any) -> Any:
 
 
 def bind(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments in the schema's order: the dispatcher omits defaults at the end."""
+    """All arguments by position: the dispatcher omits defaults."""
     arguments = operator._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound = defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

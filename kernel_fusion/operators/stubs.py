@@ -1,7 +1,7 @@
-"""The Python stub of each operator: loads the extension at the first call that needs it, and serves what has no kernel.
+"""Python stubs of the operators: they load the extension when needed, and serve what has no kernel.
 
-Stubs sit on the two catch-all dispatch keys (`Autograd`, `CompositeExplicitAutograd`). The extension's kernels sit on
-specific keys (AutogradCPU, CUDA, ...) and win as soon as they exist, so nothing is overridden.
+They have the catch-all dispatch keys `Autograd` and `CompositeExplicitAutograd`. The extension's kernels have specific
+ones and win, so nothing is overridden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.errors import BuildError
 from kernel_fusion.operators import fallback, loader, quantized, schemas
 
-# The devices with kernels in the extension ("meta" stands for tracing).
+# Those with kernels in the extension; "meta" is for tracing.
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 
@@ -35,7 +35,7 @@ def _verb_stub(name: str) -> Callable[..., Any]:
         if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
         given = schemas.bind(operator, args, kwargs)
-        if is_native and (was_loaded or not is_strided):  # the extension has no kernel for such tensors
+        if is_native and (was_loaded or not is_strided):  # it has no kernel for these
             return arguments.checked(operator, partial(schemas.reference_call, name))(*given)
         return arguments.checked(operator, partial(fallback.serve, name))(*given)
 

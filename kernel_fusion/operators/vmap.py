@@ -1,7 +1,6 @@
 """The operators' rules for `torch.vmap`.
 
-A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example,
-because a rule cannot vmap the PyTorch operations inside.
+A batched input is one call with more rows. Anything else (a batched weight or mask, dropout) is a call per example.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kernel_fusion.operators import schemas
 
 
 def _batched(dim: Any) -> bool:
-    """Whether an entry of `in_dims` marks a batched argument; for a list of numbers it is a list of None."""
+    """Whether an entry of `in_dims` is batched; for a list of numbers it is a list of None."""
     return isinstance(dim, int)
 
 
@@ -32,7 +31,7 @@ def _one_by_one(operator: Any, info: Any, in_dims: tuple[Any, ...], args: list[A
 
 
 def register(name: str, prefix: str = "") -> None:
-    """Give the verb's operator a rule, or a backend's own, called `prefix` + `name`."""
+    """Give the verb's operator, or a backend's `prefix` + `name`, a rule."""
     rows = _RULES[name]
     operator = schemas.overload(prefix + name)
 
@@ -62,7 +61,7 @@ def _softmax(input: Tensor, mask: Tensor | None, *rest: Any) -> list[Any] | None
     return [input, mask, *rest] if mask is None else None
 
 
-# `rows(args)`: the arguments of one call with more rows, or None if that differs.
+# The arguments of one call with more rows, or None if that differs.
 _RULES: dict[str, Callable[..., list[Any] | None]] = {
     "layer_norm": _same,
     "rms_norm": _same,

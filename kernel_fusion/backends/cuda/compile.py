@@ -1,6 +1,6 @@
 """Compiles kernels with NVRTC, through cuda-core, for one architecture, with a disk cache.
 
-NVRTC comes with PyTorch's CUDA wheels, and kernels include only our own headers: no GPU or CUDA toolkit is needed.
+NVRTC comes with PyTorch's CUDA wheels, and kernels include only our headers: no GPU or CUDA toolkit is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("kernel_fusion")
 
 @dataclass
 class Counters:
-    """How often this process compiled kernels or found them on disk."""
+    """Kernels that this process compiled or found on disk."""
 
     compiled: int = 0
     from_disk: int = 0
@@ -45,7 +45,7 @@ counters = Counters()
 def cubin(source: str, arch: int, name: str | None = None) -> bytes:
     """Machine code of `source` for sm_`arch`, from the disk cache or compiled.
 
-    The logger "kernel_fusion" reports each compilation, by `name`, with its time, at level INFO.
+    The logger "kernel_fusion" reports compilations, by `name`, at level INFO.
 
     Raises:
         CompileError: NVRTC is missing or refuses the source.
@@ -63,12 +63,12 @@ def cubin(source: str, arch: int, name: str | None = None) -> bytes:
 
 
 def key(kind: str, source: str, arch: int, *more: str) -> str:
-    """The cache key of a kernel's artefact: source, headers, options, and `more`."""
+    """A cache key: source, headers, options, and `more`."""
     return cache.digest(kind, source, str(arch), *_OPTIONS, _headers_digest(), *more)
 
 
 def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: bool = False) -> tuple[bytes, str]:
-    """Machine code for sm_`arch`, and the compiler's log, with registers and spills if `verbose`.
+    """Machine code and the compiler's log, with registers and spills if `verbose`.
 
     `no_cache` keeps NVRTC from its own cache, to measure its time.
 
@@ -76,7 +76,7 @@ def compile_source(source: str, arch: int, *, verbose: bool = False, no_cache: b
         CompileError: NVRTC is missing or refuses the source.
     """
     try:
-        with _importing:  # a second thread could see half of the package
+        with _importing:  # another thread could see half of the package
             from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise CompileError(f"compiling CUDA kernels needs cuda-core (pip install cuda-core): {error}") from error

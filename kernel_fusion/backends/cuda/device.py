@@ -12,7 +12,7 @@ class Device:
     """A device's properties.
 
     Attributes:
-        arch: the architecture, 90 for sm_90.
+        arch: 90 for sm_90.
         shared_bytes: the largest shared memory of a block.
         name: the driver's, which tuned tables use; "" for an absent device.
     """
@@ -23,17 +23,17 @@ class Device:
 
     @property
     def has_clusters(self) -> bool:
-        """Whether blocks of a cluster can write to each other's shared memory."""
+        """Whether a cluster's blocks can write to each other's shared memory."""
         return self.arch >= 90
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start while the one before it runs (kernels/dependent_launch.cuh)."""
+        """Whether a kernel can start while the last one runs (kernels/dependent_launch.cuh)."""
         return self.arch >= 90
 
     @property
     def resident_threads(self) -> int:
-        """Threads that fit on a multiprocessor."""
+        """Threads of a multiprocessor."""
         return 2048 if self.arch in (80, 90, 100) else 1536
 
     @staticmethod
@@ -44,7 +44,7 @@ class Device:
         return Device(properties.major * 10 + properties.minor, shared_bytes, properties.name)
 
 
-# Architectures to compile for without a device. Source: CUDA C++ Programming Guide, technical specifications.
+# Architectures without a device. Source: CUDA C++ Programming Guide, technical specifications.
 KNOWN_DEVICES = {
     arch: Device(arch, kilobytes * 1024)
     for arch, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()

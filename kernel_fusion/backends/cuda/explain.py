@@ -1,6 +1,6 @@
-"""The lines of `kernel_fusion.explain` for CUDA kernels: one per kernel, from its plan.
+"""The lines of `kernel_fusion.explain` for CUDA kernels, from their plans.
 
-Each family has a function of the call's named arguments; a verb without one has no lines.
+A family's function takes the call's named arguments; a verb without one has no lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Explainer = Callable[[str, Mapping[str, Any]], tuple[str, ...]]
 
 
 def plan_lines(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The plans of the kernels that `verb` launches for complete, named arguments."""
+    """The plans of the kernels that `verb` launches."""
     explainer = _EXPLAINERS.get(verb)
     return () if explainer is None else explainer(verb, arguments)
 
@@ -61,7 +61,7 @@ def _row_norm(verb: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _origin(facts: Facts) -> str:
-    """The rule, and the table values with their evidence: a results file, or the user's table."""
+    """The rule, and table values with their evidence."""
     by_table: dict[str, list[str]] = {}
     for knob, row in facts.came_from.items():
         own = f"{path_of(facts.device.name)}: " if row in facts.users.get(knob, ()) else ""

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How blocks run: fields of a C++ struct (core/fields.py); each family's plan adds its own.
+    """How blocks run; each family's plan adds its own fields.
 
     Attributes:
-        threads: threads per block.
-        per_block: rows, columns or elements per block, at most.
+        threads: of a block.
+        per_block: rows, columns or elements of a block, at most.
         least_per_block: the fewest, so that few rows fill the device; 0: always `per_block`.
         cluster: blocks that work together.
-        shared_bytes: dynamic shared memory.
-        persistent: start no more blocks than run at once; they take turns.
+        shared_bytes: dynamic.
+        persistent: no more blocks than run at once, which take turns.
         splits_weight: dweight and dbias have a pass of their own.
-        min_blocks: blocks per multiprocessor that registers must allow.
-        dependent: starts before the previous kernel has ended, and waits for it itself.
+        min_blocks: per multiprocessor that registers must allow.
+        dependent: starts early, and waits for the previous kernel.
     """
 
     threads: int = 32

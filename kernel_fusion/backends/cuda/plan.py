@@ -10,20 +10,20 @@ from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.fields import Names
 from kernel_fusion.core.spec import ITEMSIZE, Access, RowNormSpec
 
-# Backward keeps for all rows: weight or both parameters in registers, or the weight in shared memory.
+# What backward keeps for all rows, in registers or shared memory.
 KeptParameters = Annotated[str, Names("KeptParameters", ("nothing", "weight", "both", "shared"))]
-# The place of the column sums in backward; "apart": a pass of their own; "stored": of one row, they are the gradients.
+# The place of column sums; "apart": a pass of their own; "stored": of one row, they are the gradients.
 KeptSums = Annotated[str, Names("KeptSums", ("none", "registers", "shared", "apart", "stored"))]
 
-SMALL_ROW_THREADS = 128  # of a block shared by several rows
+SMALL_ROW_THREADS = 128  # of a block with several rows
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How the blocks of a streamed plan keep together (kernels/pace.cuh).
+    """How a streamed plan's blocks keep together (kernels/pace.cuh).
 
     Attributes:
-        tolerance: how far a block may be ahead of the average, in quarters of a row per group.
+        tolerance: how far a block may be ahead, in quarters of a row per group.
         least: with fewer rows per group, blocks do not wait.
     """
 
@@ -38,36 +38,35 @@ class Plan:
     `kernel`, `vec`, `lanes`, `warps` and `center` decide how a row is summed, and depend only on spec and device.
     """
 
-    kernel: str  # the template
-    vec: int  # elements per vector
-    lanes: int  # of a warp that share a row
-    warps: int  # per row (kernels/tree.cuh)
-    center: int = 0  # a lane's first vectors that give LayerNorm's center (kernels/moments.cuh)
-    cluster: int = 1  # blocks that work together
-    per_block: int = 1  # rows, or columns of a weight pass
-    min_blocks: int = 1  # per multiprocessor that registers must allow
+    kernel: str
+    vec: int
+    lanes: int  # that share a row
+    warps: int  # of a row (kernels/tree.cuh)
+    center: int = 0  # a lane's first vectors, for LayerNorm's center (kernels/moments.cuh)
+    cluster: int = 1
+    per_block: int = 1  # rows, or a weight pass's columns
+    min_blocks: int = 1  # per multiprocessor that registers allow
     shared_bytes: int = 0  # dynamic
-    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange their sums; or after that ("anew":
-    # by threads that look up their columns again). Backward loads the "next" row early, reads rows "again", or loops
-    # over "few" streamed rows.
+    # Forward loads weight and bias "ahead", beside x; "early", before warps exchange sums; or later ("anew": looking up
+    # columns again). Backward loads the "next" row early, reads rows "again", or loops over "few" streamed rows.
     variant: str = ""
     batches: tuple[int, ...] = (1,)  # vectors at a time: of parameters; of a row read twice, each time
-    keeps: KeptParameters = "nothing"  # for all rows, backward
-    unkept: int = 0  # a thread's last vectors, whose weight is not kept in shared memory
+    keeps: KeptParameters = "nothing"
+    unkept: int = 0  # last vectors whose weight is not kept in shared memory
     sums: KeptSums = "none"
-    slots: int = 0  # in shared memory, per group of threads, for streamed rows
-    helpers: int = 0  # warps of a block without columns (kernels/row_stream.cuh): combiner, then producer
-    pace: Pace | None = None  # None: blocks do not wait
-    shifted: bool = False  # single elements are stored in whole sectors (kernels/shifted_store.cuh)
+    slots: int = 0  # of a group of threads, for streamed rows
+    helpers: int = 0  # warps without columns (kernels/row_stream.cuh): combiner, producer
+    pace: Pace | None = None
+    shifted: bool = False  # store whole sectors (kernels/shifted_store.cuh)
 
     @property
     def tiled(self) -> bool:
-        """Whether all rows of a block pass through shared memory together."""
+        """Whether a block's rows pass through shared memory together."""
         return self.kernel == "row_norm_fwd_tile"
 
     @property
     def resident(self) -> bool:
-        """Whether a row stays in registers; else it is read again."""
+        """Whether a row stays in registers."""
         return self.kernel != "row_norm_fwd_long" and self.variant != "again"
 
     @property
@@ -79,7 +78,7 @@ class Plan:
 
     @property
     def least_per_block(self) -> int:
-        """The fewest rows per block: few rows shall fill the device."""
+        """The fewest rows per block, so that few rows fill the device."""
         return self.threads // self.lanes if self.tiled else self.per_block
 
     @property
@@ -93,7 +92,7 @@ class Plan:
         return self.sums == "apart"
 
     def order(self, spec: RowNormSpec) -> tuple[object, ...]:
-        """The key of the order of sums; sums over rows also depend on how many blocks run at once."""
+        """The key of the order of sums; sums over rows also depend on how many blocks run."""
         row = self.vec, self.lanes, self.warps, self.center, self.resident
         if spec.direction != "backward" or not any(spec.column_sums):
             return row
@@ -120,18 +119,18 @@ class Plan:
 
 
 def direct_plan(kernel: str, tree: Tree, shared_by: int = SMALL_ROW_THREADS, **options: Any) -> Plan:
-    """A plan that reads rows into registers: `shared_by` threads for several rows, a block or cluster for one."""
+    """Rows in registers, several among `shared_by` threads, or one in a block or cluster."""
     per_block = shared_by // tree.lanes if tree.warps == 1 else 1
     return Plan(kernel, tree.vec, tree.lanes, tree.warps, cluster=tree.cluster, per_block=per_block, **options)
 
 
 def pace_of(facts: Facts, keeps: bool) -> Pace | None:
-    """How blocks keep together: by the tables, else by `keeps`."""
+    """The tables say, else `keeps`."""
     return Pace(*facts.tuned("pace", (8, 15))) if facts.tuned("keeps_pace", keeps) else None
 
 
 def streamed_plan(facts: Facts, max_slots: int, groups: int = 1, shared_bytes: int = 0, **options: Any) -> Plan | None:
-    """A plan that streams rows through shared memory beside `shared_bytes`, or None if there is no room."""
+    """Rows through shared memory beside `shared_bytes`, or None if there is no room."""
     spec, tree = facts.spec, facts.tree
     columns = 32 * tree.block_warps * tree.elements
     tensors = _streamed(spec, facts.access)

@@ -11,21 +11,21 @@ from kernel_fusion.backends.cuda.tree import MAX_BLOCK_WARPS, MAX_CLUSTER, Tree,
 from kernel_fusion.backends.cuda.tuned import Facts
 from kernel_fusion.core.spec import ITEMSIZE
 
-# Bytes of x per thread. Each element has two accumulators: 16 elements take 32 of a thread's 128 registers. Wider
-# elements take twice as many before a row needs a cluster.
+# Bytes of x per thread: with two accumulators each, 16 elements take 32 of 128 registers. Wider elements take twice as
+# many before a row needs a cluster.
 _THREAD_BYTES = 32
-_SHORT_ROW_BYTES = 512  # of one vector per thread; direct plans take twice as many threads
-_NARROW_ELEMENTS = 6  # per thread, in short rows of narrow vectors
-_MAX_CLUSTER_SINGLES = 16  # more than is portable, for rows of single elements
+_SHORT_ROW_BYTES = 512  # one vector per thread; direct plans take twice as many threads
+_NARROW_ELEMENTS = 6  # per thread, of short rows in narrow vectors
+_MAX_CLUSTER_SINGLES = 16  # more than is portable, for single elements
 _MIN_STREAMED_COLS = 256  # smaller copies do not pay
-# With stages: the most bytes of a directly read row per thread of 128 registers, with sums and without. More spills.
+# With stages: the most bytes of a direct row per thread of 128 registers, with sums and without. More spills.
 _MAX_HELD_WITH_SUMS, _MAX_HELD = 224, 160
-_MAX_WIDE = 28  # weight elements in registers; 32 spill, even with RMSNorm's single sum
-_STATIC_SHARED_BYTES = 8192  # at least what a kernel declares besides its sums
+_MAX_WIDE = 28  # weight elements in registers; 32 spill, even with one sum
+_STATIC_SHARED_BYTES = 8192  # at least, besides sums
 
 
 def plan_backward(facts: Facts) -> Plan:
-    """The plan of a backward with the wanted gradients."""
+    """The plan of a backward."""
     thread_bytes = _THREAD_BYTES if facts.row_bytes > _SHORT_ROW_BYTES else _THREAD_BYTES // 2
     if facts.itemsize > 2 and facts.row_bytes > MAX_BLOCK_WARPS * 32 * thread_bytes:
         thread_bytes *= 2
@@ -37,7 +37,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
     cols, most_filled = facts.spec.cols, facts.tuned("fills_block", 0)
 
     def fills_block(warps: int, elements: int) -> bool:
-        """Whether groups of `warps` fill a block and leave a thread registers for `elements`."""
+        """Whether groups of `warps` fill a block and leave registers for `elements`."""
         fits = elements <= most_filled or warps == 1 or cols % (warps * 32 * elements) > 0
         return most_filled > 0 and MAX_BLOCK_WARPS % warps == 0 and fits
 
@@ -48,7 +48,7 @@ def _tree(facts: Facts, thread_bytes: int) -> Tree:
 
 
 def _narrow_tree(facts: Facts) -> Tree | None:
-    """A tree of narrow vectors on few lanes, or of single elements on few warps, for rows that want one."""
+    """Narrow vectors on few lanes, or single elements on few warps, for rows that want it."""
     cols, vec = facts.spec.cols, facts.vec
     if vec * facts.itemsize <= 4 and cols <= 32 * _NARROW_ELEMENTS:
         lanes = power_of_two(ceil_div(cols // vec, _NARROW_ELEMENTS // vec))
@@ -76,7 +76,7 @@ def _streamed(facts: Facts) -> Plan | None:
     for spread, groups, least in _arrangements(facts, _groups(facts)):
         plan = _by_groups(facts.of(spread), groups)
         if plan is not None and plan.slots >= least:
-            own_loop = plan.slots > 2 and plan.cluster == 1  # the loop for few rows needs this
+            own_loop = plan.slots > 2 and plan.cluster == 1  # for the loop for few rows
             return replace(plan, variant=facts.of(spread).tuned("streamed_variant", "") if own_loop else "")
     return None
 
@@ -92,7 +92,7 @@ def _groups(facts: Facts) -> int:
 def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
     """Trees, rows at a time and wanted slots, best first: fewer rows, then larger clusters.
 
-    Only stages, which need larger slots, go that far. A cluster takes several rows only with a third slot.
+    Only stages, with larger slots, go that far. A cluster takes several rows only with a third slot.
     """
     tree, stages = facts.tree, facts.spec.has_stages
     yield tree, groups, 3 if tree.cluster > 1 and groups > 1 else 2
@@ -108,7 +108,7 @@ def _arrangements(facts: Facts, groups: int) -> Iterator[tuple[Tree, int, int]]:
 
 
 def _by_groups(facts: Facts, groups: int) -> Plan | None:
-    """The plan for this many rows at a time; the weight in shared memory if it fits."""
+    """This many rows at a time; the weight in shared memory if it fits."""
     weight, tree = facts.spec.weight, facts.tree
     facts = facts.also(groups=groups, team=groups * tree.block_warps)
     plan = partial(streamed_plan, facts, facts.tuned("slots", 4), groups, pace=pace_of(facts, keeps=True))
@@ -121,7 +121,7 @@ def _by_groups(facts: Facts, groups: int) -> Plan | None:
         kept_bytes = (tree.vectors - unkept) * tree.vec * 32 * tree.block_warps * ITEMSIZE[weight]
         shared = plan(kept_bytes, keeps="shared", unkept=unkept)
         if (shared is not None and shared.slots > 2) or weight == "f32":
-            return shared  # there are no registers to read fp32 for every row
+            return shared  # no registers read fp32 for every row
     return plan()
 
 
@@ -136,24 +136,24 @@ def _has_registers(facts: Facts) -> bool:
 
 
 def _direct(facts: Facts, planned_bytes: int) -> Plan:
-    """Rows in registers or, if there is no room, read again."""
+    """Rows in registers or, without room, read again."""
     spec, tree, itemsize, acc = facts.spec, facts.tree, facts.itemsize, ITEMSIZE[facts.spec.acc]
     wants_sums = any(spec.column_sums) and not spec.one_row
     no_sums = "stored" if spec.one_row and any(spec.column_sums) else "none"
     elements, thread_bytes = tree.elements, tree.elements * itemsize
     sums_bytes = elements * (3 if spec.dgate else 2) * acc
     facts = facts.also(singles=tree.vec * itemsize == 2, beyond_planned=thread_bytes - planned_bytes)
-    # 512 threads per multiprocessor have 128 registers each, for a row, the next row and both sums.
+    # 512 threads have 128 registers each, for a row, the next row and both sums.
     threads = facts.tuned("threads", 512)
     plan = direct_plan("row_norm_bwd", tree)
     plan = replace(plan, min_blocks=max(1, threads // plan.threads))
-    # A stage's row counts twice: as a factor and for its gradient.
+    # It is a factor and has a gradient.
     beside = 2 * ITEMSIZE[spec.beside] if spec.beside else 0
     beside += ITEMSIZE[spec.x] if spec.dgate else 0
     held = elements * (ITEMSIZE[spec.row] * (2 if spec.dh else 1) + ITEMSIZE[spec.y] + beside)
     scarce = spec.has_stages or ITEMSIZE[spec.y] > itemsize
     fits = not scarce or held + (sums_bytes if wants_sums else 0) <= _MAX_HELD_WITH_SUMS
-    # Rows that share a block keep sums in registers: the block adds them up in shared memory.
+    # The block adds up in shared memory.
     if thread_bytes <= planned_bytes + 16 and (fits or tree.warps == 1):
         table = plan.per_block * spec.cols * acc if wants_sums and plan.per_block > 1 else 0
         rule = elements * max(itemsize, ITEMSIZE[spec.y]) <= _THREAD_BYTES

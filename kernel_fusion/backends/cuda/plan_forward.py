@@ -13,9 +13,8 @@ from kernel_fusion.core.spec import ITEMSIZE
 
 _THREAD_BYTES = 64  # of x: 4 loads in flight and 16 registers for the row
 _MAX_STREAMED_ELEMENTS = 32  # per thread, in 128 registers
-_MAX_HELD = 256  # bytes of x, parameters and a stage's row at once, in 128 registers
-# Where a block takes many rows: bytes of them, and elements per lane, whose weight and bias stay in registers (twice as
-# many without parameters).
+_MAX_HELD = 256  # of x, parameters and a stage's row, in 128 registers
+# Bytes of a block's rows, and elements per lane, whose weight and bias stay in registers (twice as many without).
 _TILE_BYTES, _TILED_ELEMENTS, _MAX_TILED_WORDS = 17 * 2**10, 16, 192
 
 
@@ -91,9 +90,9 @@ def _tiled(facts: Facts) -> Plan | None:
 
 
 def _few_warps(facts: Facts) -> Tree | None:
-    """The tree of a row in narrow vectors that streams faster by few warps with many elements each.
+    """Few warps with many elements each, for rows in narrow vectors that then stream faster.
 
-    Four schedulers share a block's warps evenly, and a warp's work per row costs as much as many elements.
+    Four schedulers share warps evenly, and a warp's work per row costs as much as many elements.
     """
     cols, vec = facts.spec.cols, facts.vec
     for cluster, (warps, elements) in product((1, 2, 4, MAX_CLUSTER), facts.tuned("few_warps", ())):
@@ -110,7 +109,7 @@ def _streamed(facts: Facts) -> Plan | None:
 
 
 def _one_block(facts: Facts, tree: Tree) -> Tree:
-    """The tree of a row that a single block reads twice."""
+    """The tree of a row that one block reads twice."""
     slots = ceil_div(facts.spec.cols, 32 * tree.vec)
     each = ceil_div(slots, MAX_BLOCK_WARPS if facts.itemsize == 2 else 2 * MAX_BLOCK_WARPS)
     return Tree(tree.vec, 32, ceil_div(slots, each), 1, each)
@@ -124,9 +123,9 @@ def _read_twice(facts: Facts, tree: Tree) -> Plan:
 
 
 def _direct(facts: Facts) -> Plan:
-    """Rows in registers or, if there is no room, read again."""
+    """Rows in registers or, without room, read again."""
     tree, itemsize, elements = facts.tree, facts.itemsize, facts.tree.elements
-    # Loading many parameters beside x costs threads, as it does in fp16 and bf16 rows of 16 warps.
+    # Many parameters beside x cost threads, as in fp16 and bf16 rows of 16 warps.
     ahead = facts.tuned("ahead", _loads_ahead(facts)) and not (itemsize == 2 and tree.warps == MAX_BLOCK_WARPS)
     bound = facts.also(ahead=ahead).tuned("bound", False)
     plan = direct_plan("row_norm_fwd", tree, facts.tuned("threads", SMALL_ROW_THREADS))
@@ -142,7 +141,7 @@ def _direct(facts: Facts) -> Plan:
 
 
 def _loads_ahead(facts: Facts) -> bool:
-    """Whether a thread has registers for parameters beside x; a stage's row comes first."""
+    """Whether there are registers for parameters beside x; a stage's row comes first."""
     spec, elements = facts.spec, facts.tree.elements
     if spec.beside is None or spec.changes_x:
         return elements <= 16
@@ -151,9 +150,9 @@ def _loads_ahead(facts: Facts) -> bool:
 
 
 def _batches(tree: Tree) -> tuple[int, int]:
-    """Vectors that a thread loads at a time in the first and in the second reading of a row.
+    """Vectors at a time in a row's first and second reading.
 
-    The first batch is at least a ninth of the row, or 16 vectors, because their mean must be a fair center.
+    The first batch is at least a ninth of the row, or 16 vectors: their mean must be a fair center.
     """
     first, second = (16, 8) if tree.vec == 1 else (6, 4)
     fair = min(16, ceil_div(tree.vectors, 9))

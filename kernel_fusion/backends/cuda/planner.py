@@ -1,7 +1,7 @@
 """The planner: gives compiled kernels to the launcher, and compiles ahead.
 
-The launcher (native/extension/cuda/launcher.cpp) asks once per kernel and process, through a C callback. It gets
-machine code and a `Launch`, so the steady state runs no Python.
+native/extension/cuda/launcher.cpp asks once per kernel and process, through a C callback, for machine code and a
+`Launch`, so the steady state runs no Python.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec 
 
 
 class Kernel(NamedTuple):
-    """A spec type's access type, and makers of plan and source."""
+    """A spec's access type, and makers of plan and source."""
 
     access: type
     plan: Callable[[Any, Any, Device], Any]
@@ -62,22 +62,22 @@ KERNELS: dict[type, Kernel] = {
 _INTEGERS, _TEXT = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_char_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, _INTEGERS, _TEXT, _TEXT, _TEXT, _INTEGERS)
 
-# The launcher points to these; never freed, because they are few.
+# The launcher points to these.
 _kept: list[bytes] = []
-# Backward plans on autograd's threads, so it is the process's.
+# Backward plans on autograd's threads, too.
 _override: Callable[[RowNormSpec, Plan], Plan] | None = None
 # Make launchers forget their kernels.
 forgets: list[Callable[[], object]] = []
 
 
 def install(library: ctypes.CDLL, devices: Iterable[int]) -> None:
-    """Give the extension this planner, which enables its CUDA kernels on `devices`."""
+    """Give the extension this planner, for its CUDA kernels on `devices`."""
     forgets.append(library.kf_forget_kernels)
     library.kf_set_planner(ctypes.cast(_callback, ctypes.c_void_p), sum(1 << index for index in devices))
 
 
 def decode(row: Iterator[int]) -> tuple[Spec, Any]:
-    """The spec and access of a key."""
+    """A key's spec and access."""
     spec, kernel = list(KERNELS.items())[next(row)]
     return read(spec, row), read(kernel.access, row)
 
@@ -132,7 +132,7 @@ def source_of(spec: Spec, access: Any, plan: Any) -> Source:
 
 
 def compiled(spec: Spec, access: Any, device: Device) -> tuple[Any, str, bytes]:
-    """Plan, kernel name and machine code, compiled or from the disk cache."""
+    """Plan, name and machine code, compiled or from the disk cache."""
     plan = plan_for(spec, access, device)
     source = source_of(spec, access, plan)
     return plan, source.name, compiler.cubin(source.text(), device.arch, source.name)
@@ -152,7 +152,7 @@ def override_plan(change: Callable[[RowNormSpec, Plan], Plan]) -> Iterator[None]
 
 
 def forget_kernels() -> None:
-    """Plan every kernel anew at its next use."""
+    """Plan kernels anew."""
     for forget in forgets:
         forget()
 
@@ -171,12 +171,12 @@ def family(
 
 
 def weight_pass(spec: RowNormSpec) -> RowNormSpec:
-    """The pass for the column sums of a backward whose plan splits them off."""
+    """A backward's pass for column sums."""
     return replace(spec, direction="backward_weight")
 
 
 def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartialsSpec]:
-    """The kernels of one call: that of `spec` and, after a backward with sums, those that finish them."""
+    """A call's kernels: that of `spec` and, after a backward with sums, those that finish them."""
     specs: list[RowNormSpec | SumPartialsSpec] = [spec]
     if spec.direction == "backward" and any(spec.column_sums) and not spec.one_row:
         if plan.splits_weight:
@@ -191,7 +191,7 @@ def with_helpers(spec: RowNormSpec, plan: Plan) -> list[RowNormSpec | SumPartial
 
 
 def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: Device) -> int:
-    """Compile the kernels of both norms for contiguous rows into the disk cache; needs no GPU.
+    """Compile both norms' kernels for contiguous rows into the disk cache; needs no GPU.
 
     Args:
         hidden_sizes: row lengths N.
@@ -213,7 +213,7 @@ def compile_ahead(hidden_sizes: Iterable[int], dtypes: Iterable[str], device: De
 
 
 def contiguous_access(spec: RowNormSpec | SumPartialsSpec) -> Access:
-    """The access of contiguous tensors."""
+    """Contiguous tensors' access."""
     if isinstance(spec, SumPartialsSpec):
         return Access()
     x, y = (_row_alignment(spec.cols, dtype) for dtype in (spec.x, spec.y))

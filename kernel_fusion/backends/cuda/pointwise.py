@@ -14,7 +14,7 @@ _THREADS = 128  # larger blocks are slower, smaller ones too short
 # Twice as many for fp16 and bf16 dropout and gathered operands, unless a single row meets all others.
 _BYTES_IN_FLIGHT = 32
 _MIN_UNROLL, _MAX_UNROLL = 2, 4
-# 128 registers hold everything in flight. Gradients of both factors with dropout, which no verb asks for, need 168.
+# 128 registers hold everything in flight. Gradients of both factors with dropout need 168.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_PRODUCTS = 4, 2
 # fp16 and bf16 dropout waits for arithmetic: 64 registers, enough for simple addresses, allow twice the warps.
 _MIN_BLOCKS_OF_NARROW_DROPOUT = 8
@@ -45,7 +45,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
         return PointwisePlan(vec, operands, _MAX_UNROLL, threads=_THREADS, per_block=per_block, min_blocks=min_blocks)
     dtypes = (spec.dy, None if spec.a == BITS else spec.a, spec.b)  # bits add next to nothing
     read = [(t, operand) for t, operand in zip(dtypes, operands[2:], strict=True) if t]
-    # Beside linear operands, the others are mostly repeated and cached.
+    # Others are mostly repeated and cached.
     linear = [t for t, operand in read if operand.mode == "linear"] or [t for t, _ in read]
     narrow_dropout = spec.dropout and ITEMSIZE[spec.result] == 2
     has_more_to_do = narrow_dropout or (access.dims > 1 and not _has_simple_addresses(spec, access))
@@ -57,7 +57,7 @@ def plan(spec: PointwiseSpec, access: PointwiseAccess, device: Device) -> Pointw
 
 
 def _by_vectors(spec: PointwiseSpec, access: PointwiseAccess) -> PointwiseAccess:
-    """The vectors of a kernel: rows without whole ones are gathered if caches help, else vectors are smaller."""
+    """Rows without whole vectors are gathered if caches help, else vectors are smaller."""
     if not access.divisor:
         return access
     if access.repeats:

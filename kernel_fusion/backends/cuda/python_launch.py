@@ -1,7 +1,7 @@
-"""The CUDA kernels without the C++ extension: the same kernels and plans, launched from Python.
+"""The CUDA kernels without the C++ extension: the same plans, launched from Python.
 
-This serves machines with a GPU but no C++ compiler. Calls cost more host time and copy strided inputs; results have the
-same bits.
+This serves machines without a C++ compiler. Calls cost more host time and copy strided inputs; results have the same
+bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ launches = 0
 
 @cache
 def args_structs() -> dict[str, Any]:
-    """The row norms' argument structs by their C++ names, as the header has them."""
+    """The row norms' argument structs by C++ names, read from the header."""
     plain = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_longlong, ctypes.c_double)
     known: dict[str, Any] = dict(zip(("void*", "unsigned", "long long", "double"), plain, strict=True))
     for name, body in re.findall(r"struct (\w+) {(.*?)\n};", re.sub("//.*", "", _ARGS_HEADER.read_text()), re.DOTALL):
@@ -44,7 +44,7 @@ def args_structs() -> dict[str, Any]:
 
 
 class Kernel:
-    """A kernel loaded on one device: its plan, its function, and how many blocks run at once."""
+    """A kernel loaded on one device, and how many blocks run at once."""
 
     def __init__(self, plan: Any, name: str, code: bytes, index: int) -> None:  # pragma: gpu
         from cuda.bindings import driver

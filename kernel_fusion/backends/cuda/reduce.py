@@ -20,21 +20,21 @@ _MANY_LOADS = 8  # in blocks of few or of all rows, and for narrow vectors
 class ReduceRule:
     """How the launcher divides a reduction (native/extension/reduce_cuda.cpp).
 
-    A tile is the columns of one block. Several blocks share its rows, in chunks that a second kernel adds up, unless
-    one block takes them all. Constants keep a sum's order independent of registers and of the number of rows.
+    A tile is a block's columns. Several blocks share its rows, in chunks that a second kernel adds up, or one takes
+    all. Constants keep the order independent of registers and of the number of rows.
 
     Attributes:
         chunk_bytes: a chunk of a row; constant.
-        column_threads: threads per block, if blocks share a tile's rows.
+        column_threads: of blocks that share a tile's rows.
         column_blocks: such blocks per multiprocessor; constant.
         rows_per_thread: at least, so that few rows make few chunks.
-        lanes: the most threads along the columns; wider tiles leave more chunks.
-        lanes_of_chunks: the same when adding up chunks, which are many with few columns.
-        few_rows: up to here a block is one line of threads, with nothing to add up between lines.
-        few_threads: threads of such a block; small, so that many multiprocessors share the wait.
-        all_threads: threads of a block that takes all rows of a tile.
-        filled: one block does so if tiles fill the device: at least 5 of 9 multiprocessors have one, and none has two.
-        all_bytes: and if a vector has this many bytes; narrower ones leave too little in flight.
+        lanes: the most threads along columns; wider tiles leave more chunks.
+        lanes_of_chunks: the same when adding up chunks.
+        few_rows: up to here a block is one line of threads.
+        few_threads: of such a block; small, so that many multiprocessors share the wait.
+        all_threads: of a block that takes a tile's rows.
+        filled: one does if tiles fill the device: at least 5 of 9 multiprocessors have one, and none has two.
+        all_bytes: and if a vector has this many; narrower ones leave too little in flight.
     """
 
     chunk_bytes: int = 65536
@@ -58,7 +58,6 @@ class ReducePlan(Launch):
     """How a reduction runs.
 
     Attributes:
-        vec: elements per vector.
         lanes: threads per row, or along the columns.
         each: rows that a thread sums up at once.
         unroll: vectors of a row, or rows of a column, at once.
@@ -73,7 +72,7 @@ class ReducePlan(Launch):
 def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
     """Columns by tiles; short rows by lanes of a warp, long ones by a block."""
     if access.lanes:
-        # Narrower vectors need more of them in flight.
+        # They need more in flight.
         narrow = access.vec * ITEMSIZE[spec.input] < _RULE.all_bytes
         in_chunks = access.threads == _RULE.column_threads
         return ReducePlan(
@@ -86,7 +85,7 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
         )
     vec = VECTOR_BYTES // ITEMSIZE[spec.input]
     if access.capacity <= _WARP_CAPACITY:
-        # Two vectors per lane if there are enough; neighbours still read at least 32 bytes together.
+        # Two vectors per lane if there are enough; neighbours read at least 32 bytes together.
         threads, lanes = _WARP_THREADS, min(32, max(1, access.capacity // 2))
     else:
         threads = lanes = _block_threads(access.capacity)
@@ -106,7 +105,7 @@ def plan(spec: ReduceSpec, access: ReduceAccess, device: Device) -> ReducePlan:
 
 
 def _block_threads(capacity: int) -> int:
-    """Threads of a block that sums up a row: four to eight vectors each."""
+    """A block that sums up a row: four to eight vectors per thread."""
     return 128 if capacity <= 512 else 256 if capacity <= 2048 else 512
 
 

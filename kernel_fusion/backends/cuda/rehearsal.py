@@ -1,8 +1,7 @@
-"""Finds out which CUDA kernels some calls need, perhaps on a machine without a GPU.
+"""Finds out which CUDA kernels some calls need, perhaps without a GPU.
 
-In a rehearsal, CPU tensors stand for CUDA tensors: the same code makes the keys, and asks a planner that notes them and
-loads nothing. Results are meaningless. A GPU would ask for the same, unless PyTorch lays out its results differently
-there.
+CPU tensors stand for CUDA tensors: the same code makes the keys, and asks a planner that notes them. Results are
+meaningless. A GPU would ask for the same, unless PyTorch lays out its results differently there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kernel_fusion.backends.cuda import planner
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 
-# A GPU's assumed multiprocessors, which share a sum over columns.
+# They share a sum over columns.
 _MULTIPROCESSORS = 132
 
 

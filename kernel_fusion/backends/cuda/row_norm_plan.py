@@ -1,7 +1,7 @@
 """Plans of row norms: a safe rule per direction, and tables of what measured better.
 
-A thread should hold so few elements that they stay in registers, but several 16-byte loads' worth. A row should take no
-more warps than it needs.
+A thread holds so few elements that they stay in registers, but several 16-byte loads. A row takes no more warps than it
+needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def plan_row_norm(spec: RowNormSpec, access: Access, device: Device) -> Plan:
 
 
 def planned(spec: RowNormSpec, access: Access, device: Device, users: Table) -> tuple[Plan, Facts]:
-    """The plan, and the facts behind it. User rows that change no bits count."""
+    """The plan, and its facts. User rows that change no bits count."""
     facts = Facts(spec, access, device, {})
     if spec.direction == "backward_weight":
         per_block = SMALL_ROW_THREADS * facts.vec

@@ -1,6 +1,6 @@
 """Softmax: plans and sources (kernels/softmax*.cuh).
 
-A kernel serves all lengths up to its capacity, 2^k or 3 * 2^k vectors, so a new length seldom compiles anything.
+A kernel serves all lengths up to 2^k or 3 * 2^k vectors, so a new length seldom compiles anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import ITEMSIZE, VECTOR_BYTES, RowAccess, SoftmaxAccess, SoftmaxBwdSpec, SoftmaxSpec
 
 _MAX_THREADS = 1024
-_ROWS_THREADS = 128  # of blocks with several rows
+_ROWS_THREADS = 128  # of several rows
 _LONG_UNROLL = 4
 
 
@@ -24,7 +24,7 @@ class SoftmaxPlan(Launch):
 
     Attributes:
         lanes: threads per row.
-        vectors: vectors of a row per thread, in registers; 0: the row is read twice.
+        vectors: of a row per thread, in registers; 0: the row is read twice.
     """
 
     lanes: int
@@ -57,7 +57,7 @@ def plan(spec: SoftmaxSpec | SoftmaxBwdSpec, access: SoftmaxAccess, device: Devi
     if vectors * access.vec > most:
         return SoftmaxPlan(threads=max_threads, lanes=max_threads, vectors=0)
     threads = max(lanes, _ROWS_THREADS) if lanes <= 32 else lanes
-    # Threads per multiprocessor that registers must allow; addresses of single elements take some.
+    # Threads that registers must allow; addresses of single elements take some.
     resident = 512 if spec.acc == "f64" else 768 if access.vec == 1 else 1024
     plain = isinstance(spec, SoftmaxSpec) and spec.mask is None and spec.acc == "f32" and whole
     if plain and vectors <= 3 and vectors * access.vec <= 16 and device.arch == 90:

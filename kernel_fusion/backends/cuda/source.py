@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a kernel.
+    """A kernel's source.
 
     Attributes:
         name: for profilers.
         header: in native/kernels; it also names the template.
-        args: the struct of its parameter.
-        types: of its tensors' elements, None for absent ones.
-        constants: what else is known at compile time, as C++ writes it.
-        threads: per block; min_blocks: per multiprocessor, which bounds the registers.
+        args: its parameter's struct.
+        types: of tensors' elements, None if absent.
+        constants: as C++ writes them.
+        threads: per block; min_blocks, per multiprocessor, bounds the registers.
     """
 
     name: str

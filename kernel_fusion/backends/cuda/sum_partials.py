@@ -8,16 +8,16 @@ from kernel_fusion.backends.cuda.source import Source
 from kernel_fusion.core.fields import constants
 from kernel_fusion.core.spec import Access, SumPartialsSpec
 
-COLS = 32  # of a block; partial rows are padded to them
+COLS = 32  # of a block; it pads partial rows
 _THREADS = 256
-# With so few columns, backward leaves at least a thousand partial rows to few blocks.
+# Backward then leaves at least a thousand partial rows to few blocks.
 _FEW_COLS, _THREADS_OF_FEW = 256, 1024
-# 64 registers hold eight loads of four sums. Beyond these columns there are 40, so that all blocks run at once.
+# 64 registers hold eight loads of four sums. Beyond there are 40, so that all blocks run at once.
 _MANY_COLS = 8192
 
 
 def plan(spec: SumPartialsSpec, access: Access, device: Device) -> Launch:
-    """32 columns per block, whose threads share the partial rows."""
+    """A block's threads share the partial rows."""
     if 0 < spec.cols <= _FEW_COLS:
         return Launch(threads=_THREADS_OF_FEW, per_block=COLS, min_blocks=1)
     return Launch(threads=_THREADS, per_block=COLS, min_blocks=4 if 0 < spec.cols <= _MANY_COLS else 6)

@@ -1,4 +1,4 @@
-"""How a row is spread over lanes, warps and blocks, which depends on spec and device alone."""
+"""How a row is spread over lanes, warps and blocks, by spec and device alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CLUSTER = 8  # the portable maximum
 
 @dataclass(frozen=True)
 class Tree:
-    """The order in which a row is summed (kernels/tree.cuh), and the blocks it spans."""
+    """The order in which a row is summed (kernels/tree.cuh), and its blocks."""
 
     vec: int  # elements per vector
     lanes: int
@@ -48,7 +48,7 @@ class Tree:
 def vector_of(spec: RowNormSpec) -> int:
     """Elements per vector: 16 bytes if all rows of a contiguous tensor start at multiples of that, else fewer.
 
-    So neighbouring lanes read neighbouring elements for every N, and no row ends inside a vector.
+    So neighbouring lanes read neighbours for every N, and no row ends inside a vector.
     """
     return min(16 // ITEMSIZE[spec.x], spec.cols & -spec.cols)
 
@@ -67,13 +67,13 @@ def spread_row(
     vectors = spec.cols // vec
     slots = ceil_div(vectors, 32)  # vectors per lane of one warp
     if slots <= per_thread:
-        # Enough lanes to read a cache line, with two vectors each if allowed. Vectors of two fp16 or bf16 elements want
-        # few lanes, because adding lanes up costs instructions.
+        # Lanes read a cache line, with two vectors each if allowed. Vectors of two fp16 or bf16 elements want few
+        # lanes, because adding lanes up costs instructions.
         at_a_time = 64 if vec * itemsize == 4 and itemsize == 2 else 128
         min_lanes = min(32, power_of_two(ceil_div(vectors, min(2, per_thread))), at_a_time // (vec * itemsize))
         lanes = max(min_lanes, power_of_two(ceil_div(vectors, per_thread)))
         return Tree(vec, lanes, 1, 1, ceil_div(vectors, lanes))
-    # A count that divides the row needs no bounds check. Single fp16 or bf16 elements take a register each.
+    # A divisor of the row needs no bounds check. Single fp16 or bf16 elements take a register each.
     larger = range(per_thread + 1, most + 1) if vec * itemsize > 2 else ()
     near = [n for n in (per_thread, per_thread - 1, *larger) if slots % n == 0 and (n > 1 or slots <= 5)]
     near.sort(key=lambda n: prefer(slots // n, n * vec), reverse=True)

@@ -1,4 +1,4 @@
-"""Trials: ways to run a kernel that `kernel-fusion tune` measures, as possible rows of a user's table.
+"""Trials: ways to run a kernel that `kernel-fusion tune` measures, perhaps for a user's table.
 
 A trial is planned like a row: one that does not fit gives no plan, and none changes the order of summation.
 """

@@ -26,7 +26,7 @@ _FLAGS = ("rms", "cols", "offset", "changes_x", "dh", "dresidual", "dgate", "one
 
 
 class Facts:
-    """A spec, its access, a device and, once known, its tree; with what tables ask about them.
+    """A spec, its access, a device and, once known, its tree.
 
     Attributes:
         users: rows that come before the shipped ones.
@@ -39,7 +39,7 @@ class Facts:
         self.spec, self.access, self.device, self.vec = spec, access, device, vector_of(spec)
         self.users, self.came_from = users, dict[str, Row]()
         self.itemsize, self.row_bytes = ITEMSIZE[spec.x], spec.cols * ITEMSIZE[spec.x]
-        # Bytes per element, 0 if absent. Other facts are fields of the spec.
+        # Bytes per element, 0 if absent.
         size = {name: ITEMSIZE.get(getattr(spec, name) or "", 0) for name in (*_TENSORS, *ROWS, *VECTORS)}
         stages = {field.name: getattr(spec, field.name) for field in fields(Stages)}
         self.known: dict[str, Any] = stages | size | {name: getattr(spec, name) for name in _FLAGS}
@@ -47,7 +47,7 @@ class Facts:
             "stages": spec.has_stages,
             "costly": not {stages[name] for name in ACTIVATIONS_OF_STAGES} <= {IDENTITY, "relu"},
             "like_x": spec.y == spec.x,
-            "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # parameters or y are wider than x
+            "wide": max(size["weight"], size["bias"], size["y"]) > size["x"],  # than x
             "dy_wider": size["y"] > size["x"],
             "natural_vec": self.vec,
             "aligned": access.x >= 16,
@@ -65,22 +65,22 @@ class Facts:
         return other
 
     def of(self, tree: Tree) -> Facts:
-        """These facts, with those of a row's tree."""
+        """These facts and those of a row's tree."""
         chunk = 32 * tree.warps * self.vec
         covers = tree.covers(self.spec.cols)
         other = self.also(
             **{name: getattr(tree, name) for name in ("vec", "warps", "cluster", "vectors", "elements", "block_warps")},
-            natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, with vectors as wide as can be
+            natural_elements=ceil_div(self.spec.cols, chunk) * self.vec,  # per thread, with the widest vectors
             vector_bytes=tree.vec * self.itemsize,
             thread_bytes=tree.elements * self.itemsize,
             covers=covers,
-            plain=covers or self.access.x >= tree.vec * self.itemsize,  # no vector in pieces, or none past the row
+            plain=covers or self.access.x >= tree.vec * self.itemsize,  # no vector in pieces, or past the row
         )
         other.tree = tree
         return other
 
     def tuned(self, knob: str, rule: Any) -> Any:
-        """The value of the first row for `knob` whose conditions hold, else the rule's."""
+        """The first row's value for `knob` whose conditions hold, else the rule's."""
         shipped = table(self.device.arch, self.spec.direction)
         for row in (*self.users.get(knob, ()), *shipped.get(knob, ())):
             if self.hold(row[1]):
@@ -115,5 +115,5 @@ def table(arch: int, direction: str) -> Table:
 
 
 def shipped_tables(arch: int) -> list[Path]:
-    """The shipped tables that count for an architecture."""
+    """Those for an architecture."""
     return [path for path in (TABLES / f"sm_{arch}.json", TABLES / "any.json") if path.exists()]

@@ -1,6 +1,6 @@
 """The user's table: what `kernel-fusion tune` measured, a file per device name in the cache folder.
 
-Each row is for one kernel and sets only `KNOBS`. A file with anything else, or that another user could have written, is
+Each row is for one kernel and sets only `KNOBS`. A file with anything else, or that others could have written, is
 ignored with one warning.
 """
 
@@ -65,12 +65,12 @@ def section(direction: str) -> str:
 
 
 def path_of(device: str) -> Path:
-    """The path of a device's table, existing or not."""
+    """A device's table, existing or not."""
     return cache_dir() / "tuned" / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
 def users_table(device: Device, direction: str) -> Table:
-    """The user's rows of each knob; none for an absent device."""
+    """The user's rows; none for an absent device."""
     if not device.name or not uses_tuned_tables():
         return {}
     return _read_once(path_of(device.name), device.name).get(section(direction), {})

@@ -1,7 +1,6 @@
 """The definition of every operation in plain PyTorch, by which all other backends are tested.
 
-It also runs where no kernel can, and `torch.func`, forward-mode AD and double backward differentiate it. So it must be
-an obvious composition of differentiable PyTorch operations.
+It is also differentiated, so it composes differentiable operations.
 """
 
 from __future__ import annotations

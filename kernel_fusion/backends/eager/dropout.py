@@ -1,15 +1,10 @@
-"""Dropout: a counter-based generator keyed by a seed and an element's position, so that no mask is stored.
+"""Dropout from a seed and an element's position, so that no mask is stored.
 
-The generator is Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC
-2011). One 128-bit block serves eight neighbouring elements: elements 2j and 2j + 1 take word j % 4 of the block with
-counter (j / 4, seed) and key 0, so that round keys are constants. The odd element takes the word, the even one the word
-with its halves exchanged: each has 16 bits of its own above the other's. native/shared/philox.h is the same.
+The bits are Philox4x32's with 7 rounds (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC
+2011). Elements 2j and 2j + 1 take word j % 4 of the block with counter (j / 4, seed) and key 0. The even one exchanges
+the word's halves, so pairs correlate by at most max(3 * 2^-16, 2^-32 / min(p, 1 - p)).
 
-An element is dropped if its 32 bits are below t = round(p * 2^32); others are scaled by 1 / (1 - t / 2^32). So the
-expectation is exact for every p, and the rate misses p by at most 2^-33.
-
-The elements of a pair are not quite independent: their correlation is 0 if p is a multiple of 2^-16, and at most 3 *
-2^-16, or 2^-32 / min(p, 1 - p) if that is larger.
+Bits below t = round(p * 2^32) drop an element; others are scaled by 1 / (1 - t / 2^32), so the expectation is exact.
 """
 
 from __future__ import annotations
@@ -23,21 +18,21 @@ _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_HALF = 16  # an element's own bits
+_HALF = 16
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's default generator, by a PyTorch operation: graphs and checkpoints handle that."""
+    """A seed from the device's generator, by an operation, which graphs and checkpoints handle."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
-    """The 32 random bits of elements 0 ... count - 1, as int64."""
+    """Elements 0 ... count - 1, as int64."""
     blocks = torch.arange(-(-count // 8), device=seed.device)
     words = [blocks & _LOW, blocks >> 32, seed[0] & _LOW, (seed[0] >> 32) & _LOW]
     for number in range(_ROUNDS):
         key = [number * step & _LOW for step in _KEY_STEPS]
-        # int64 products wrap, which keeps all 64 bits.
+        # int64 products wrap, with all 64 bits.
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
         words = [
             ((second >> 32) & _LOW) ^ words[1] ^ key[0],
@@ -49,15 +44,12 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
 
 def pair_bits(word: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the even and the odd element of a word."""
+    """A word's even and odd element."""
     return (word & (1 << _HALF) - 1) << _HALF | word >> _HALF, word
 
 
 def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """`values` with dropout; an element's position is its place in the memory of `torch.empty_like(values)`.
-
-    A kernel's result has the same strides.
-    """
+    """Positions are places in `torch.empty_like(values)`, as in a kernel's result."""
     if seed is None:
         return values
     like = torch.empty_like(values)

@@ -1,4 +1,4 @@
-"""Pointwise chains: dropout(scale * f(a, b)), where f combines its operands with an activation."""
+"""Pointwise chains: dropout(scale * f(a, b))."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kernel_fusion.core.spec import compute_dtype
 
 _Act = Callable[[Tensor], Tensor]
 
-# The forms of f, by the operator's names.
 COMBINES: dict[str, Callable[[_Act, Tensor, Tensor], Tensor]] = {
     "first": lambda act, a, b: act(a),
     "add": lambda act, a, b: act(a + b),
@@ -26,14 +25,14 @@ COMBINES: dict[str, Callable[[_Act, Tensor, Tensor], Tensor]] = {
 def pointwise(
     a: Tensor, b: Tensor | None, combine: str, activation: str, scale: float, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
-    """The definition. `b` is None for "first"; `seed` is None without dropout."""
+    """The definition. Absent, `b` and `seed` are None."""
     if a.dim() == 0 and (b is None or (b.dim() == 0 and b.device == a.device)):
-        # With one dimension, because torch.func.jvp widens the tangent of a 0-d tensor that meets a Python float.
+        # torch.func.jvp would widen the tangent of a 0-d tensor that meets a float.
         chain = combine, activation, scale, dropout_p, seed
         return pointwise(a[None], None if b is None else b[None], *chain)[0]
     dtype = a.dtype if b is None else _promoted(a, b)
     act = formula(activation)
-    if dtype not in FLOATING:  # other numbers are left to PyTorch
+    if dtype not in FLOATING:  # PyTorch's
         not_float8("pointwise", dtype)
         y = COMBINES[combine](act, a, a if b is None else b)
         y = y if scale == 1.0 else y * scale
@@ -47,4 +46,4 @@ def pointwise(
 def _promoted(a: Tensor, b: Tensor) -> torch.dtype:
     if (a.dim() == 0) == (b.dim() == 0):
         return torch.promote_types(a.dtype, b.dtype)
-    return torch.result_type(a, b)  # Dynamo cannot trace this
+    return torch.result_type(a, b)  # for Dynamo

@@ -1,4 +1,4 @@
-"""Quantisation: codes and scales of a tensor's last dimension, and the gradient of what they stand for."""
+"""Codes and scales of a last dimension, and their gradient."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from kernel_fusion.core.quantize import LARGEST, num_scales
 
 
 def quantize(input: Tensor, dtype: torch.dtype, scale: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """The definition: contiguous codes, and the scales of rows or of blocks of columns.
+    """Contiguous codes, and scales of rows or blocks of columns; empty if `scale` is given.
 
-    With a given `scale`, the second result is empty. NaN has the code NaN, or 0 where codes are integers; a row or
-    block with NaN or an infinity has it as its scale.
+    NaN has the code NaN, or 0 if codes are integers; its row or block has the scale NaN, an infinity's infinity.
     """
     v = input.to(torch.float32)
     if scale is not None:
@@ -31,7 +30,7 @@ def _by_columns(s: Tensor) -> Tensor:
 
 
 def _scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    # Tensors divide; by a number, PyTorch multiplies by the reciprocal on GPUs.
+    # PyTorch would multiply by a number's reciprocal on GPUs.
     s = amax / torch.full_like(amax, LARGEST[dtype])
     return torch.where(s == 0.0, 1.0, s)
 

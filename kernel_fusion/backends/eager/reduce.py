@@ -1,4 +1,4 @@
-"""Row reductions: the sum of squares, and the mean of absolute values, over any dimensions."""
+"""The sum of squares, and the mean of absolute values, over any dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernel_fusion.core.checks import FLOATING, not_float8
 from kernel_fusion.core.spec import compute_dtype
 
-# kind -> (x, dims, keepdim, dtype) -> result
+# (x, dims, keepdim, dtype) -> result
 _KINDS: dict[str, Callable[..., Tensor]] = {
     "sum_squared": lambda x, dim, keepdim, dtype: x.square().sum(dim, keepdim, dtype=dtype),
     "mean_abs": lambda x, dim, keepdim, dtype: x.abs().mean(dim, keepdim, dtype=dtype),
@@ -18,10 +18,10 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
 
 
 def reduce(input: Tensor, dim: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype | None) -> Tensor:
-    """The definition over the dimensions `dim`; none means all, as in `torch.sum`."""
+    """The definition; no `dim` means all, as in `torch.sum`."""
     reduction, result = _KINDS[kind], dtype or input.dtype
     if input.dtype not in FLOATING or result not in FLOATING:
         not_float8("reduce", input.dtype, result)
-        return reduction(input, dim, keepdim, dtype)  # PyTorch's result, or its error
+        return reduction(input, dim, keepdim, dtype)
     wide = compute_dtype(input.dtype if input.dtype == torch.float64 else result)
     return reduction(input.to(wide), dim, keepdim, None).to(result)

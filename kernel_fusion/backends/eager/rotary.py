@@ -1,4 +1,4 @@
-"""The rotary embedding of query and key, with each head's RMSNorm if there is one."""
+"""The rotary embedding of query and key, perhaps after each head's RMSNorm."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def qk_norm_rope(
     interleaved: bool,
     rounding: str,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key (empty if absent); shapes as in core/rotary.py, and without `eps` there is no norm.
+    """Query and key (empty if absent); core/rotary.py has the shapes.
 
-    For each head x, with n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or n = x, and the pairs (n1, n2) of its
-    first R columns, i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`:
+    A head x has n = x / sqrt(E[x²] + eps) * (weight_offset + weight), or without `eps` n = x. Its first R columns are
+    pairs (n1, n2): i and i + R / 2, or 2 i and 2 i + 1 if `interleaved`.
 
-        y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i]
+        y1 = n1 * cos[i] - n2 * sin[i], y2 = n2 * cos[i] + n1 * sin[i], elsewhere y = n
 
-    The other columns are those of n. y is rounded once, with "hf" as Hugging Face's code does: the normalised value to
-    the dtype of x, its product with the weight to the promoted one, and products, sum and difference of the rotation to
-    that promoted with cos.
+    y is rounded once. With "hf", the normalised value is rounded to the dtype of x, its product with the weight to the
+    promoted one, and the rotation's products and sums to that promoted with cos.
     """
     c = Rotary(query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding)
     if text := problem(c):

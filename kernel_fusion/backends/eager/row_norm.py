@@ -25,7 +25,7 @@ def row_norm(
     out_dtype: torch.dtype | None,
     rms: bool,
 ) -> Tensor:
-    """LayerNorm (`rms=False`) or RMSNorm (`rms=True`) over the last `num_dims` dimensions."""
+    """The norm over the last `num_dims` dimensions."""
     verb = "rms_norm" if rms else "layer_norm"
     shape = list(input.shape[input.dim() - num_dims :])
     foreign = input.dtype not in checks.FLOATING or input.layout != torch.strided
@@ -46,7 +46,7 @@ def _normalize(
     rms: bool,
     rounds_to: torch.dtype | None = None,
 ) -> Tensor:
-    """The norm in the compute type; given `rounds_to`, the dtype of h, it rounds as Hugging Face's norms do."""
+    """In the compute type; given `rounds_to`, h's dtype, it rounds as Hugging Face's norms do."""
     dims = tuple(range(-num_dims, 0))
     if not rms:
         h = h - h.mean(dims, keepdim=True)
@@ -63,9 +63,9 @@ def _normalize(
 
 
 def rounded(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """v rounded to `dtype`, but in its own dtype; gradients pass through unrounded."""
+    """v rounded to `dtype`, in its own; gradients are not rounded."""
     exact = v.detach()
-    # The difference is 0 (NaN for an infinity); subtracting it keeps the value and passes the gradient.
+    # Subtracting the difference, 0 or an infinity's NaN, passes the gradient.
     return exact.to(dtype).to(v.dtype) - torch.nan_to_num(exact - v)
 
 
@@ -74,7 +74,7 @@ def _gated(v: Tensor, gate: Tensor | None, s: Given) -> Tensor:
 
 
 def before_norm(x: Tensor, s: Given, drop: Callable[[Tensor], Tensor]) -> Tensor:
-    """u, the stages before the sum with a residual, times the gate of that; `drop` is the dropout."""
+    """u, times the residual's gate; `drop` is the dropout."""
     u = _gated(formula(s.pre_activation)(x), s.gate if s.gate_first else None, s)
     u = u if s.seed is None else drop(u)
     return u if s.residual_gate is None else s.residual_gate * u
@@ -97,14 +97,13 @@ def staged_row_norm(
     rms: bool,
     *stages: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The norm with its stages, and h, what it normalises: in the residual's dtype, or empty.
+    """The norm with its stages, and h in the residual's dtype, or empty.
 
-    u = dropout(pre_activation(input)), h = residual + residual_gate * u, output = activation(norm(h) * weight + bias);
-    `seed` is None without dropout. h is rounded to the residual's dtype before it is normalised. Rounding "hf" rounds
-    norm(h) to the dtype of h, without a residual to the input's; and, with a weight, the activation's argument to the
-    promoted dtype of that and the weight's. A gate, beside which there are no other stages, multiplies after its
-    activation: the input if `gate_first`, else the result. If `grouped`, weight, bias and residual_gate, of one shape,
-    broadcast to the input (core/groups.py).
+    u = dropout(pre_activation(input)), h = residual + residual_gate * u, output = activation(norm(h) * weight + bias).
+    h is rounded to the residual's dtype before the norm. Rounding "hf" rounds norm(h) to the dtype of h, without a
+    residual the input's; and, with a weight, the activation's argument to the promoted dtype of that and the weight's.
+    A gate goes with no other stage: its activation multiplies the input if `gate_first`, else the result. If `grouped`,
+    weight, bias and residual_gate broadcast to the input (core/groups.py).
     """
     s = Given(*stages)
     shape = checks.parameter_shape(input, num_dims, s.grouped, weight, bias, s.residual_gate)
@@ -154,9 +153,9 @@ def pytorch_row_norm(
     rms: bool,
     apart: bool = False,
 ) -> Tensor:
-    """PyTorch's own call, for integers, complex numbers, other layouts, subclasses, and its errors.
+    """PyTorch's call, for integers, complex numbers, layouts, subclasses and errors.
 
-    `apart` gives weight and bias calls of their own.
+    `apart` gives weight and bias their own calls.
     """
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if weight is not None and weight_offset:
@@ -170,6 +169,6 @@ def pytorch_row_norm(
     else:
         y = torch.nn.functional.rms_norm(input, shape, weight, eps)
         if bias is not None and list(bias.shape) != shape:
-            torch.nn.functional.layer_norm(input, shape, None, bias)  # raises, because rms_norm has no error for a bias
+            torch.nn.functional.layer_norm(input, shape, None, bias)  # rms_norm has no error for a bias
         y = y if bias is None else y + bias
     return y if out_dtype is None else y.to(out_dtype)

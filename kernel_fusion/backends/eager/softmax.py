@@ -1,4 +1,4 @@
-"""Softmax over the last dimension of a scaled and masked input."""
+"""Softmax, scaled and masked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kernel_fusion.core.spec import compute_dtype
 
 
 def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * input + mask), with a boolean (True = keep) or additive mask that broadcasts.
+    """softmax(scale * input + mask); the mask is boolean (True = keep) or additive.
 
-    `causal` keeps column j of row i (the last two dimensions) if j <= i. With a mask or `causal`, a row of -inf gives
-    zeros, and masked elements are 0 even beside NaN, which `torch.softmax` spreads.
+    `causal` keeps columns j <= i of row i. Where something is left out, a row of -inf gives zeros, and masked elements
+    are 0 even beside NaN, which `torch.softmax` spreads.
     """
     if mask is not None:
         checks.mask("softmax", mask)
     if input.dtype not in checks.FLOATING:
-        return torch.softmax(input, -1)  # PyTorch's result or error
+        return torch.softmax(input, -1)
     logits = input.to(compute_dtype(input.dtype)) * scale
     left_out: list[Tensor] = []
     if mask is not None and mask.dtype == torch.bool:
@@ -41,5 +41,5 @@ def softmax(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
 
 
 def causal_mask(scores: Tensor) -> Tensor:
-    """True for column j <= row i, in the last two dimensions of `scores`."""
+    """True for column j <= row i."""
     return scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()

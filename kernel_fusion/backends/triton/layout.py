@@ -78,7 +78,7 @@ def outer_rows(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Rows |
 
 
 def rows_of(tensors: Sequence[Tensor], num_dims: int) -> tuple[list[Tensor], Rows]:
-    """Tensors of one shape as rows over their last `num_dims` dimensions; copied if three strides are too few."""
+    """Tensors of one shape as rows over their last `num_dims` dimensions; copied if they need more strides."""
     shape = tensors[0].shape
     split = len(shape) - num_dims
     cols = product(shape[split:])

@@ -1,6 +1,6 @@
 """The Triton backend's verbs: operators `kernel_fusion::triton_*` with the verbs' schemas.
 
-Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, Inductor sees through to the kernels
+Each sits on the `Autograd` key, so that a tracer keeps it as one node; below, Inductor sees the kernels
 (`torch.library.triton_op`). Without an autograd key, as in inference mode, the same function serves.
 """
 

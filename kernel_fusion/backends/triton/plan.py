@@ -47,7 +47,7 @@ class Plan:
         looped: whether rows are longer than that and read block by block.
         slices: parts of a block that a warp loads with one instruction each; their moments are joined.
         early: whether weight and bias are loaded before the row's statistics are known.
-        again: whether backward reads a row again instead of keeping it beside its columns' sums.
+        again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
         resident: persistent programs per multiprocessor; 0 if each program has one tile.
     """
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def releases(self) -> bool:
-        """Whether forward's programs let the next kernel start as soon as they run.
+        """Whether forward lets the next kernel start as soon as it runs.
 
         One-warp programs are many, and each release costs time. Programs that share rows are few; the next kernel's
         would wait beside them and spread unevenly.
@@ -123,9 +123,7 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     without.
 
     Args:
-        cols: N.
-        itemsize: bytes of an element of the input.
-        warp_size: the device's.
+        cols, itemsize: N, and bytes of an element of the input.
         rms: RMSNorm, which has a weight and usually no bias.
     """
     cols, width, narrow = int(cols), _width(itemsize), itemsize <= 2  # it may be a symbol
@@ -168,7 +166,6 @@ def norm_backward(
     a program cannot also sum a row's columns, `norm_columns` does.
 
     Args:
-        cols, itemsize, warp_size: as for forward.
         rms: RMSNorm, with one sum per column, so longer rows can be summed.
         staged: with an activation or dropout, which take registers.
         fetched: bytes read per column of a row, weight and bias included.
@@ -319,14 +316,13 @@ class RotaryPlan:
 
 
 def rotary(half: int, cols: int, heads: tuple[int, int], warp_size: int) -> RotaryPlan:
-    """Threads have 8 pairs each: 16 bytes of either element in 16 bits.
+    """Threads have 8 pairs each: 16 bytes of either element in fp16 and bf16.
 
     A tile has heads for at most 1024 pairs; fewer where more than an eighth of all tiles would be empty.
 
     Args:
         half, cols: rotated pairs of columns, and all columns of a head.
         heads: of query and key; 0 for no key.
-        warp_size: the device's.
     """
     block, others = _power_of_two(int(half)), int(cols) - 2 * int(half)
     rest = _power_of_two(others) if others else 0
@@ -383,7 +379,7 @@ class Device:
 
 @lru_cache
 def device_of(device: torch.device) -> Device:
-    """The device's properties; for the interpreter a small device's."""
+    """The device's properties; the interpreter's are a small device's."""
     if device.type == "cuda" and torch.cuda.is_available():  # pragma: gpu
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:

@@ -9,8 +9,8 @@ namespace kf {
 // The arguments of an operator.
 struct Quantize {
   at::ScalarType dtype;
-  const OptionalTensor& scale;  // none: of each row, or
-  int64_t block;                // of so many of its columns, if it is not 0
+  const OptionalTensor& scale;  // none: each row has one, or
+  int64_t block;                // each of its blocks of columns, if it is not 0
   bool keeps = true;            // the result in its own dtype, too
 };
 

@@ -1,4 +1,4 @@
-// Bulk copies from global to shared memory, without registers, and the mbarriers that count them. sm_90 and newer.
+// Bulk copies from global to shared memory, and the mbarriers that count them. sm_90 and newer.
 #pragma once
 
 #include "types.cuh"
@@ -9,7 +9,7 @@ using Mbarrier = unsigned long long;
 
 __device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// A place in shared memory whose address stays in a register, instead of being recomputed from the block's rank.
+// Keeps an address in a register, instead of recomputing it from the block's rank.
 template <class T> __device__ T* settled_shared(T* p) {
   unsigned address = shared_address(p);
   asm volatile("" : "+r"(address));
@@ -20,7 +20,7 @@ __device__ inline void mbarrier_init(Mbarrier* b, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and the cluster.
+// Shows initialised barriers to the copy engine and the cluster.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void mbarrier_arrive(Mbarrier* b) {
@@ -46,7 +46,7 @@ __device__ inline void mbarrier_wait(Mbarrier* b, unsigned parity) {
       : "memory");
 }
 
-// Starts copying `bytes`, which `b` counts on arrival; bytes and both addresses are multiples of 16.
+// Starts copying `bytes`, which `b` counts; bytes and both addresses are multiples of 16.
 __device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* b) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
@@ -62,11 +62,11 @@ __device__ inline void copy_arrive(Mbarrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// Before a bulk store, by all threads that wrote the data, before they meet.
+// Before a bulk store, by all threads that wrote the data.
 __device__ inline void bulk_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// All threads of a block copy `count` elements from shared to global memory. With the same alignment within 16 bytes, one
-// instruction moves all but the ends; thread 0 waits until it has read them.
+// All threads of a block copy `count` elements from shared to global memory. With the same alignment within 16 bytes,
+// one instruction moves all but the ends; thread 0 waits until it has read them.
 template <class T> __device__ void bulk_store(T* global, const T* shared, int count) {
   constexpr int kSize = static_cast<int>(sizeof(T)), kWhole = 16 / kSize;
   const auto place = reinterpret_cast<unsigned long long>(global);

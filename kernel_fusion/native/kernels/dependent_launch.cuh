@@ -1,5 +1,5 @@
-// Programmatic dependent launch: a kernel starts while the one before it in the stream runs, and waits here, before it touches
-// memory. After an ordinary launch it does nothing. sm_90 and newer.
+// Programmatic dependent launch: a kernel starts while the one before it runs, and waits here before it touches memory.
+// After an ordinary launch it does nothing. sm_90 and newer.
 #pragma once
 
 namespace kf {
@@ -11,8 +11,8 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Also computes the address of the first read before the wait, when that costs nothing. A store that never executes, because no
-// address ends in 32 ones, keeps the compiler from doing so later.
+// Computes the address of the first read before the wait. A store that never executes, because no address ends in 32
+// ones, keeps the compiler from doing so later.
 __device__ inline void wait_for_previous_kernel(const void* first_read) {
 #if __CUDA_ARCH__ >= 900
   __shared__ unsigned unread;

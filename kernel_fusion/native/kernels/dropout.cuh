@@ -13,7 +13,7 @@ struct Dropper {
   // Reads the seed from global memory, so call wait_for_previous_kernel() first.
   __device__ Dropper(const void* seed, unsigned last) : seed(*static_cast<const unsigned long long*>(seed)), last(last) {}
 
-  // Zeroes the dropped ones of kVec neighbours from `position`, a multiple of kVec, which divides eight.
+  // Zeroes dropped ones of kVec neighbours; kVec divides `position` and eight.
   template <int kVec, class A> __device__ void drop_neighbours(unsigned long long position, A (&v)[kVec]) const {
     static_assert(8 % kVec == 0);
     const RandomBits bits = random_bits(seed, position / 8);
@@ -36,7 +36,7 @@ struct Dropper {
   }
 
  private:
-  // Word i of the kWords from `position`, chosen by comparisons because an index would put them into memory.
+  // Word i of the kWords from `position`; an index would put them into memory.
   template <int kWords> __device__ static unsigned word_at(const RandomBits& bits, unsigned position, int i) {
     const auto& w = bits.word;
     if constexpr (kWords == 4) return w[i];

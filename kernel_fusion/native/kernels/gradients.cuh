@@ -21,8 +21,8 @@ template <class S> struct Normalize {
   __device__ A factor() const { return kHf<S> ? A(1) : rstd; }
 };
 
-// The row's sums of g and g * (x - mean), which Derivative multiplies by rstd. add() returns dy * (x - mean), which goes to
-// dweight times rstd in one fma.
+// A row's sums of g and g * (x - mean), which Derivative multiplies by rstd. add() returns dy * (x - mean), which goes
+// to dweight times rstd in one fma.
 template <class A> struct RowSums {
   A g, gx;
   __device__ A add(A dy, A centred, A weight) {
@@ -33,15 +33,13 @@ template <class A> struct RowSums {
   }
 };
 
-// dx of an element, in two fma, a subtraction and a product. In rows of one element g must be rounded as in the sum, so that dx
-// is exactly 0.
+// dx in two fma, a subtraction and a product. In rows of one element g must be rounded as in the sum, so that dx is 0.
 template <class S> struct Derivative {
   using A = typename S::Acc;
   A mean, rstd, mean_g, slope;
   __device__ Derivative(const Normalize<S>& row, A sum_g, A sum_gx)
       : mean(row.mean), rstd(row.rstd), mean_g(mean_of(sum_g)), slope(-row.rstd * mean_of(row.rstd * sum_gx)) {}
-  // The mean from a sum. Before sm_90 it is a division, because the compiler then holds fewer registers and long rows do not
-  // spill.
+  // Before sm_90 a division, because the compiler then holds fewer registers and long rows do not spill.
   __device__ static A mean_of(A sum) {
 #if __CUDA_ARCH__ >= 900
     return sum * kPerCol<S>;
@@ -55,7 +53,7 @@ template <class S> struct Derivative {
   }
 };
 
-// xhat * weight + bias: the activation's argument, or what a last factor multiplies.
+// The activation's argument, or what a last factor multiplies.
 template <class S, class A> __device__ A affine_of(A xhat, A weight, A bias) {
   using R = Roundings<S>;
   return R::argument(fused(R::normalized(xhat), weight, bias));
@@ -82,7 +80,7 @@ __device__ void replace_dy(const Normalize<S>& normalize, const A (&x)[kVec], co
   }
 }
 
-// A vector of the normalised row, without the factor: h as stored, or u recomputed from x.
+// The normalised row, without the factor: h as stored, or u recomputed.
 template <class S>
 __device__ void widen_row(const Before<S, typename S::DY>& before, const Pack<typename S::Row, S::kVec>& pack, i64 row, int col,
                           typename S::Acc (&x)[S::kVec]) {
@@ -111,10 +109,10 @@ __device__ void widen_parameter(const Pack<T, kVec>& pack, double offset, A (&v)
   }
 }
 
-// The type of what backward reads beside the normalised row: a factor, or x.
+// What backward reads beside the normalised row: a factor, or x.
 template <class S> using Second = typename PresentOr<typename S::PreX, Factor<S>>::type;
 
-// From the norm's gradient at h to what is stored of a row.
+// From the gradient at h to what is stored of a row.
 template <class S> struct Outgoing {
   using A = typename S::Acc;
   using X = typename S::X;
@@ -131,7 +129,7 @@ template <class S> struct Outgoing {
       : dropout(dropout), row(row), dx_row(static_cast<X*>(args.dx) + row * kCols),
         dresidual_row(static_cast<Other*>(args.dresidual) + row * kCols) {}
 
-  // The gradient of a last factor's row, from dy * (xhat * weight + bias), that at the factor.
+  // A last factor's row's gradient, from dy * (xhat * weight + bias).
   __device__ void last_factor(const Normalize<S>& normalize, int col, const A (&dy)[kVec], const A (&x)[kVec],
                               const A (&weight)[kVec], const A (&bias)[kVec], const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (kFactorLast<S> && S::kDResidual) {
@@ -142,7 +140,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // The gradient of a first factor's row, from du * x; and dx, du times the factor.
+  // A first factor's row's gradient, from du * x; and dx, du times the factor.
   __device__ void first_factor(int col, A (&du)[kVec], const Pack<X, kVec>& pack, const Pack<Factor<S>, kVec>& factor) const {
     if constexpr (S::kDResidual) {
       A dfactor[kVec];
@@ -165,7 +163,7 @@ template <class S> struct Outgoing {
     store_cols<16, kVec, kCols, kCovers>(dresidual_row, col, narrow_pack<Factor<S>>(g));
   }
 
-  // `pre_x` is the pre-activation's argument, of any type if there is none; dgate becomes what the row adds to that.
+  // `pre_x` is the pre-activation's argument; dgate becomes what the row adds to that.
   template <class PreX>
   __device__ void operator()(int col, A (&g)[kVec], const Pack<typename S::DH, kVec>& dh, const Pack<PreX, kVec>& pre_x,
                              const Pack<ResidualGate<S>, kVec>& gate, A (&dgate)[kVec]) const {
@@ -199,7 +197,7 @@ template <class S> struct Outgoing {
     }
   }
 
-  // u = dropout(pre_activation(x)), what the residual's gate multiplies.
+  // What the residual's gate multiplies.
   __device__ void before_gate(int col, const Pack<X, kVec>& x, A (&u)[kVec]) const {
     widen_pack(x, u);
     activate<S::kPreActivation, typename MathFor<A, Other>::type>(u);
@@ -207,7 +205,7 @@ template <class S> struct Outgoing {
   }
 };
 
-// The sums over rows, dweight, dbias and dgate, and which of them are wanted.
+// dweight, dbias and dgate, and which of them are wanted.
 template <class S> inline constexpr int kColumnSums = S::kDGate ? 3 : 2;
 template <class S> __device__ constexpr bool is_wanted(int which) {
   return which == 0 ? S::kDWeight : which == 1 ? S::kDBias : S::kDGate;

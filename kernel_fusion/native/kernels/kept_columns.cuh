@@ -1,14 +1,14 @@
-// A backward thread keeps of its columns: weight, bias, and the column sums.
+// What a backward thread keeps of its columns: weight, bias, and the column sums.
 #pragma once
 
 #include "gradients.cuh"
 
 namespace kf {
 
-// Keeps a parameter in registers in the compute type, in shared memory, or not at all.
+// Parameters in the compute type in registers, in shared memory, or not kept.
 enum class Keeping { kWide, kShared, kMemory };
 
-// A parameter of a thread's columns, of type T; kKeeping says where its first kKept vectors are kept for all rows.
+// A parameter of a thread's columns; its first kKept vectors are kept for all rows.
 template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct ColumnParameter {
   using A = typename S::Acc;
   static constexpr int kVec = S::kVec, kPieces = sizeof(Pack<T, kVec>) <= 16 ? 1 : sizeof(Pack<T, kVec>) / 16;
@@ -21,7 +21,7 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
   Pack<T, kVec> loaded[kKeeping == Keeping::kMemory ? 1 : kKept];  // until keep()
   A wide[kKeeping == Keeping::kWide ? kKept : 1][kVec];
 
-  // Every thread starts loading what is kept; in shared memory `threads` threads do so together.
+  // Starts loading what is kept; `threads` threads do so together for shared memory.
   __device__ ColumnParameter(const RowNormBwdArgs& args, const Place<S>& at, void* shared_bytes = nullptr, int threads = 0,
                              int member = 0)
       : args(args), at(at), shared(static_cast<Piece*>(shared_bytes)), threads(threads), member(member) {
@@ -30,14 +30,14 @@ template <class S, class T, int kKept, Keeping kKeeping, bool kFactor> struct Co
     for (int i = 0; i < kKept; ++i) loaded[i] = load(i);
   }
 
-  // Called by every thread before get(). Threads with `writes` fill shared memory; then all must meet.
+  // Every thread calls this before get(). Threads with `writes` fill shared memory; then all must meet.
   __device__ void keep(bool writes = false) {
     if constexpr (kKeeping == Keeping::kMemory) return;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if constexpr (kKeeping == Keeping::kWide) {
         widen(loaded[i], wide[i]);
-        // Opaque to the compiler, which would widen it again for every row.
+        // Opaque to the compiler, which would widen it for every row.
         if constexpr (kPresent<T> && sizeof(A) == 4)
 #pragma unroll
           for (int e = 0; e < kVec; ++e) asm volatile("" : "+f"(wide[i][e]));
@@ -89,7 +89,7 @@ template <class S, int kVectors>
 using ColumnBias = ColumnParameter<S, typename S::Bias, kVectors,
                                    S::kKeeps == KeptParameters::kBoth ? Keeping::kWide : Keeping::kMemory, false>;
 
-// The column sums of this thread's columns, kept as S::kSums says.
+// The column sums of this thread, kept as S::kSums says.
 template <class S> struct Accumulators {
   using A = typename S::Acc;
   static constexpr int kVectors = Place<S>::kVectors;

@@ -1,5 +1,5 @@
-// Policies of elementary functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` fewer instructions
-// for results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
+// Policies of functions on scalars, for shared/activations.h: `Math` has CUDA's own, `RoughMath` fewer instructions for
+// results rounded to fp16, `RoughestMath` for bf16. `MathFor` chooses.
 //
 // SingleMath, for pointwise chains in fp32, has another normal_cdf, off by 2^-22, and a power off by 2^-21, absolutely.
 //
@@ -9,11 +9,11 @@
 //   tanh, expm1, log1p    2^-17 of the value: near 0, where 1 would cancel, by polynomials
 //   normal_cdf            2^-20, absolutely
 //
-// RoughestMath has another normal_cdf of a value: gelu is off by far less than half an ulp of bf16, or in the tail of 1/64 of
-// its argument.
+// RoughestMath has another normal_cdf: gelu is off by far less than half an ulp of bf16, or in the tail of 1/64 of its
+// argument.
 //
-// NaN and infinities pass as through the exact functions. tests/test_cuda_math.py measures all fp16 and bf16 arguments, with
-// instructions as inexact as documented.
+// NaN and infinities pass as through the exact functions. tests/test_cuda_math.py measures all fp16 and bf16 arguments,
+// with instructions as inexact as documented.
 #pragma once
 
 #include "shared/activations.h"
@@ -57,8 +57,8 @@ template <> struct Math<double> : ScalarMath<double> {
   static KF_INLINE double reciprocal(double x) { return 1.0 / x; }
 };
 
-// The hardware's approximations; subnormal numbers count as zero. Errors by the PTX ISA: exp2 2^-22 of the value, log2 2^-22 of
-// the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
+// The hardware's approximations; subnormal numbers count as zero. Errors by the PTX ISA: exp2 2^-22 of the value, log2
+// 2^-22 of the value (between 0.5 and 2 absolutely), square root 2^-23 of the value, reciprocal 1 ulp.
 struct Hardware {
   static KF_INLINE float exp2(float x) {
     float r;
@@ -82,10 +82,9 @@ struct Hardware {
   }
 };
 
-// erff is relatively exact near 0, where normal_cdf is 1/2; choosing coefficients by the argument doubles its instructions.
+// erff is relatively exact near 0, where normal_cdf is 1/2; that doubles its instructions.
 template <class Instructions> struct SingleMathOn : Math<float> {
-  // Phi(-|x|) as a power of two, whose exponent is the polynomial with the least error against max(normal_cdf(-|x|), 1/128),
-  // 4e-9. It falls without bound.
+  // Phi(-|x|) = 2^p: p has the least error against max(normal_cdf(-|x|), 1/128), 4e-9. It falls without bound.
   static KF_INLINE float normal_cdf(float x) {
     const float a = ::fabsf(x);
     float p = 1.29081127e-6f - 5.10451876e-8f * a;
@@ -110,7 +109,7 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
   static KF_INLINE float reciprocal(float x) { return Instructions::reciprocal(x); }
   static KF_INLINE float exp(float x) { return Instructions::exp2(kLog2E * x); }
 
-  // These three polynomials have the least relative error on their interval (5e-7, 6e-6, 2e-7).
+  // The polynomials have the least relative error on their interval (5e-7, 6e-6, 2e-7).
   static KF_INLINE float tanh(float x) {
     const float square = x * x;
     const float near = x + x * square * (-0.33324571f + 0.12876421f * square);
@@ -126,8 +125,8 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
     // Between -0.25 and 0 it would be less exact.
     return x >= 0.0f && x < 0.25f ? near : kLn2 * Instructions::log2(1.0f + x);
   }
-  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2); erf by Abramowitz, Stegun: Handbook of Mathematical Functions,
-  // 7.1.26, with halved coefficients.
+  // (1 + erf(x / sqrt(2))) / 2, and power = e^(-x^2 / 2); erf by Abramowitz, Stegun: Handbook of Mathematical
+  // Functions, 7.1.26, with halved coefficients.
   static KF_INLINE float normal_cdf(float x, float& power) {
     const float t = reciprocal(1.0f + (0.3275911f * 0.70710678f) * ::fabsf(x));
     const float series =
@@ -140,8 +139,8 @@ template <class Instructions> struct RoughMathOn : ScalarMath<float> {
 
 template <class Instructions> struct RoughestMathOn : RoughMathOn<Instructions> {
   using RoughMathOn<Instructions>::normal_cdf;
-  // A sigmoid of its odd logit: of polynomials with five terms (times log2(e)), the one by which x Phi(x) has the least error
-  // against max(|x Phi(x)|, min(|x|, 1) / 64), 2^-13.5. It grows without bound, which saves a clamp.
+  // A sigmoid of its odd logit: of polynomials with five terms (times log2(e)), the one by which x Phi(x) has the least
+  // error against max(|x Phi(x)|, min(|x|, 1) / 64), 2^-13.5. It grows without bound, which saves a clamp.
   static KF_INLINE float normal_cdf(float x) {
     const float s = x * x;
     const float logit =
@@ -154,7 +153,7 @@ using SingleMath = SingleMathOn<Hardware>;
 using RoughMath = RoughMathOn<Hardware>;
 using RoughestMath = RoughestMathOn<Hardware>;
 
-// The policy where a result computed in A is rounded to T.
+// The policy for a result computed in A and rounded to T.
 struct bf16;
 template <class A, class T> struct MathFor {
   using type = Math<A>;

@@ -1,9 +1,9 @@
-// The statistics of a row. A warp adds up deviations from a center and their squares; the deviations then correct the center,
-// whose own rounding would cost digits at mean/std = 1e4. One exchange of (mean, squared deviations) and Chan's formula join
-// the warps: as stable as two passes, with one barrier.
+// A row's statistics. A warp adds up deviations from a center and their squares; the deviations then correct the
+// center, whose rounding would cost digits at mean/std = 1e4. One exchange of (mean, squared deviations) and Chan's
+// formula join the warps: as stable as two passes, with one barrier.
 //
-// The center is the mean of each lane's first kCenter vectors: all of a row in registers, fewer of one that passes by. If they
-// are a share f of the warp's columns, squares about their mean are at most 1/f times those about the warp's.
+// The center is the mean of each lane's first kCenter vectors: all of a row in registers, fewer of one that passes by.
+// If they are a share f of the warp's columns, squares about it are at most 1/f times those about the warp's mean.
 #pragma once
 
 #include "tree.cuh"
@@ -24,7 +24,7 @@ template <class S> __device__ void add_pack(const Pack<typename S::Row, S::kVec>
   for (int e = 0; e < S::kVec; ++e) sum += x[e];
 }
 
-// A lane's deviations of warp `warp` from a center (RMSNorm: 0).
+// A lane's deviations from a center (RMSNorm: 0).
 template <class S> struct Deviations {
   using A = typename S::Acc;
   using P = Place<S>;
@@ -55,7 +55,7 @@ template <class S> struct Deviations {
   }
 };
 
-// The center of warp `warp`, whose first vectors are x_at(k).
+// Warp `warp` has first vectors x_at(k).
 template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x_at) {
   if constexpr (S::kRms) return 0;
   typename S::Acc sum = 0;
@@ -64,7 +64,7 @@ template <class S, class X> __device__ typename S::Acc center_of(int warp, X&& x
   return sum_lanes<S::kLanes>(sum) * Place<S>::template per_col_of<typename S::Acc, S::kCenter>(warp);
 }
 
-// The moments of this thread's warp. x_at(k) may be called again.
+// This thread's warp's. x_at(k) may be called again.
 template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>& at, X&& x_at) {
   using P = Place<S>;
   Deviations<S> deviations{at.lane, at.warp, center_of<S>(at.warp, x_at)};
@@ -73,8 +73,8 @@ template <class S, class X> __device__ Moments<S> moments_of_warp(const Place<S>
   return deviations.moments();
 }
 
-// use(k, load(k, inside), inside) for a lane's vectors kFirst <= k < kVectors, kBatch at a time. `inside`: surely within the
-// row, as in all batches but the last, which saves a test.
+// use(k, load(k, inside), inside) for a lane's vectors from kFirst, kBatch at a time. `inside`: surely within the row,
+// as in all batches but the last, which saves a test.
 template <class S, int kBatch, int kFirst, class Load, class Use>
 __device__ void batched_chunks(const Load& load, const Use& use) {
   using P = Place<S>;
@@ -87,7 +87,7 @@ __device__ void batched_chunks(const Load& load, const Use& use) {
       kRest, P::kVectors, 1, [&](int k) { return load(k, false); }, [&](int k, const Loaded& each) { use(k, each, false); });
 }
 
-// The moments of this thread's warp, reading each vector, value(k, load(k, inside), inside), once.
+// This thread's warp's, reading each vector, value(k, load(k, inside), inside), once.
 template <class S, int kBatch, class Load, class Value>
 __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&& value) {
   using P = Place<S>;
@@ -106,7 +106,7 @@ __device__ Moments<S> moments_in_passing(const Place<S>& at, Load&& load, Value&
   return deviations.moments();
 }
 
-// The moments of the row, relative to its first warp's mean: small numbers are added.
+// The row's, relative to its first warp's mean: small numbers are added.
 template <class S> __device__ Moments<S> join_moments(int lane, const typename S::Acc (*slots)[2]) {
   using A = typename S::Acc;
   using P = Place<S>;

@@ -1,7 +1,7 @@
-// The operands of a pointwise kernel: where an iteration's elements lie, and vectors of neighbouring elements.
+// The operands of a pointwise kernel: where elements lie, and vectors of neighbours.
 //
-// An iteration counts the elements of all operands, innermost dimension first. Operands that lie otherwise take one
-// multiplication per dimension.
+// An iteration counts elements, innermost dimension first. Operands that lie otherwise take one multiplication per
+// dimension.
 #pragma once
 
 #include "shared/names.h"
@@ -14,7 +14,7 @@ struct Offsets {
   unsigned of[kOperands];
 };
 
-// The offsets of element i in every operand, in elements; unused ones cost nothing.
+// Element i's offset in every operand, in elements; unused ones cost nothing.
 template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, unsigned i) {
   Offsets offsets{};
 #pragma unroll
@@ -30,7 +30,7 @@ template <int kDims> __device__ Offsets offsets_of(const PointwiseArgs& args, un
   return offsets;
 }
 
-// Operand kSlot of the arguments; core/spec.py defines the modes. S is the generated plan.
+// Operand kSlot of the arguments; core/spec.py defines the modes.
 template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   using Vector = Pack<T, S::kVec>;
   static constexpr int kVec = S::kVec;
@@ -42,7 +42,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
     return offsets_of<S::kDims>(args, static_cast<unsigned>(i)).of[kSlot];
   }
 
-  // The offset of element i + e, given that of i in the same vector.
+  // The offset of element i + e, given that of i.
   static __device__ i64 offset_within(const PointwiseArgs& args, i64 i, i64 first, int e) {
     if constexpr (kContiguous) return first + e;
     if constexpr (kMode == Mode::kBroadcast) return first;
@@ -50,7 +50,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
     return offset(args, i + e);
   }
 
-  // The first `count` elements of the vector at i; the others are zero.
+  // The first `count` elements of the vector at i, then zeros.
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int count) {
     const T* p = static_cast<const T*>(args.data[kSlot]);
     const i64 first = offset(args, i);
@@ -82,7 +82,7 @@ template <class S, class T, Mode kMode, int kAlign, int kSlot> struct Operand {
   }
 };
 
-// An operand with one bit per element of the iteration.
+// One bit per element.
 template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, b1, kMode, kAlign, kSlot> {
   using Vector = Pack<b1, S::kVec>;
   static __device__ Vector load(const PointwiseArgs& args, i64 i, int) {
@@ -99,8 +99,8 @@ template <class S, Mode kMode, int kAlign, int kSlot> struct Operand<S, absent, 
   static __device__ Vector load(const PointwiseArgs&, i64, int) { return {}; }
 };
 
-// Runs `work` over the elements: each thread loads kUnroll vectors before it uses one. `work` handles vectors that the end
-// cuts, and those past it in a partly filled block. With kTogether, lanes past the end come along with a count of at most zero.
+// Runs `work` over the elements: each thread loads kUnroll vectors before it uses one. `work` handles vectors that the
+// end cuts. With kTogether, lanes past the end come along with a count of at most zero.
 template <class S, bool kTogether = false, class Work> __device__ void over_vectors(const Work& work, i64 size) {
   constexpr int kSpan = S::kThreads * S::kVec;
   const i64 start = static_cast<i64>(blockIdx.x) * (kSpan * S::kUnroll), first = start + threadIdx.x * S::kVec;
@@ -113,7 +113,7 @@ template <class S, bool kTogether = false, class Work> __device__ void over_vect
     return;
   }
   static_assert(S::kPartial || !kTogether);
-  const int ahead = kTogether ? threadIdx.x % 32 * S::kVec : 0;  // of lane 0, which decides for its warp
+  const int ahead = kTogether ? threadIdx.x % 32 * S::kVec : 0;  // lane 0 decides for its warp
 #pragma unroll 1
   for (i64 i = first; i - ahead < size; i += kSpan) {
     const int count = !S::kPartial || i + S::kVec <= size ? S::kVec : static_cast<int>(size - i);

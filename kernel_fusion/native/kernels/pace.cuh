@@ -1,8 +1,8 @@
-// Keeps the blocks of a persistent grid together. The memory system favours some multiprocessors: their blocks would finish
-// early, and the rest are too few to use its bandwidth. So a block ahead of the average waits before it asks for more.
+// Keeps a persistent grid's blocks together. The memory system favours some multiprocessors: their blocks would finish
+// early, and the rest are too few to use its bandwidth. So a block ahead of the average waits.
 //
-// Results do not depend on it. The word in which all blocks count may hold anything at first. Concurrent grids of one kernel
-// share it, so each seems to be behind and nobody waits. A block that waits in vain stops waiting.
+// Results do not depend on it. The word in which blocks count may hold anything at first. Concurrent grids of one
+// kernel share it, so each seems behind and nobody waits. A block that waits in vain stops waiting.
 #pragma once
 
 #include "async_copy.cuh"
@@ -11,16 +11,16 @@ namespace kf {
 
 __device__ unsigned pace_word;  // one per kernel
 
-// From the plan: kRows, groups of a block; kPaceTolerance, quarters of a step that a block may be ahead, 0: any; kPaceLeast,
-// the fewest steps that make it pay.
+// From the plan: kRows, groups of a block; kPaceTolerance, quarters of a step that a block may be ahead, 0: any;
+// kPaceLeast, the fewest steps that make it pay.
 template <class S> struct Pace {
   static constexpr bool kOn = S::kPaceTolerance > 0;
   static_assert(!kOn || S::kPaceTolerance > 4, "a block would wait for all others before each step");
   static constexpr int kPatience = 16;  // readings, of more than half a microsecond each
 
-  // Shared, because registers are scarce and only one thread per group needs it.
+  // Shared, because registers are scarce.
   struct Shared {
-    unsigned progress;  // known steps of all blocks since this one began; 0 before init()
+    unsigned progress;  // steps of all blocks since this one began; 0 before init()
     unsigned begun;     // pace_word at that time
     struct {
       unsigned due, on;
@@ -30,7 +30,7 @@ template <class S> struct Pace {
   Shared& shared;
   unsigned coming;  // pace_word, read a step early
 
-  // Called by one thread per group before about `steps` steps, most in the first group.
+  // One thread per group calls this before about `steps` steps, most in the first group.
   __device__ void init(int group, i64 steps) {
     // With more groups than run at once, blocks would wait for others that have not begun.
     const bool on = steps >= S::kPaceLeast && (!S::kGrouped || gridDim.x > S::kCluster);
@@ -39,7 +39,7 @@ template <class S> struct Pace {
     if (on && group == 0) shared.begun = coming = read();
   }
 
-  // Before a step of a group; the first counts for all.
+  // Before a group's step; the first counts for all.
   __device__ void step(int group) {
     auto& mine = shared.groups[group];
     if (!mine.on) return;

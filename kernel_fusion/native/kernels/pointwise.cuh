@@ -1,5 +1,5 @@
-// y = dropout(scale * f(a, b)) over an iteration of any strides. Reads a and b once, writes y once. In training it also writes
-// a bit per element if backward needs no more of a and b (Chain::bits), in the order of y in memory.
+// y = dropout(scale * f(a, b)) over any strides. Reads a and b once, writes y once. In training it also writes a bit
+// per element if backward needs no more (Chain::bits), in y's order.
 #pragma once
 
 #include "dependent_launch.cuh"

@@ -1,6 +1,6 @@
-// da and db of y = dropout(scale * f(a, b)), in y's shape, over an iteration of any strides. Only a and b were saved: the slope
-// is recomputed and dropout's bits are drawn again. Reads dy, a and b once, writes da and db once. If forward saved bits of the
-// slope instead (Chain::bits), `a` is these bits and there is no b.
+// da and db of y = dropout(scale * f(a, b)), in y's shape, over any strides. The slope is recomputed and dropout's bits
+// are drawn again. Reads dy, a and b once, writes da and db once. If forward saved bits of the slope (Chain::bits), `a`
+// is these bits and there is no b.
 #pragma once
 
 #include "dependent_launch.cuh"

@@ -1,7 +1,6 @@
 // The arithmetic of a pointwise chain, dropout(scale * f(a, b)), on vectors in the compute type, and its derivatives.
 //
-// f is act(a), act(a + b), act(a * b) or act(a) * b. Dropout draws its bits from Philox, keyed by a seed and the element's
-// position; one draw serves eight neighbours (dropout.cuh).
+// f is act(a), act(a + b), act(a * b) or act(a) * b.
 #pragma once
 
 #include "dropout.cuh"
@@ -10,7 +9,7 @@
 
 namespace kf {
 
-// S is the generated plan; the arithmetic may be rounded to Result.
+// The arithmetic may be rounded to Result.
 template <class S, class Result> struct Chain {
   using A = typename S::Acc;
   using M = typename ChainMathFor<A, Result>::type;
@@ -24,8 +23,7 @@ template <class S, class Result> struct Chain {
     if constexpr (S::kDropout) dropper = Dropper(args.seed, args.dropout_last);
   }
 
-  // Multiplies v by the scale, or by zero. `position(e)` is element e's; aligned positions are consecutive from a multiple of
-  // the vector length.
+  // Times the scale, or zero. `position(e)` is element e's; aligned positions are consecutive from a multiple of kVec.
   template <class Position> __device__ void scale_and_drop(Position&& position, A (&v)[kVec]) const {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) v[e] *= scale;
@@ -43,7 +41,7 @@ template <class S, class Result> struct Chain {
     return Act::template value<M>(a);
   }
 
-  // Whether an element has the activation's slope at 1; backward reads the bit as an argument of 1 or 0 and takes its slope.
+  // Whether an element has the activation's slope at 1; backward reads the bit as an argument of 1 or 0.
   __device__ static Pack<b1, kVec> bits(const A (&a)[kVec], const A (&b)[kVec]) {
     static_assert(act::kTwoSlopes<Act>);
     Pack<b1, kVec> pack{0};
@@ -55,7 +53,7 @@ template <class S, class Result> struct Chain {
     return pack;
   }
 
-  // The gradients of a and b from g, that of f.
+  // From g, the gradient of f.
   __device__ static void gradients(A g, A a, A b, A& da, A& db) {
     if constexpr (S::kCombine == Combine::kGate) {
       da = act::times_slope<Act, M>(g * b, a);

@@ -1,6 +1,6 @@
-// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r of chunk c, which takes a group of lines at a time
-// in turn with other chunks. A second call adds up the chunks. Reads in once. Block (o * tiles + t, c) takes column tile t of
-// in[o].
+// out[o][c][i] = the sum, over divisor, of map(in[o][r][i]) over the rows r of chunk c, which takes a group of lines at
+// a time in turn with others. A second call adds up the chunks. Reads in once. Block (o * tiles + t, c) takes column
+// tile t of in[o].
 #pragma once
 
 #include "dependent_launch.cuh"

@@ -1,9 +1,9 @@
-// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row, `chunk` elements long; most rows have one
-// chunk. A second call adds up the chunks. Reads in once.
+// out[row][c] = the sum, over divisor, of map(in[row][r]) over chunk c of the row; most rows have one chunk. A second
+// call adds up the chunks. Reads in once.
 //
-// Element r of a chunk belongs to lane r / kVec % kLanes. A lane adds up its own elements, a butterfly the lanes of a warp,
-// another the warps: the order depends on the length alone. A row has kLanes threads: some lanes of a warp, each with kEach
-// rows at once, or the block.
+// Element r of a chunk belongs to lane r / kVec % kLanes. A lane adds up its elements, a butterfly a warp's lanes,
+// another the warps: the order depends on the length alone. A row has kLanes threads: some lanes of a warp, each with
+// kEach rows at once, or the block.
 //
 // Several chunks, or two coordinates of rows, are compiled in: divisions would take many registers.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace kf {
 
-// A chunk of a row. S is the generated plan.
+// A chunk of a row.
 template <class S> struct Stretch {
   using In = typename S::In;
   static constexpr int kVec = S::kVec;
@@ -40,7 +40,7 @@ template <class S> struct Stretch {
     else return some(v, kVec);
   }
 
-  // The first `count` elements of vector v; the others are zero.
+  // The first `count` elements of vector v, then zeros.
   __device__ Pack<In, kVec> some(int v, int count) const {
     Pack<In, kVec> pack{};
 #pragma unroll
@@ -68,7 +68,7 @@ template <class S> __device__ void reduce_rows(const ReduceArgs& args) {
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kGroups = S::kThreads / kLanes;
   wait_for_previous_kernel();
   const i64 first = static_cast<i64>(blockIdx.x) * (kGroups * S::kEach) + (kGroups == 1 ? 0 : threadIdx.x / kLanes);
-  const auto inside = [&](int k) {  // a block always has its one row or chunk
+  const auto inside = [&](int k) {  // a block has its one row or chunk
     return kGroups * S::kEach == 1 || first + k * kGroups < args.outer * args.inner;
   };
   const i64 row = S::kChunked ? blockIdx.x / static_cast<unsigned>(args.chunks) : first;

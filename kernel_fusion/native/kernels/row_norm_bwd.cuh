@@ -3,21 +3,21 @@
 //   dx      = rstd * (g - sum(g) / N - xhat * sum(g * xhat) / N)          (RMSNorm: without the first sum)
 //   dweight = sum over rows of dy * xhat          dbias = sum over rows of dy
 //
-// Stages (stages.cuh) change three places (gradients.cuh). x is the normalised row: h as stored, or u, recomputed, without a
-// residual. With an activation, dy * activation'(xhat * weight + bias) replaces dy. The dx above is the gradient at h: dh is
-// added, then it passes dropout and pre-activation on its way to x. A last gate replaces dy by dy * act(gate), and dgate = dy *
-// (xhat * weight + bias) * act'(gate). A first gate makes x = u = x * act(gate), dx = du * act(gate) and dgate = du * x *
-// act'(gate). The gate of a residual multiplies the gradient at h on its way to dropout, and dgate is a third sum over rows, of
-// the gradient at h * dropout(pre_activation(x)). kHf rounds the xhat of dweight and of the activation's argument, and that
-// argument; dx has xhat itself.
+// Stages (stages.cuh) change three places (gradients.cuh). x is the normalised row: h as stored, or without a residual
+// u, recomputed. With an activation, dy * activation'(xhat * weight + bias) replaces dy. The dx above is the gradient
+// at h: dh is added, then it passes dropout and pre-activation. A last gate replaces dy by dy * act(gate), and dgate =
+// dy * (xhat * weight + bias) * act'(gate). A first gate makes x = u = x * act(gate), dx = du * act(gate) and dgate =
+// du * x * act'(gate). A residual's gate multiplies the gradient at h before dropout, and dgate is a third sum over
+// rows, of the gradient at h * dropout(pre_activation(x)). kHf rounds the xhat of dweight and of the activation's
+// argument, and that argument; dx has xhat itself.
 //
-// tree.cuh says who computes what. The grid is persistent: block (or cluster) b takes rows b, b + grid, ... So a thread keeps
-// its columns and adds up their dweight and dbias itself, in registers or in shared memory (private to the thread, up to 16
-// bytes wide, conflict free). At the end each block writes one partial row; sum_partials.cuh adds these in a fixed order.
-// Memory: one read of x and dy, one write of dx; with stages one read of dh, one write of dresidual, and with both residual and
-// pre-activation, or for dgate, one read of x itself; with a gate one read of it and one write of dgate. With kPrefetch the
-// next row is loaded before this row's sums are exchanged. The exchange alternates between two buffers, so one barrier per row
-// is enough.
+// tree.cuh says who computes what. The grid is persistent: block (or cluster) b takes rows b, b + grid, ... So a thread
+// adds up dweight and dbias of its columns, in registers or in shared memory (private, up to 16 bytes wide, conflict
+// free). Each block then writes one partial row; sum_partials.cuh adds these in a fixed order. Memory: one read of x
+// and dy, one write of dx; with stages one read of dh, one write of dresidual, and with both residual and
+// pre-activation, or for dgate, one read of x itself; with a gate one read of it and one write of dgate. With kPrefetch
+// the next row is loaded before this row's sums are exchanged. The exchange alternates between two buffers, so one
+// barrier per row is enough.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -25,7 +25,7 @@
 
 namespace kf {
 
-// A sample's factor, or the last one's past the end: its address, and its vectors, kept like x's.
+// A sample's factor, or the last one's past the end, kept like x.
 template <class S, class T = Factor<S>> struct FactorOfRow {
   const Place<S>& at;
   const T* row;
@@ -49,11 +49,11 @@ template <class S> struct FactorOfRow<S, absent> {
   __device__ FactorOfRow(const RowNormBwdArgs&, const Place<S>&, i64) {}
 };
 
-// A warp with a row to itself stops after its rows; others go on with their block, and repeat the last row without effect. So
-// do single elements: the registers they save would let another block in, which slows RMSNorm down.
+// A warp with a row to itself stops after its rows; others go on with their block, and repeat the last row without
+// effect. So do single elements: the registers they save would let another block in, which slows RMSNorm down.
 template <class S> inline constexpr bool kAlone = S::kWarps == 1 && S::kLanes == 32 && S::kVec > 1;
 
-// A thread's part of a row: in registers if S::kResident, else in memory.
+// A thread's part of a row, in registers if S::kResident.
 template <class S> struct BackwardRow {
   using A = typename S::Acc;
   using X = typename S::Row;
@@ -104,7 +104,7 @@ template <class S> struct BackwardRow {
     if constexpr (S::kResident) return held_dh[i];
     else return load_dh(args, at, row, i);
   }
-  // The argument of the pre-activation, if there is one.
+  // The pre-activation's argument, if there is one.
   __device__ auto pre_x(const RowNormBwdArgs& args, const Place<S>& at, i64 row, int i) const {
     if constexpr (kPresent<PreX>) {
       const auto* pre_x_row = static_cast<const PreX*>(args.pre_x) + row_offset<S::kStridedPreX>(args.pre_x_rows, row);
@@ -123,7 +123,7 @@ template <class S> struct BackwardRow {
   }
 };
 
-// The partial row of a block (or cluster), from the sums that its threads keep.
+// A block's or cluster's, from its threads' sums.
 template <class S>
 __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at, Accumulators<S>& sums, char* shared) {
   using A = typename S::Acc;
@@ -161,7 +161,7 @@ __device__ void store_partial_row(const RowNormBwdArgs& args, const Place<S>& at
   }
 }
 
-// Stores v times `factor`, columns of a group's only row, in the group's gradient of type T.
+// Stores v times `factor`, columns of a group's only row, in its gradient of type T.
 template <class S, class T, class A>
 __device__ void store_gradient(const RowNormBwdArgs& args, void* gradients, int col, const A (&v)[S::kVec], A factor) {
   constexpr int kBytes = S::kCols * sizeof(T), kAlign = kBytes % 16 == 0 ? 16 : kBytes & -kBytes;
@@ -206,7 +206,7 @@ template <class S> struct BackwardColumns {
     }
   }
 
-  // A row's sums over this thread's columns, and what they add to the column sums.
+  // A row's sums over this thread's columns; adds to the column sums.
   __device__ RowSums<A> first_pass(const Row& now, const FactorOfRow<S>& factor, const Normalize<S>& normalize, i64 row) {
     RowSums<A> row_sums{};
 #pragma unroll kUnroll
@@ -219,7 +219,7 @@ template <class S> struct BackwardColumns {
       biases.get(i, bias);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        // Past the row's end dy is zero, so nothing counts as long as x is finite there.
+        // Past the row's end dy is zero, so nothing counts if x is finite.
         const bool inside = Place<S>::kCovers || at.col(i) < kCols;
         const A centred = inside && now.is_live() ? normalize.centred(x[e]) : A(0);
         if (!now.is_live()) dys[e] = 0;
@@ -270,7 +270,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   extern __shared__ __align__(16) char shared[];
   Accumulators<S> sums(shared);
   alignas(16) __shared__ A pairs[2][S::kWarps][2];  // pairs are read two at a time
-  if constexpr (S::kCluster > 1) {                  // all blocks of the cluster run before anyone writes to their shared memory
+  if constexpr (S::kCluster > 1) {                  // a block must run before others write to its shared memory
     cluster_arrive();
     cluster_wait();
   }
@@ -281,7 +281,7 @@ template <class S> __device__ void row_norm_bwd(const RowNormBwdArgs& args) {
   const Before<S, typename S::DY> before(args);
   Columns columns{args, at, sums, weights, biases, before};
 
-  const int behind = kAlone<S> ? 0 : at.row;  // of the first of the rows that go on together
+  const int behind = kAlone<S> ? 0 : at.row;  // of the first row that goes on with this one
   const i64 step = static_cast<i64>(gridDim.x / S::kCluster) * S::kRows;
   const i64 first = static_cast<i64>(blockIdx.x / S::kCluster) * S::kRows + (kAlone<S> ? at.row : 0);
   int buffer = 0;

@@ -1,9 +1,9 @@
-// Row norm, backward, streamed through shared memory by persistent blocks, or clusters for long rows (row_stream.cuh): another
-// executor of the formulas and the tree of row_norm_bwd.cuh.
+// Row norm, backward, streamed through shared memory by persistent blocks, or clusters for long rows (row_stream.cuh),
+// with the formulas and the tree of row_norm_bwd.cuh.
 //
-// A thread holds the sums of its columns in registers (kColumnSums x kVectors x kVec) and nothing of the row: it reads x and dy
-// from shared memory once for the sums and once for dx. The slot also carries what only stages need, dh and x beside h, or the
-// gate, so that it is loaded ahead. One block per multiprocessor means few partial rows to add. Memory: as in row_norm_bwd.cuh.
+// A thread holds its columns' sums in registers (kColumnSums x kVectors x kVec) and nothing of the row: it reads x and
+// dy from shared memory for the sums and again for dx. The slot also carries what stages need, dh and x beside h, or
+// the gate. One block per multiprocessor means few partial rows. Memory: as in row_norm_bwd.cuh.
 #pragma once
 
 #include "row_norm_bwd.cuh"
@@ -11,7 +11,7 @@
 
 namespace kf {
 
-// Writes a thread's column sums to its block's partial row. Several groups add theirs up in shared memory, in order.
+// Writes a thread's sums to its block's partial row. Several groups add theirs up in shared memory, in order.
 template <class S, class Stream, int kVectors>
 __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int group,
                            float (&sums)[kColumnSums<S>][kVectors][S::kVec], char* shared) {
@@ -52,7 +52,7 @@ __device__ void store_sums(const RowNormBwdArgs& args, const Place<S>& at, int g
   }
 }
 
-// The rows of a group in its ring: what a slot has, how it is filled, and how a thread reads it.
+// A group's rows in its ring: what a slot has, how it is filled, how a thread reads it.
 template <class S> struct BackwardRing {
   using A = float;
   using Stream = RowStream<S, 2>;  // a row's statistics arrive separately
@@ -96,7 +96,7 @@ template <class S> struct BackwardRing {
   }
   __device__ auto x(i64 row, int slot, int i) const { return x_rows.at(row, slot, stream.at.col(i)); }
   __device__ auto other(i64 row, int slot, int i) const { return others.at(row, slot, stream.at.col(i)); }
-  // The argument of the pre-activation, if there is one.
+  // The pre-activation's argument, if there is one.
   __device__ auto pre_x(i64 row, int slot, int i) const {
     if constexpr (kPresent<typename S::PreX>) return other(row, slot, i);
     else if constexpr (S::kPreActivation != 0) return x(row, slot, i);
@@ -104,7 +104,7 @@ template <class S> struct BackwardRing {
   }
 };
 
-// A thread's two passes over a row, and what it keeps for all rows.
+// A thread's two passes over a row, and what it keeps for all.
 template <class S> struct StreamedBackward {
   using A = float;
   using Ring = BackwardRing<S>;
@@ -216,7 +216,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
       S::kKeeps == KeptParameters::kShared ? kKept * kThreads * sizeof(Pack<typename S::Weight, kVec>) : 0;
   ColumnWeight<S, kVectors> weights(args, at, kept, kThreads, member);
   ColumnBias<S, kVectors> biases(args, at, kept + kWeightBytes, kThreads, member);
-  // Only now: loads issued after so many rows arrive after them, so the parameters go first.
+  // Parameters go first: loads issued after the rows' would arrive after them.
   stream.start(args.rows, first, step, fill);
   weights.keep(group == 0);
   biases.keep(group == 0);
@@ -230,7 +230,7 @@ template <class S> __device__ void row_norm_bwd_streamed(const RowNormBwdArgs& a
     return pair;
   };
   const auto second_pass = [&](i64 sample, int slot, const Pair& pair) { thread.second_pass(sample, slot, pair); };
-  // If all rows fit into the slots at once, the plan may have a loop without ring and pace.
+  // Rows that all fit into the slots may have a loop without ring and pace.
   const bool are_few = S::kFew && args.rows <= S::kSlots * step;
   if constexpr (S::kFew)
     if (are_few) stream.run_few(args.rows, first, step, first_pass, combine, second_pass);

@@ -1,8 +1,7 @@
-// The column sums of rows too long for row_norm_bwd.cuh to keep them: a second pass over x and dy that only adds up
-// columns. Block (t, p) takes column tile t and rows p, p + gridDim.y, ..., and writes its part of partial row p. Reads x, dy
-// and a gate that is a row once; for dgate of a residual also x beside h, and the gradient at h as row_norm_bwd.cuh has rounded
-// it. sum_partials.cuh finishes. Stages: row_norm_bwd.cuh. With groups blockIdx.y is the group, and blockIdx.x counts tiles
-// and, slower, slabs of rows.
+// The column sums of rows too long for row_norm_bwd.cuh to keep them: a second pass over x and dy. Block (t, p) takes
+// column tile t and rows p, p + gridDim.y, ..., and writes its part of partial row p, for sum_partials.cuh. Reads x, dy
+// and a gate that is a row once; for a residual's dgate also x beside h, and the gradient at h as row_norm_bwd.cuh
+// rounded it. With groups blockIdx.y is the group, and blockIdx.x counts tiles and, slower, slabs of rows.
 #pragma once
 
 #include "row_norm_bwd.cuh"

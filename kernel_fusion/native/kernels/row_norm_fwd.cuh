@@ -1,10 +1,10 @@
 // Row norm, forward:  y = activation((x - mean) * rstd * (weight_offset + weight) + bias),   rstd = 1 / sqrt(var + eps)
 // (RMSNorm: mean = 0 and var = E[x^2]). With stages before the norm, h replaces x (stages.cuh).
 //
-// tree.cuh says who computes what: one row per lane group, block or cluster; grid = rows / rows per block. Memory: one read of
-// x, one write of y; weight and bias come from L1/L2. A residual adds a read and a write. A gate adds a read, beside x if
-// first, beside the weight if last; that of a residual comes from L1/L2. The row stays in registers as loaded (kVectors packs
-// per thread), or as S::Row with stages; row_norm_fwd_long.cuh takes rows for which there are no registers.
+// tree.cuh says who computes what; grid = rows / rows per block. Memory: one read of x, one write of y; weight and bias
+// come from L1/L2. A residual adds a read and a write. A gate adds a read, beside x if first, beside the weight if
+// last; a residual's comes from L1/L2. The row stays in registers as loaded (kVectors packs per thread), or as S::Row
+// with stages; row_norm_fwd_long.cuh takes longer rows.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -14,7 +14,7 @@
 
 namespace kf {
 
-// y of one vector of a row; `factor` is a last one.
+// y of a vector of a row.
 template <class S> struct Affine {
   using A = typename S::Acc;
   A mean, rstd;
@@ -67,7 +67,7 @@ template <class S> struct ForwardRow {
   using P = Place<S>;
   static constexpr int kVec = S::kVec;
   i64 index;
-  bool live;  // lanes of a row past the end still take part in shuffles
+  bool live;  // lanes past the end still take part in shuffles
   const X* x;
   const Beside<S>* beside;
   const RowNormFwdArgs& args;
@@ -80,7 +80,7 @@ template <class S> struct ForwardRow {
     x = static_cast<const X*>(args.x) + row_offset<S::kStridedX>(args.x_rows, index);
     beside = static_cast<const Beside<S>*>(args.residual) + row_offset<S::kStridedResidual>(args.residual_rows, index);
   }
-  // Computed where they are used, to save registers.
+  // Computed late, to save registers.
   __device__ Residual* h() const { return static_cast<Residual*>(args.h) + offset(); }
   __device__ typename S::Y* y() const { return static_cast<typename S::Y*>(args.y) + offset(); }
   // Computed once for narrow vectors; the compiler would do it for every store.
@@ -89,7 +89,7 @@ template <class S> struct ForwardRow {
   template <bool kLast = false> __device__ Pack<X, kVec> load_x(int col) const {
     return load_cols<S::kAlignX, kVec, S::kCols, P::kCovers, kLast>(x, col);
   }
-  // Stage rows that are used before the norm, and after it.
+  // Stage rows used before the norm, and after it.
   __device__ Pack<Addend<S>, kVec> load_addend(int col) const {
     if constexpr (kFactorLast<S>) return {};
     else return load_row<S, S::kAlignResidual>(beside, col);
@@ -108,7 +108,7 @@ template <class S> struct ForwardRow {
   }
 };
 
-// From the moments of this thread's warp to what makes y of the row; also stores the row's statistics.
+// From this thread's warp's moments to what makes y; also stores the row's statistics.
 template <class S>
 __device__ Affine<S> affine_of_row(const RowNormFwdArgs& args, const Place<S>& at, const ForwardRow<S>& row,
                                    const Moments<S>& moments) {
@@ -140,7 +140,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
   const Before<S, typename S::Y> before(args);
 
   Pack<typename S::Row, kVec> resident[kVectors];
-  Pack<typename S::X, kVec> xs[kVectors];  // all loads start before the first is used
+  Pack<typename S::X, kVec> xs[kVectors];  // all before the first is used
   Pack<Addend<S>, kVec> addends[kVectors];
   Pack<ResidualGate<S>, kVec> gates[kVectors];
 #pragma unroll
@@ -149,7 +149,7 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     addends[i] = row.load_addend(at.col(i));
     gates[i] = load_gate<S>(args, at.col(i));
   }
-  // Loads weight, bias and last factor of this many vectors together, because no load passes an earlier store.
+  // Loads of weight, bias and last factor go together, because no load passes an earlier store.
   constexpr int kTogether = S::kAhead ? kVectors : S::kTogether;
   Pack<typename S::Weight, kVec> weights[kTogether];
   Pack<typename S::Bias, kVec> biases[kTogether];
@@ -170,14 +170,15 @@ template <class S> __device__ void row_norm_fwd(const RowNormFwdArgs& args) {
     row.store_h(h, at.col(i), resident[i]);
   }
 
-  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is faster.
+  // LayerNorm reads the row three times and widens it each time; RMSNorm has registers to widen it once, which is
+  // faster.
   const Moments<S> moments = moments_of_warp<S>(at, [&](int k) {
     if constexpr (!S::kRms) keep_packed(resident[k]);
     return resident[k];
   });
   if constexpr (S::kEarly) load_parameters(at, 0);
   const Affine<S> affine = affine_of_row<S>(args, at, row, moments);
-  // For y. With kAnew columns are recomputed, because keeping `at` until here would take registers.
+  // With kAnew columns are recomputed for y, because keeping `at` would take registers.
   const P place = [&] {
     if constexpr (S::kAnew) return P::anew();
     return at;

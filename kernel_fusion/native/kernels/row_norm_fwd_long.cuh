@@ -1,11 +1,11 @@
-// Row norm, forward, for rows that are read twice: for the statistics, and again, from the caches, for y. Formulas and tree are
-// those of row_norm_fwd.cuh.
+// Row norm, forward, for rows that are read twice: for the statistics, and again, from the caches, for y, with the
+// formulas and the tree of row_norm_fwd.cuh.
 //
-// A thread holds kBatch vectors at a time in the first reading and kBatchAgain in the second, so it needs few registers.
-// Several blocks then share a multiprocessor, and while one waits for memory, or at its barrier, others read or write. Memory:
-// one read of x from memory and one from the caches, one write of y. The second reading and y are marked as last use, so that
-// they do not evict rows that are still to be read again. With a residual h is read again, by the thread that wrote it;
-// otherwise x goes through its stages again.
+// A thread holds kBatch vectors at a time in the first reading and kBatchAgain in the second, so it needs few
+// registers. Several blocks then share a multiprocessor, and while one waits, others read or write. Memory: one read of
+// x from memory and one from the caches, one write of y. The second reading and y are marked as last use, so that they
+// evict no rows still to be read again. With a residual h is read again, by the thread that wrote it; otherwise x goes
+// through its stages again.
 #pragma once
 
 #include "row_norm_fwd.cuh"

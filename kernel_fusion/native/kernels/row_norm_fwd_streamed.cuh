@@ -1,11 +1,10 @@
 // Row norm, forward, for rows too long for a block's registers: a persistent cluster streams them through shared memory
-// (row_stream.cuh). It is another executor of the formulas and the tree of row_norm_fwd.cuh.
+// (row_stream.cuh), with the formulas and the tree of row_norm_fwd.cuh.
 //
-// Each block of the cluster owns a piece of the columns. A thread keeps its columns' weight and bias in registers for all rows:
-// reading them for every row would take twice as much L2 bandwidth as x itself. A slot also holds a piece of the residual,
-// which each pass adds, or of the gate; the gate of a residual comes
-// from L1/L2. Memory: one read of x, one write of y; a residual adds a read and a write, a gate a
-// read.
+// Each block owns a piece of the columns. A thread keeps its columns' weight and bias in registers: reading them for
+// every row would take twice as much L2 bandwidth as x itself. A slot also holds a piece of the residual, which each
+// pass adds, or of the gate; a residual's gate comes from L1/L2. Memory: one read of x, one write of y; a residual adds
+// a read and a write, a gate a read.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -27,7 +26,7 @@ template <class S> struct ColumnParameters {
   }
 };
 
-// Writes y of a row: y_at(i, y) makes this thread's i-th vector.
+// y_at(i, y) makes this thread's i-th vector.
 template <class S, class YAt> __device__ void store_y(typename S::Y* y_row, const Place<S>& at, YAt&& y_at) {
   if constexpr (S::kShifted) {
     store_shifted<S>(y_row, at, y_at);
@@ -76,7 +75,7 @@ template <class S> __device__ void row_norm_fwd_streamed(const RowNormFwdArgs& a
   };
   const i64 first = blockIdx.x / S::kCluster, step = gridDim.x / S::kCluster;
   wait_for_previous_kernel(x.piece(row_of(first)).source);
-  // Two branches that leave: one branch for all helpers makes the code of odd rows much longer.
+  // One branch for all helpers makes the code of odd rows much longer.
   if (Stream::is_combiner()) {
     stream.combine_all(args.rows, first, step, combine);
     stream.join();

@@ -1,9 +1,9 @@
-// Row norm, forward, for short rows of narrow vectors: a block copies its rows into shared memory as one piece, and y back.
-// Read and written in place, such rows take an instruction per element and touch 32-byte sectors that neighbours share.
+// Row norm, forward, for short rows of narrow vectors: a block copies its rows into shared memory as one piece, and y
+// back. In place, such rows take an instruction per element and touch 32-byte sectors that neighbours share.
 //
-// The grid says how many rows a block has, up to kRows, and a lane group takes some of them in turn. y replaces x if it is as
-// wide. It is another executor of the formulas and the tree of row_norm_fwd.cuh. With kAhead a lane keeps its columns' weight
-// and bias in registers for all rows. Memory: one read of x, one write of y.
+// The grid says how many rows a block has, up to kRows, and a lane group takes some in turn. y replaces x if it is as
+// wide. Formulas and tree are row_norm_fwd.cuh's. With kAhead a lane keeps its columns' weight and bias. Memory: one
+// read of x, one write of y.
 #pragma once
 
 #include "row_norm_fwd.cuh"
@@ -65,7 +65,7 @@ template <class S> __device__ void row_norm_fwd_tile(const RowNormFwdArgs& args)
 
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
-    // Groups of several lanes would hit the same banks in neighbouring rows of, say, 65 elements; rows apart do not.
+    // Lane groups would hit the same banks in neighbouring rows of, say, 65 elements; rows apart do not.
     const int in_tile = S::kLanes > 2 ? at.row * rounds + round : round * kGroups + at.row;
     const ForwardRow<S> row(args, first + in_tile);
     const int begin = in_tile * S::kCols;

@@ -1,10 +1,11 @@
 // How the streamed kernels read: a persistent block (or cluster, for long rows) streams rows through shared memory.
 //
-// A group of threads takes a row at a time, while coming rows are copied into its ring of kSlots slots. With three slots or
-// more it works on two rows: while a row's sums travel between warps and blocks, the first pass over the next row runs.
+// A group of threads takes a row at a time, while coming rows are copied into its ring of kSlots slots. With three
+// slots or more it works on two rows: while a row's sums travel between warps and blocks, the first pass over the next
+// row runs.
 //
-// Warps of their own may do what is needed once per row: the combiner turns all warps' sums into what the second pass needs,
-// the producer starts the copies.
+// Warps of their own may work once per row: the combiner turns all warps' sums into what the second pass needs, the
+// producer starts the copies.
 #pragma once
 
 #include "async_copy.cuh"
@@ -14,8 +15,8 @@
 
 namespace kf {
 
-// A contiguous piece of a tensor, copied to a slot with all of its first and last 16 bytes, so that any alignment works.
-// Nothing may follow a tensor's last piece, so there the rest goes by elements. kRowCols: columns of a row; pieces end within
+// A contiguous piece of a tensor, copied to a slot with all of its first and last 16 bytes, so any alignment works.
+// Nothing may follow a tensor's last piece, whose rest goes by elements. kRowCols: columns of a row; pieces end within
 // it or at its end.
 template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
   static constexpr int kSize = static_cast<int>(sizeof(T));
@@ -40,7 +41,7 @@ template <class T, int kAlign, int kCols, int kRowCols = 1> struct Piece {
 #pragma unroll 1
     for (int i = 1; i <= count; ++i) to[-i] = from[-i];
   }
-  // The address of column 0 of the row whose piece is in the slot.
+  // The address of the row's column 0.
   __device__ const T* row_in(const char* slot, int first_col) const {
     return reinterpret_cast<const T*>(slot + lead()) - first_col;
   }
@@ -58,7 +59,7 @@ template <int kAlign, int kCols, int kRowCols> struct Piece<absent, kAlign, kCol
   __device__ const absent* row_in(const char*, int) const { return nullptr; }
 };
 
-// A piece on its way to a slot; `last`: the tensor may end after it.
+// `last`: the tensor may end after it.
 template <class P> struct PieceCopy {
   P piece;
   char* slot;
@@ -78,7 +79,7 @@ template <class... P> __device__ void copy_pieces(Mbarrier* b, int cols, const P
   }
 }
 
-// A tensor's streaming rows, in a block's columns: in memory, and in the slots.
+// A tensor's rows, in a block's columns: in memory, and in the slots.
 template <class S, class Stream, class T, int kAlign, bool kStrided = false> struct StreamedRows {
   using P = Piece<T, kAlign, Stream::kCols, S::kCols>;
   static constexpr int kBytes = P::kBytes;  // in a slot
@@ -107,7 +108,7 @@ constexpr int kWarpArrivals = 32;
 constexpr int kWarpArrivals = 1;
 #endif
 
-// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after those of the only group: combiner, producer.
+// kFills: how often fill() arrives at a slot's barrier. kHelpers: warps after the only group's: combiner, producer.
 template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   using A = float;
   using P = Place<S>;
@@ -122,7 +123,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
 
   struct Pair {
     A first, second;
-  };  // sums, or what was made of them
+  };  // or what was made of them
   struct Shared {
     Mbarrier full[kSlots], empty[kSlots], exchanged[kBuffers], combined[kBuffers];
     alignas(16) A sums[kBuffers][S::kWarps][2];  // pairs are read two at a time
@@ -144,7 +145,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
         mbarrier_init(&shared.full[s], kFills);
         mbarrier_init(&shared.empty[s], kThreads / 32 * kWarpArrivals);
       }
-      // In a block each warp announces its sums; in a cluster bytes are counted.
+      // In a block warps announce their sums; in a cluster bytes are counted.
       for (int b = 0; b < kBuffers; ++b) {
         mbarrier_init(&shared.exchanged[b], S::kCluster > 1 ? 1 : S::kWarps * kWarpArrivals);
         if constexpr (kCombiner) mbarrier_init(&shared.combined[b], kWarpArrivals);
@@ -173,7 +174,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // This block's first column, and how many it has.
+  // This block's first column, and their number.
   __device__ static int first_col() {
     return S::kCluster > 1 ? P::start(static_cast<int>(cluster_rank()) * P::kLocalWarps) : 0;
   }
@@ -188,11 +189,11 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   //   first_pass(row, slot) -> own  the warp's two sums
   //   combine(row, sums) -> pair    by each warp or the combiner, of all warps' sums; a single warp's stay
   //   second_pass(row, slot, pair)  the slot is free after it
-  // start() fills the ring; loads before run() or run_few() overlap with that. The producer calls produce() instead, the
-  // combiner combine_all().
+  // start() fills the ring; loads before run() or run_few() overlap with that. The producer calls produce() instead,
+  // the combiner combine_all().
   template <class Fill> __device__ void start(i64 rows, i64 first, i64 step, Fill&& fill) const {
     if constexpr (!kProducer) {
-      // As a condition of the loop it would make backward of long rows much slower.
+      // In the loop's condition it would make backward of long rows much slower.
       if (member != 0) return;
       for (int s = 0; s < kSlots && first + s * step < rows; ++s) fill(first + s * step, s);
     }
@@ -201,7 +202,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   template <class Fill, class First, class Combine, class Second>
   __device__ void run(i64 rows, i64 first, i64 step, Fill&& fill, First&& first_pass, Combine&& combine,
                       Second&& second_pass) const {
-    int slot = 0, last = 0, before_last = 0;  // of this row and of the two before it
+    int slot = 0, last = 0, before_last = 0;  // of this row and the two before
     unsigned parity = 0, n = 0;
     Pair own{}, next{};
     Pace<S> pace{pacing};
@@ -242,7 +243,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     }
   }
 
-  // run() for a group whose rows start() has all loaded: one after the other, without ring and second row. Not with a producer.
+  // run() for a group whose rows start() has all loaded: without ring and second row. Not with a producer.
   template <class First, class Combine, class Second>
   __device__ void run_few(i64 rows, i64 first, i64 step, First&& first_pass, Combine&& combine, Second&& second_pass) const {
     static_assert(kSlots <= kBuffers);
@@ -292,10 +293,10 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
   // Whether this thread arrives for its warp.
   __device__ bool arrives() const { return kWarpArrivals == 32 || at.lane == 0; }
 
-  // This thread's warp, for branches of whole warps; the compiler then keeps once what a warp has once, instead of per lane.
+  // For branches of whole warps; the compiler then keeps once what a warp has once.
   __device__ static int warp() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-  // The second pass's numbers, once all sums are there; a single warp uses its own.
+  // Waits for all sums; a single warp uses its own.
   template <class Combine>
   __device__ Pair collect(i64 row, unsigned buffer, unsigned phase, Pair own, Combine&& combine) const {
     if constexpr (kCombiner) {
@@ -308,7 +309,7 @@ template <class S, int kFills = 1, int kHelpers = 0> struct RowStream {
     return own;
   }
 
-  // One thread per row expects the bytes of all blocks of a cluster.
+  // One thread per row expects a cluster's bytes.
   __device__ void expect_sums(unsigned buffer) const {
     if constexpr (S::kCluster > 1) mbarrier_arrive_expect(&shared.exchanged[buffer], S::kWarps * sizeof(Pair));
   }

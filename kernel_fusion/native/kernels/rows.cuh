@@ -1,6 +1,6 @@
-// Shared by the row-norm kernels: row addressing in 64 bits, and the factor made of weight and offset.
+// Row addressing in 64 bits, and the factor made of weight and offset.
 //
-// With S::kGrouped, groups of rows have their own weight, bias and gate of the residual (RowGroups): kernels count samples,
+// With S::kGrouped, groups of rows have their own weight, bias and residual gate (RowGroups): kernels count samples,
 // blockIdx.y names the group.
 #pragma once
 
@@ -17,7 +17,7 @@ template <bool kStrided> __device__ i64 row_offset(const RowLayout& layout, i64 
          row % layout.inner * layout.stride[2];
 }
 
-// The offset of this block's group of `each` things; 0 without groups.
+// Where this block's group of `each` things begins; 0 without groups.
 template <class S, class Args> __device__ i64 group_offset(const Args& args, i64 each) {
   if constexpr (S::kGrouped) return (args.groups.first + blockIdx.y) * each;
   else return 0;
@@ -29,13 +29,13 @@ template <class S, class Args> __device__ i64 row_of_sample(const Args& args, i6
   else return sample;
 }
 
-// The vector at column `col`; nothing for an absent tensor.
+// Nothing for an absent tensor.
 template <class S, int kAlign, class T> __device__ Pack<T, S::kVec> load_row(const T* row, int col) {
   if constexpr (kPresent<T>) return load_cols<kAlign, S::kVec, S::kCols, Place<S>::kCovers>(row, col);
   else return {};
 }
 
-// The weight, the bias and the residual's gate of this block's group.
+// The weight of this block's group; likewise bias and gate.
 template <class S, class Args> __device__ auto load_weight(const Args& args, int col) {
   const auto* p = static_cast<const typename S::Weight*>(args.weight) + group_offset<S>(args, args.groups.weight_pitch);
   return load_row<S, S::kAlignWeight>(p, col);
@@ -51,7 +51,7 @@ template <class S, class Args> __device__ auto load_gate(const Args& args, int c
   return load_row<S, S::kAlignWeight>(p, col);
 }
 
-// weight_offset + weight; the addition is compiled in only with an offset.
+// weight_offset + weight; the addition is compiled in with an offset.
 template <class S, class Weight, int kVec, class A>
 __device__ void widen_weight(const Pack<Weight, kVec>& pack, double offset, A (&w)[kVec]) {
   widen_pack(pack, w);

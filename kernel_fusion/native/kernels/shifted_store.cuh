@@ -1,7 +1,7 @@
 // Stores rows that begin anywhere by whole sectors of memory.
 //
-// A warp's single elements mostly begin and end within a sector of 32 bytes: memory then takes up to a third more sectors. So
-// shuffles shift them until each store begins with a sector. fp16 and bf16 elements go two to a lane, from two chunks.
+// A warp's single elements mostly begin and end within a sector of 32 bytes: memory then takes up to a third more
+// sectors. So shuffles shift them. fp16 and bf16 elements go two to a lane, from two chunks.
 #pragma once
 
 #include "tree.cuh"
@@ -9,20 +9,20 @@
 
 namespace kf {
 
-// Rounds and stores what value(i, v) puts into v, for each vector i of the thread, once and in order.
+// Rounds and stores what value(i, v) puts into v, for each vector i of the thread, in order.
 template <class S, class T, class Value> __device__ void store_shifted(T* row, const Place<S>& at, Value&& value) {
   using P = Place<S>;
   static_assert(S::kVec == 1 && S::kLanes == 32 && sizeof(T) <= 4);
   constexpr int kEach = 4 / static_cast<int>(sizeof(T));  // elements per lane, and chunks per store
   constexpr int kWide = 32 * kEach;                       // columns of a store
   const int lane = at.lane, begin = at.first - lane, end = begin + P::cols_of(at.warp);
-  // The warp's first column within its sector, in elements.
+  // The warp's first column within its sector.
   const int shift = static_cast<int>(reinterpret_cast<unsigned long long>(row + begin) % 32 / sizeof(T));
   T* const mine = row + begin - shift + lane * kEach;
   const int from = lane * kEach - shift, source = from & 31;  // whose element a lane stores
-  // Their element of a store's last chunk goes with the next.
+  // The last chunk's element goes with the next store.
   const bool carries = lane + shift >= 32;
-  // With fp16 and bf16, a lane has an element of either chunk in a word, and takes one of each of two neighbours.
+  // A lane's word has an fp16 or bf16 element of either chunk; it takes one each of two neighbours.
   const auto of_second = [](int from) { return from < 0 || from >= 32; };
   const unsigned halves = (of_second(from) ? 0x32 : 0x10) | (of_second(from + 1) ? 0x7600 : 0x5400);
   unsigned carried = 0;
@@ -45,7 +45,7 @@ template <class S, class T, class Value> __device__ void store_shifted(T* row, c
       carried = both;
       word = __byte_perm(__shfl_sync(~0u, sent, source), __shfl_sync(~0u, sent, (source + 1) & 31), halves);
     }
-    // Only the first store begins before the warp's columns; only the last end after them.
+    // Only the first store begins before the warp's columns; only the last ends after them.
     const int col = begin - shift + j * kWide + lane * kEach;
     const bool begins = j > 0 || col >= begin, ends = (j + 1) * kEach <= P::kFull || col + kEach <= end;
     T* const p = mine + j * kWide;

@@ -1,11 +1,11 @@
 // y = softmax(scale * x + mask) over rows of run-time length, causal or not.
 //
-// The logits l = scale * x + mask are computed once and stay in registers. Their maximum m and the sum s of e^(l - m) go
-// through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y; causal rows
-// read only kept columns. Longer rows are read twice (softmax_long.cuh).
+// The logits l = scale * x + mask are computed once and stay in registers. Their maximum m and the sum s of e^(l - m)
+// go through the row's threads, then y = e^(l - m) / s is written. Memory: one read of x and mask, one write of y;
+// causal rows read only kept columns. Longer rows are read twice (softmax_long.cuh).
 //
-// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Elements that a boolean mask or causal leave out
-// are zero, even beside NaN, because backward recognises them by that.
+// With a mask or causal, a row of -inf gives zeros: m counts as 0 and s as 1. Left out elements are zero, even beside
+// NaN, because backward recognises them by that.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -14,7 +14,7 @@
 
 namespace kf {
 
-// The logits of one row. S is the generated plan.
+// A row's logits.
 template <class S> struct Logits {
   using A = typename S::Acc;
   using X = typename S::X;
@@ -46,7 +46,7 @@ template <class S> struct Logits {
     }
   }
 
-  // The vector at `col`, whose first column is kept.
+  // `col` is kept.
   __device__ Loaded load(int col) const {
     Loaded loaded;
     loaded.x = kf::load<S::kAlignX, kVec>(x + col);
@@ -79,9 +79,9 @@ template <class S> struct Logits {
     }
   }
 
-  // The number subtracted: the maximum, or nothing if all are -inf.
+  // The number subtracted: nothing if all are -inf.
   __device__ static A shift(A max) { return max == negative_infinity(A(0)) ? A(0) : max; }
-  // The divisor of the exponentials; a fully masked row has only zeros.
+  // The exponentials' divisor; a fully masked row has only zeros.
   __device__ static Divisor<A> divisor(A sum) { return Divisor<A>(kMasked && sum == A(0) ? A(1) : sum); }
 
   // A logit's exponential, and its quotient. Left out elements have -0, which no exponential is, and then 0.
@@ -103,7 +103,7 @@ template <class S> __device__ void softmax(const SoftmaxArgs& args) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes;
   i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool inside = row < args.rows;  // else repeat the last row, because all lanes of a warp take part
+  const bool inside = row < args.rows;  // else the last row again: all lanes of a warp take part
   row = inside ? row : args.rows - 1;
   const Logits<S> logits(args, row);
   const auto col_of = [&](int i) { return (i * kLanes + lane) * kVec; };

@@ -1,5 +1,5 @@
-// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. Elements that mask or causal left out have y = 0, so dx =
-// 0; with kLeavesOut even in a row with NaN. Memory: one read of dy and y, one write of dx; rows longer than a block's
+// dx = scale * (dy - sum(dy * y)) * y over rows of run-time length. Left out elements have y = 0, so dx = 0; with
+// kLeavesOut even in a row with NaN. Memory: one read of dy and y, one write of dx; rows longer than a block's
 // registers are read twice.
 #pragma once
 
@@ -9,7 +9,6 @@
 
 namespace kf {
 
-// One row. S is the generated plan.
 template <class S> struct SoftmaxBwdRow {
   using A = typename S::Acc;
   using DX = typename S::DX;
@@ -50,7 +49,7 @@ template <class S> struct SoftmaxBwdRow {
   }
 };
 
-// kVectors > 0: the row stays in registers; kVectors == 0: it is read twice, kUnroll vectors at a time.
+// kVectors > 0: the row stays in registers; 0: it is read twice, kUnroll vectors at a time.
 template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   using A = typename S::Acc;
   constexpr int kVec = S::kVec, kLanes = S::kLanes, kRows = S::kThreads / kLanes;
@@ -58,7 +57,7 @@ template <class S> __device__ void softmax_bwd(const SoftmaxBwdArgs& args) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kLanes, cols = static_cast<int>(args.cols);
   const i64 own = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool inside = own < args.rows;  // else repeat the last row, because all lanes of a warp take part
+  const bool inside = own < args.rows;  // else the last row again: all lanes of a warp take part
   const SoftmaxBwdRow<S> row(args, inside ? own : args.rows - 1);
   A sums[kVec] = {};
   if constexpr (S::kVectors > 0) {

@@ -1,12 +1,12 @@
-// Softmax of rows that exceed a block's registers: one pass for maximum and sum together, and one to write. Memory: two reads
-// of x and mask, the second from the L2 cache if the row is still there, and one write of y.
+// Softmax of rows that exceed a block's registers: one pass for maximum and sum together, and one to write. Memory: two
+// reads of x and mask, the second perhaps from the L2 cache, and one write of y.
 #pragma once
 
 #include "softmax.cuh"
 
 namespace kf {
 
-// A maximum, and the sum of e^(l - shift(maximum)) over the logits so far.
+// A maximum, and the sum of e^(l - shift(maximum)) so far.
 template <class S> struct Running {
   using A = typename S::Acc;
   A max = negative_infinity(A(0)), sum = 0;
@@ -27,7 +27,7 @@ template <class S> struct Running {
   }
 };
 
-// Calls `use(col, logits)` for each of the thread's vectors that begins in a kept column.
+// Calls `use(col, logits)` for the thread's vectors that begin in a kept column.
 template <class S, class Use> __device__ void over_logits(const Logits<S>& logits, Use&& use) {
   using A = typename S::Acc;
   batched<S::kUnroll, false>(

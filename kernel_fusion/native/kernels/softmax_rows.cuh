@@ -1,5 +1,5 @@
-// Shared by both directions of softmax: a row of run-time length, cut into vectors that kLanes threads take in turn, and sums
-// and maxima over these threads, some lanes of a warp or a block. The length alone decides the order of sums.
+// Shared by both directions of softmax: a row of run-time length, cut into vectors that kLanes threads take in turn,
+// and sums and maxima over them. The length alone decides the order of sums.
 #pragma once
 
 #include "math.cuh"
@@ -21,7 +21,7 @@ __device__ inline bool is_left_out(double v) { return __double_as_longlong(v) ==
 __device__ inline bool is_negative_zero(float v) { return __float_as_uint(v) == 0x80000000u; }
 __device__ inline bool is_negative_zero(double v) { return __double_as_longlong(v) == static_cast<long long>(1ull << 63); }
 
-// e^(v - max). The difference comes first: a product with log2(e) could overflow for a mask of the lowest finite number.
+// e^(v - max). A product with log2(e) could overflow for a mask of the lowest finite number.
 __device__ inline float exp_below(float v, float max) { return Hardware::exp2((v - max) * 1.44269504f); }
 __device__ inline double exp_below(double v, double max) { return exp(v - max); }
 

@@ -6,10 +6,9 @@
 //
 // or with a factor, a row, first or last: u = x * act(gate) or y = (norm(x) * w + b) * act(gate).
 //
-// kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). Constants and types of S are named after
-// the fields of `Stages` (core/spec.py): activations are codes (0: none), S::kDropout and S::kGateFirst flags, S::Residual,
-// S::Gate and S::ResidualGate types. A gate that is a row excludes a residual. Without one u is normalised, unrounded. All
-// works on one vector of a row.
+// kHf<S> rounds norm(h) and, with a weight, the activation's argument (`Roundings`). Constants and types of S are named
+// after the fields of `Stages` (core/spec.py): activations are codes (0: none). A gate that is a row excludes a
+// residual. Without one u is normalised, unrounded. All works on one vector of a row.
 #pragma once
 
 #include "dropout.cuh"
@@ -19,27 +18,26 @@
 
 namespace kf {
 
-// The type of a row that a stage makes a factor. Kernels only know its formulas `factor_of` and `times_factor_slope`.
+// Kernels only know a factor's formulas `factor_of` and `times_factor_slope`.
 template <class S> using Factor = typename S::Gate;
 template <class S> inline constexpr bool kFactorFirst = kPresent<Factor<S>> && S::kGateFirst;
 template <class S> inline constexpr bool kFactorLast = kPresent<Factor<S>> && !kFactorFirst<S>;
 
-// Whether h is normalised, and whether it differs from x at all.
+// Whether h is normalised, and whether it differs from x.
 template <class S> inline constexpr bool kAddsResidual = kPresent<typename S::Residual>;
 template <class S> inline constexpr bool kChangesX = S::kPreActivation != 0 || S::kDropout != 0 || kFactorFirst<S>;
 
-// Whether what is added to a residual is gated.
 template <class S> using ResidualGate = typename S::ResidualGate;
 template <class S> inline constexpr bool kGatesResidual = kPresent<ResidualGate<S>>;
 
-// The type of a first and a last factor; what forward reads beside x before the norm, and at all.
+// First and last factor; what forward reads beside x before the norm, and at all.
 template <class S> using FirstFactor = If<kFactorFirst<S>, Factor<S>>;
 template <class S> using LastFactor = If<kFactorLast<S>, Factor<S>>;
 template <class S> using Addend = typename PresentOr<typename S::Residual, FirstFactor<S>>::type;
 template <class S> using Beside = typename PresentOr<typename S::Residual, Factor<S>>::type;
 
-// Keeps the operation before v from being contracted with what follows: (u - mean) of equal elements must be 0, and h the same
-// wherever it is computed.
+// Keeps the operation before v from being contracted: (u - mean) of equal elements must be 0, and h the same wherever
+// it is computed.
 __device__ inline void settle(float& v) { asm("" : "+f"(v)); }
 __device__ inline void settle(double& v) { asm("" : "+d"(v)); }
 
@@ -51,7 +49,7 @@ template <int kCode, class M, class A, int kVec> __device__ void activate(A (&v)
   }
 }
 
-// g * activation'(at), with the same bits whatever is added to it.
+// g * activation'(at), with the same bits whatever is added.
 template <int kCode, class M, class A> __device__ A times_slope(A g, A at) {
   A product = act::times_slope<typename Activation<kCode>::type, M>(g, at);
   settle(product);
@@ -66,15 +64,15 @@ template <int kCode, class M, class A, int kVec> __device__ void multiply_slope(
   }
 }
 
-// The factor of a row: act(gate).
+// act(gate)
 template <class S, class M, class A, int kVec> __device__ void factor_of(A (&v)[kVec]) { activate<S::kGateActivation, M>(v); }
 
-// g = the gradient at the row `at`, from that at the factor.
+// The gradient at the row `at`, from that at the factor.
 template <class S, class M, class A, int kVec> __device__ void times_factor_slope(A (&g)[kVec], const A (&at)[kVec]) {
   multiply_slope<S::kGateActivation, M>(g, at);
 }
 
-// v = v * the factor of `row`, with the same bits whatever follows.
+// v * factor, with the same bits whatever follows.
 template <class S, class M, class T, class A, int kVec>
 __device__ void multiply_factor(const Pack<T, kVec>& row, A (&v)[kVec]) {
   A factor[kVec];
@@ -89,8 +87,8 @@ template <class T> inline constexpr bool kSame<T, T> = true;
 
 template <class S> inline constexpr bool kHf = S::kRounding == Rounding::kHf;
 
-// Where Hugging Face's norms round: norm(h) to the type of h (without a residual, of x); its product with the weight, and the
-// sum with the bias, to the promoted type of that and the weight's.
+// Where Hugging Face's norms round: norm(h) to the type of h (without a residual, of x); its product with the weight,
+// and the sum with the bias, to the promoted type of that and the weight's.
 template <class S> struct Roundings {
   using A = typename S::Acc;
   using Normalized = typename PresentOr<typename S::Residual, typename S::X>::type;
@@ -121,7 +119,7 @@ template <class S> struct Dropout {
     }
   }
 
-  // For kVec elements from `position`, a multiple of kVec.
+  // kVec divides `position`.
   template <int kVec> __device__ void apply(i64 position, A (&v)[kVec]) const {
     if constexpr (S::kDropout) {
 #pragma unroll
@@ -131,8 +129,8 @@ template <class S> struct Dropout {
   }
 };
 
-// The normalised row, from x and a residual or a factor. u must be as exact as its next rounding needs: to h, or to y of type
-// Y.
+// The normalised row, from x and a residual or a factor. u must be as exact as its next rounding needs: to h, or to y
+// of type Y.
 template <class S, class Y> struct Before {
   using A = typename S::Acc;
   using Row = typename S::Row;
@@ -142,7 +140,7 @@ template <class S, class Y> struct Before {
 
   template <class Args> __device__ explicit Before(const Args& args) : dropout(args) {}
 
-  // v = dropout(pre_activation(v)) for the columns from `col`.
+  // v = dropout(pre_activation(v)) from `col`.
   __device__ void change(i64 row, int col, A (&v)[kVec]) const {
     if constexpr (kChangesX<S>) {
       activate<S::kPreActivation, M>(v);

@@ -1,7 +1,7 @@
 // out[c] = sum over p of partials[p][c], in a fixed order: the finish of every column sum.
 //
 // A block takes 32 columns, 8 lanes with 4 each, so a warp reads 4 partial rows at a time. Each thread adds partials d,
-// d + kDepth, ..., then shuffles add those of a warp and shared memory those of the block. blockIdx.y chooses one of two sums.
+// d + kDepth, ..., then shuffles add a warp's and shared memory the block's. blockIdx.y chooses one of two sums.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -10,7 +10,7 @@
 
 namespace kf {
 
-// Counts columns; all groups of rows may have more than an int counts.
+// All groups may have more columns than an int counts.
 template <int kCols> struct ColumnIndex {
   using type = int;
 };

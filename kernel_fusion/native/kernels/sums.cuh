@@ -6,7 +6,7 @@
 
 namespace kf {
 
-// A reduction's terms: squares, absolute values, or the elements themselves.
+// A reduction's terms.
 __device__ inline float magnitude(float v) { return fabsf(v); }
 __device__ inline double magnitude(double v) { return fabs(v); }
 
@@ -35,8 +35,8 @@ template <class A, int kVec> __device__ A sum_elements(const A (&v)[kVec]) {
   return sums[0];
 }
 
-// For sums down columns: a block takes a tile of kLanes vectors of columns, and rows in kThreads / kLanes lines of threads.
-// Each thread keeps its columns' sums, and at the end lines are added pairwise.
+// For sums down columns: a block takes a tile of kLanes vectors of columns, and rows in kThreads / kLanes lines of
+// threads, which are added pairwise.
 template <class S> struct Tile {
   static constexpr int kLines = S::kThreads / S::kLanes;
   int lane, line;
@@ -44,7 +44,7 @@ template <class S> struct Tile {
   __device__ Tile() : lane(threadIdx.x % S::kLanes), line(threadIdx.x / S::kLanes) {}
   __device__ i64 col(i64 tile) const { return (tile * S::kLanes + lane) * S::kVec; }
 
-  // Adds up the lines in a fixed order, into line 0. Every thread of the block calls it.
+  // Adds up the lines, into line 0. Every thread of the block calls it.
   template <class A> __device__ void add_lines(A (&sums)[S::kVec]) const {
     static_assert((kLines & (kLines - 1)) == 0);
     if constexpr (kLines > 1) {

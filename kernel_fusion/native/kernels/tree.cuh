@@ -1,15 +1,15 @@
 // The canonical reduction tree of a row, and who executes it.
 //
-// A row of kCols columns is cut into vectors of kVec, which divides kCols, vectors into chunks of kLanes, and chunks into
-// kWarps stretches, as even as possible, longer ones first. In its stretch, vector j belongs to lane j % kLanes. The order of
-// summation depends on (kCols, kVec, kLanes, kWarps) alone:
+// A row of kCols columns is cut into vectors of kVec, which divides kCols, vectors into chunks of kLanes, and chunks
+// into kWarps stretches, as even as possible, longer ones first. In its stretch, vector j belongs to lane j % kLanes.
+// The order of summation depends on (kCols, kVec, kLanes, kWarps) alone:
 //
 //   1. a lane adds up its own elements, column by column;
 //   2. a butterfly adds up the kLanes lanes of a warp;
 //   3. the kWarps warps are added pairwise: ((0+1)+(2+3))+((4+5)+(6+7)).
 //
-// A block or a cluster of kCluster blocks executes it. So a row's bits do not depend on launch shape, number of rows, or
-// alignment.
+// A block or a cluster of kCluster blocks executes it. So a row's bits depend on neither launch shape, number of rows,
+// nor alignment.
 #pragma once
 
 #include "types.cuh"
@@ -25,7 +25,7 @@ __device__ inline unsigned cluster_rank() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Writes v to the same shared address in block `rank` of the cluster.
+// Writes v to the same shared address in block `rank`.
 __device__ inline void store_cluster(float* p, unsigned rank, float v) {
   unsigned remote, local = static_cast<unsigned>(__cvta_generic_to_shared(p));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
@@ -37,20 +37,20 @@ __device__ inline void store_cluster(double* p, unsigned rank, double v) {
   asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(v) : "memory");
 }
 
-// The part of a row, or the rows, that this thread works on. S is the generated plan:
+// What this thread works on. S is the generated plan:
 //   kCols, kVec, kLanes, kWarps   the tree; kLanes < 32 only with kWarps == 1
 //   kCluster                      the executor: kWarps == kCluster * (warps of the block), or, with kWarps == 1,
 //                                 kRows rows of kLanes threads per block
 template <class S> struct Place {
-  static constexpr int kChunk = S::kLanes * S::kVec;                   // columns of one vector of every lane
-  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;  // of the row, the last perhaps not whole
+  static constexpr int kChunk = S::kLanes * S::kVec;                                     // columns of a vector of every lane
+  static constexpr int kRowChunks = (S::kCols + kChunk - 1) / kChunk;                    // of the row
   static constexpr int kShare = kRowChunks / S::kWarps, kMore = kRowChunks % S::kWarps;  // of a warp; kMore warps have one more
   static constexpr int kVectors = kShare + (kMore > 0);                                  // vectors per thread
   static constexpr bool kCovers = S::kCols == S::kWarps * kVectors * kChunk;             // every thread has all
   static constexpr int kMissing = kRowChunks * kChunk - S::kCols;                        // columns of the last chunk
   static constexpr int kFull = kShare > 0 && kMissing > 0 ? kShare - 1 : kShare;         // chunks whole in every warp
   static constexpr int kLocalWarps = S::kWarps / S::kCluster;                            // warps of this block
-  // With narrow vectors a thread has many; their columns are added to one, not found from the lane.
+  // A thread has many narrow vectors; their columns are added to one, not found from the lane.
   static constexpr bool kNarrow = S::kVec < 4;
   static_assert(S::kCols % S::kVec == 0);
 
@@ -68,7 +68,7 @@ template <class S> struct Place {
     if constexpr (kNarrow) asm("" : "+r"(first));
   }
 
-  // The same, recomputed instead of kept in registers.
+  // Recomputed instead of kept in registers.
   __device__ static Place anew() {
     static_assert(S::kWarps > 1);
     int member;
@@ -112,7 +112,7 @@ template <class S> struct Place {
   __device__ bool leader() const { return lane == 0 && warp == 0; }
 };
 
-// From a row's sum to its mean: a division takes more instructions.
+// A division takes more instructions.
 template <class S> inline constexpr typename S::Acc kPerCol = typename S::Acc(1) / S::kCols;
 
 __device__ constexpr int power_of_two(int n) {
@@ -128,15 +128,15 @@ template <int kLanes, class A> __device__ A sum_lanes(A v) {
   return v;
 }
 
-// Gives every lane the first, which even lanes have, and the second, which odd ones have.
+// Gives every lane the even lanes' and the odd lanes' number.
 template <class A> __device__ void split(A mine, bool odd, A& first, A& second) {
   const A other = __shfl_xor_sync(0xffffffffu, mine, 1);
   first = odd ? other : mine;
   second = odd ? mine : other;
 }
 
-// Two sums at once, in little more than half as many shuffles: after the first, even lanes go on with one sum and odd lanes
-// with the other. The bits are those of two butterflies.
+// Two sums in little more than half as many shuffles: after the first, even lanes go on with one sum and odd lanes with
+// the other. The bits are those of two butterflies.
 template <int kLanes, class A> __device__ void sum_lanes(A& first, A& second) {
   if constexpr (kLanes > 1) {
     const bool odd = threadIdx.x % 2;
@@ -156,7 +156,7 @@ template <class S> struct Exchange {
 
   A (*slot)[2];  // shared, [kWarps][2]
 
-  // Lane 0 of the warp (of every block that needs it) gets the pair.
+  // Stores a warp's pair, in every block of a cluster.
   __device__ void put(int warp, int lane, A first, A second) {
     if constexpr (S::kCluster > 1) {
       if (lane < S::kCluster) {
@@ -178,7 +178,7 @@ template <class S> struct Exchange {
     }
   }
 
-  // Sum of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
+  // The sum of f(warp) over all warps, pairwise, in every lane, each of which takes kEach.
   template <int kEach = kPerLane, class F> __device__ static A sum(int lane, F&& f) {
     const int first = lane * kEach % kPadded;
     A v[kEach];
@@ -192,7 +192,8 @@ template <class S> struct Exchange {
   }
 
   // Both sums over all pairs; RMSNorm needs only the second. With few warps every lane adds up all, without shuffles. With 16,
-  // even lanes take the first of each pair and odd lanes the second. With more, lanes share them, one sum after the other.
+  // even lanes take the first of each pair and odd lanes the second. With more, lanes share them, one sum after the
+  // other.
   __device__ static void sum_pairs(int lane, const A (*pairs)[2], A& first, A& second) {
     if constexpr (kPadded <= 8) {
       if constexpr (!S::kRms) first = sum<kPadded>(lane, [&](int w) { return pairs[w][0]; });

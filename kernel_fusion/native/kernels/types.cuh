@@ -1,5 +1,4 @@
-// Element types. No CUDA header is included: conversions are single PTX instructions, which keeps compilation fast and needs
-// only NVRTC itself.
+// Element types. Conversions are single PTX instructions instead of CUDA's headers, which keeps compilation fast.
 #pragma once
 
 namespace kf {
@@ -68,7 +67,7 @@ template <class T> __device__ T narrow(double v) {
   else return static_cast<T>(v);
 }
 
-// Arithmetic that the compiler may not contract: a sum must not depend on the kernel that adds it up.
+// The compiler may not contract these: a sum must not depend on the kernel that adds it up.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }  // a * b + c, rounded once

@@ -1,17 +1,16 @@
-// Vectors: kVec neighbouring elements of a row, converted, loaded and stored at any alignment; loops with several loads in
-// flight.
+// Vectors: kVec neighbouring elements of a row, at any alignment; loops with several loads in flight.
 #pragma once
 
 #include "types.cuh"
 
 namespace kf {
 
-// kVec elements as loaded: fp16 and bf16 stay packed until they are used.
+// fp16 and bf16 stay packed until they are used.
 template <class T, int kVec> struct alignas(sizeof(T) * kVec < 16 ? sizeof(T) * kVec : 16) Pack {
   T v[kVec];
 };
 template <int kVec> struct Pack<b1, kVec> {
-  unsigned v;  // the first bit lowest; bits above the last one are undefined
+  unsigned v;  // the first bit lowest; the rest is undefined
 };
 
 __device__ inline unsigned narrow_pair(bf16, float low, float high) {
@@ -38,7 +37,7 @@ template <class T, int kVec, class A> __device__ Pack<T, kVec> narrow_pack(const
   return pack;
 }
 
-// Both halves of a pair: the compiler would first extract each into a register.
+// The compiler would first extract each half into a register.
 __device__ inline void widen_pair(bf16, unsigned pair, float& low, float& high) {
   low = __uint_as_float(pair << 16);
   high = __uint_as_float(pair & 0xffff0000u);
@@ -63,7 +62,7 @@ template <class A, int kVec> __device__ void widen_pack(const Pack<b1, kVec>& pa
   for (int e = 0; e < kVec; ++e) v[e] = pack.v >> e & 1 ? A(1) : A(0);
 }
 
-// Makes the compiler widen a pack where it is used, not before a loop.
+// Makes the compiler widen where a pack is used, not before a loop.
 template <class T, int kVec> __device__ void keep_packed(Pack<T, kVec>& pack) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
 #pragma unroll
@@ -88,8 +87,8 @@ template <> struct Word<16> {
 template <int kAlign, class T, int kVec>
 inline constexpr int kPieceBytes = static_cast<int>(sizeof(T)) * kVec < kAlign ? static_cast<int>(sizeof(T)) * kVec : kAlign;
 
-// Loads kVec elements from p, aligned to kAlign bytes, in the widest pieces. Unaligned fp16 and bf16 come as the aligned words
-// that hold them, shifted: 2 bytes cost as much as 4. kLast: not needed again, so caches may drop them.
+// Loads from p, aligned to kAlign bytes, in the widest pieces. Unaligned fp16 and bf16 come as the aligned words that hold
+// them, shifted: 2 bytes cost as much as 4. kLast: caches may drop them.
 template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, kVec> load(const T* p) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>, kWords = sizeof(Pack<T, kVec>) / 4;
   using W = typename Word<kPiece>::type;
@@ -100,7 +99,7 @@ template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, 
     unsigned w[kWords + 1];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) w[i] = words[i];
-    w[kWords] = odd ? words[kWords] : 0;  // touches no word without an element of the vector
+    w[kWords] = odd ? words[kWords] : 0;  // touches no word without an element
     const unsigned order = odd ? 0x5432 : 0x3210;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) reinterpret_cast<unsigned*>(&pack)[i] = __byte_perm(w[i], w[i + 1], order);
@@ -115,7 +114,8 @@ template <int kAlign, int kVec, bool kLast = false, class T> __device__ Pack<T, 
   return pack;
 }
 
-// For what is read only here: skips L1 if a whole piece of 16 bytes is read at once. kLast: the last read of what lies in L1.
+// For what is read only here: skips L1 if a whole piece of 16 bytes is read at once. kLast: the last read of what lies
+// in L1.
 template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(const T* p) {
   if constexpr (kPieceBytes<kAlign, T, kVec> == 16) {
     Pack<T, kVec> pack;
@@ -132,19 +132,19 @@ template <int kAlign, int kVec, class T> __device__ Pack<T, kVec> load_once(cons
   }
 }
 
-// Computes an offset or address here, once; else the compiler keeps its terms through a loop, or adds them for every use.
+// Computes an offset or address here; else the compiler keeps its terms through a loop, or adds them for every use.
 template <class T> __device__ T settled(T offset) {
   asm("" : "+l"(offset));
   return offset;
 }
 
-// `load` of elements [i, i + kVec) of `base`; for bits, one byte holds them all.
+// Elements [i, i + kVec) of `base`; one byte holds all bits.
 template <class T, int kAlign, int kVec> __device__ Pack<T, kVec> load_at(const void* base, i64 i) {
   if constexpr (kIsBit<T>) return {static_cast<unsigned>(static_cast<const unsigned char*>(base)[i / 8]) >> (i % 8)};
   else return load<kAlign, kVec>(static_cast<const T*>(base) + i);
 }
 
-// Stores bits [i, i + kVec) of `base`. Neighbouring lanes build a byte together, so all lanes call this, each with the next
+// Bits [i, i + kVec) of `base`. Neighbouring lanes build a byte together, so all lanes call this, each with the next
 // vector; those from `size` on are not stored.
 template <int kVec> __device__ void store_bits(void* base, i64 i, i64 size, Pack<b1, kVec> pack) {
   static_assert(8 % kVec == 0);
@@ -164,7 +164,7 @@ __device__ inline void store_word(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Stores to global memory, whole if aligned as a vector, else in pieces. kLast: caches may drop it first.
+// Stores whole vectors if aligned as a vector, else in pieces. kLast: caches may drop it first.
 template <int kAlign, bool kLast = false, int kVec, class T> __device__ void store(T* p, const Pack<T, kVec>& pack) {
   constexpr int kPiece = kPieceBytes<kAlign, T, kVec>;
   using W = typename Word<kPiece>::type;
@@ -176,9 +176,9 @@ template <int kAlign, bool kLast = false, int kVec, class T> __device__ void sto
   }
 }
 
-// Stores the vectors of a warp's lanes, neighbours in a row of kCols columns. `row` is aligned like them and, with kRoom, has
-// room for two at a lone last one. Every lane calls this. Two lanes exchange halves of 32-byte vectors, so that an instruction
-// fills each sector that it touches.
+// Vectors of a warp's lanes, neighbours in a row of kCols columns. `row` is aligned like them and, with kRoom, has room
+// for two at a lone last one. Every lane calls this. Two lanes exchange halves of 32-byte vectors, so that an
+// instruction fills each sector that it touches.
 template <int kCols, bool kRoom, int kVec, class A>
 __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
   constexpr int kHalf = kVec / 2;
@@ -204,14 +204,14 @@ __device__ void store_by_pairs(A* row, int col, int lane, const A (&v)[kVec]) {
   }
 }
 
-// Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row reads give zero and writes
-// nothing, at no cost if the threads cover the row exactly.
+// Columns [col, col + kVec) of a row of kCols columns, both multiples of kVec: beyond the row reads give zero and
+// writes nothing, at no cost if the threads cover the row exactly.
 template <int kAlign, int kVec, int kCols, bool kCovers, bool kLast = false, class T>
 __device__ Pack<T, kVec> load_cols(const T* row, int col) {
   if constexpr (kCovers) return load<kAlign, kVec, kLast>(row + col);
   Pack<T, kVec> pack{};
   if (col < kCols) pack = load<kAlign, kVec, kLast>(row + col);
-  keep_packed(pack);  // else the compiler tests for each half of a pair
+  keep_packed(pack);  // else the compiler tests each half of a pair
   return pack;
 }
 
@@ -220,13 +220,13 @@ __device__ void store_cols(T* row, int col, const Pack<T, kVec>& pack) {
   if (kCovers || col < kCols) store<kAlign, kLast>(row + col, pack);
 }
 
-// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch loads at a time; returns the first i not below. The rest
-// goes in halves of the batch, because slow loads are best waited for together; or one by one, with less code and fewer
-// registers.
+// use(i, load(i)) for i = first, first + step, ... below `end`, kBatch loads at a time; returns the first i not below.
+// The rest goes in halves of the batch, because slow loads are best waited for together; or one by one, with less code
+// and fewer registers.
 template <int kBatch, bool kHalves = true, class I, class Load, class Use>
 __device__ I batched(I first, I end, I step, const Load& load, const Use& use) {
   I i = first;
-  // Unrolled, it would multiply the registers of a batch.
+  // Unrolled, it would multiply a batch's registers.
 #pragma unroll 1
   for (; i < end - (kBatch - 1) * step; i += kBatch * step) {
     decltype(load(i)) loaded[kBatch];

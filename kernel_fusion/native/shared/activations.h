@@ -1,17 +1,17 @@
-// The activations: value and slope (derivative), once for all value types and kinds of device.
+// Value and slope of activations, for all value types and kinds of device.
 //
-// M is a policy of elementary functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on the
-// CPU (native/extension/cpu/math.h). Besides the operators + - * of V it has
+// M is a policy of functions on a value type M::V: a scalar in CUDA (native/kernels/math.cuh), a SIMD vector on CPUs
+// (native/extension/cpu/math.h). Besides + - * it has
 //
 //   of(c)                                    a constant
 //   exp, expm1, log1p, tanh, sqrt, reciprocal
 //   erf(x, power)                            and power = e^(-x^2); or
 //   normal_cdf(x, power)                     (1 + erf(x / sqrt(2))) / 2 and power = e^(-x^2 / 2)
-//   erf(x) or normal_cdf(x)                  if it is better or faster without the power
-//   where_gt(a, b, yes, no)                  a > b ? yes : no, by element; no if a or b is NaN
-//   where_ge, where_eq                       the same for >= and ==
+//   erf(x) or normal_cdf(x)                  if faster without the power
+//   where_gt(a, b, yes, no)                  a > b ? yes : no; no if a or b is NaN
+//   where_ge, where_eq                       likewise
 //
-// NaN, infinities and slopes at kinks are PyTorch's. Tests compare every formula with core/activations.py in float64.
+// NaN, infinities and slopes at kinks are PyTorch's.
 #pragma once
 
 #include "shared/inline.h"
@@ -36,19 +36,18 @@ struct sign {
   template <class M> static KF_INLINE typename M::V slope(typename M::V) { return M::of(0); }
 };
 
-// At a value x of tanh, tanh's slope, 1 - x^2.
+// tanh's slope at its value x, 1 - x^2
 struct from_tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x - x * x * x * M::of(1.0 / 3); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(1) - x * x; }
 };
 
-// At a value x of sigmoid, sigmoid's slope, x (1 - x).
+// sigmoid's slope at its value x, x (1 - x)
 struct from_sigmoid {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * x * (M::of(0.5) - x * M::of(1.0 / 3)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return x * (M::of(1) - x); }
 };
 
-// max(x, 0)
 struct relu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_ge(M::of(0), x, M::of(0), x); }
   template <class M> static constexpr KF_INLINE typename M::V slope(typename M::V x) {
@@ -56,7 +55,6 @@ struct relu {
   }
 };
 
-// max(x, 0)^2
 struct relu_squared {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     const auto r = relu::value<M>(x);
@@ -65,7 +63,6 @@ struct relu_squared {
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) { return M::of(2) * relu::value<M>(x); }
 };
 
-// x for x > 0, else x / 100
 struct leaky_relu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return M::where_gt(x, M::of(0), x, M::of(0.01) * x);
@@ -75,7 +72,7 @@ struct leaky_relu {
   }
 };
 
-// x Phi(x), with the normal distribution's Phi(x) = (1 + erf(x / sqrt(2))) / 2
+// x Phi(x), with Phi(x) = (1 + erf(x / sqrt(2))) / 2
 struct gelu {
   static constexpr double kRootHalf = 0.70710678118654752440;
   template <class M> static KF_INLINE typename M::V phi(typename M::V x) {
@@ -96,7 +93,7 @@ struct gelu {
   }
 };
 
-// x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3): near -1, tanh plus 1 would cancel.
+// x (1 + tanh(u)) / 2 = x sigmoid(2 u), without cancellation; u = sqrt(2 / pi) (x + 0.044715 x^3)
 struct gelu_tanh {
   static constexpr double kTwice = 1.59576912160573071176, kCube = 0.044715;  // 2 sqrt(2 / pi)
   template <class M> static KF_INLINE typename M::V twice_u(typename M::V x) {
@@ -105,12 +102,11 @@ struct gelu_tanh {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(twice_u<M>(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto v = twice_u<M>(x), e = M::exp(M::where_gt(v, M::of(0), M::of(0) - v, v)), r = M::reciprocal(M::of(1) + e);
-    const auto sigmoid = M::where_gt(v, M::of(0), r, e * r);  // 1 - sigmoid, without cancellation, is the other one
+    const auto sigmoid = M::where_gt(v, M::of(0), r, e * r);  // 1 - sigmoid, without cancellation
     return sigmoid + x * (e * r * r) * (M::of(kTwice) + M::of(3 * kTwice * kCube) * (x * x));
   }
 };
 
-// x sigmoid(1.702 x)
 struct quick_gelu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(M::of(1.702) * x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -119,7 +115,6 @@ struct quick_gelu {
   }
 };
 
-// x sigmoid(x)
 struct silu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return x * sigmoid_of<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -136,7 +131,6 @@ struct tanh {
   }
 };
 
-// 1 / (1 + exp(-x))
 struct sigmoid {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return sigmoid_of<M>(x); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -145,7 +139,7 @@ struct sigmoid {
   }
 };
 
-// x tanh(log(1 + e^x)); with n = e^x (e^x + 2) the tanh is n / (n + 2), and 1 to the last digit from x = 20 on
+// x tanh(log(1 + e^x)): with n = e^x (e^x + 2) the tanh is n / (n + 2), from x = 20 on 1
 struct mish {
   template <class M> static KF_INLINE typename M::V n_of(typename M::V x) {
     const auto e = M::exp(M::where_gt(x, M::of(20), M::of(20), x));
@@ -155,7 +149,7 @@ struct mish {
     const auto n = n_of<M>(x);
     return x * (n * M::reciprocal(n + M::of(2)));
   }
-  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2. From 20 on the slope is 1; x - x makes it NaN at infinities, as in PyTorch.
+  // 1 - tanh^2 is 4 (n + 1) / (n + 2)^2, and from 20 on the slope 1; x - x makes infinities NaN, as in PyTorch.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     const auto n = n_of<M>(x), r = M::reciprocal(n + M::of(2));
     const auto below = n * r + x * sigmoid_of<M>(x) * (((n + M::of(1)) * r) * (M::of(4) * r));
@@ -163,7 +157,6 @@ struct mish {
   }
 };
 
-// log(1 + e^x), and x itself from 20 on
 struct softplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return M::where_gt(x, M::of(20), x, M::log1p(M::exp(x)));
@@ -173,7 +166,6 @@ struct softplus {
   }
 };
 
-// x min(max(x + 3, 0), 6) / 6
 struct hardswish {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     const auto ramp = M::where_gt(M::of(-3), x, M::of(0), M::where_gt(x, M::of(3), M::of(6), x + M::of(3)));
@@ -184,7 +176,6 @@ struct hardswish {
   }
 };
 
-// x for x > 0, else e^x - 1
 struct elu {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) { return M::where_gt(x, M::of(0), x, M::expm1(x)); }
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
@@ -201,25 +192,25 @@ struct squareplus {
   template <class M> static KF_INLINE typename M::V value(typename M::V x) {
     return relu::value<M>(x) + M::reciprocal(M::of(0.5) * root<M>(x) + M::of(0.5) * size<M>(x));
   }
-  // Quarters keep the reciprocal normal. x - x makes the slope NaN at infinities.
+  // Quarters keep the reciprocal normal; x - x makes infinities NaN.
   template <class M> static KF_INLINE typename M::V slope(typename M::V x) {
     return M::of(0.25) * value<M>(x) * M::reciprocal(M::of(0.25) * root<M>(x)) + (x - x);
   }
 };
 
-// Whether PyTorch's backward selects: a slope of 0 gives 0, whatever gradient arrives.
+// PyTorch's backward selects: a slope of 0 gives 0, whatever dy.
 template <class F> inline constexpr bool kSelects = false;
 template <> inline constexpr bool kSelects<sign> = true;
 template <> inline constexpr bool kSelects<relu> = true;
 template <> inline constexpr bool kSelects<relu_squared> = true;
 template <> inline constexpr bool kSelects<hardswish> = true;
 
-// Whether the slope has only two values, at 0 and 1, so that a bit tells which; then it is constexpr.
+// The slope has two values, so a bit tells which; it is constexpr.
 template <class F> inline constexpr bool kTwoSlopes = false;
 template <> inline constexpr bool kTwoSlopes<relu> = true;
 template <> inline constexpr bool kTwoSlopes<leaky_relu> = true;
 
-// The policy for compile-time numbers.
+// For the compiler's numbers.
 struct Constants {
   using V = double;
   static constexpr KF_INLINE V of(double c) { return c; }
@@ -228,7 +219,7 @@ struct Constants {
   static constexpr KF_INLINE V where_eq(V a, V b, V yes, V no) { return a == b ? yes : no; }
 };
 
-// Whether a bit, as backward's argument 0 or 1, gives back its slope.
+// A bit, as backward's argument 0 or 1, gives its slope.
 template <class F> constexpr KF_INLINE bool bits_tell_slopes() {
   if constexpr (kTwoSlopes<F>) return F::template slope<Constants>(0) != F::template slope<Constants>(1);
   else return true;

@@ -4,9 +4,9 @@
 #ifdef __CUDACC_RTC__
 #define KF_INLINE __device__ inline
 #else
-// Always: builds of the CPU kernels share names, and the linker might keep one whose instructions the machine lacks.
+// Builds of the CPU kernels share names: the linker might keep one whose instructions the machine lacks.
 #define KF_INLINE __attribute__((always_inline)) inline
 #endif
 
-// For a lambda, before its body. Called twice, it could stay a function whose captures loops read from memory.
+// A lambda that is called twice could stay a function that reads its captures from memory.
 #define KF_INLINE_LAMBDA __attribute__((always_inline))

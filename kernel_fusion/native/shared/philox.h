@@ -1,16 +1,16 @@
-// Dropout's random bits, as in backends/eager/dropout.py: Philox4x32 with 7 rounds of the counter (position, seed).
+// Dropout's random bits: Philox4x32 with 7 rounds, as in backends/eager/dropout.py.
 #pragma once
 
 #include "shared/inline.h"
 
 namespace kf {
 
-// Elements 2j and 2j + 1 share word j: the odd one takes its bits, the even one those with halves exchanged.
+// Elements 2j and 2j + 1 share word j: the even one exchanges its halves.
 struct RandomBits {
   unsigned word[4];
 };
 
-// An instruction in CUDA: for a 64-bit product the compiler would also add 0 to the upper half.
+// CUDA has an instruction; a 64-bit product would also add 0.
 struct WideProduct {
   KF_INLINE unsigned long long operator()(unsigned a, unsigned b) const {
 #ifdef __CUDA_ARCH__
@@ -23,8 +23,7 @@ struct WideProduct {
   }
 };
 
-// The rounds on one block's words, or on vectors. multiply(word, constant) has twice the width; its upper half is >> 32, its
-// lower half Word(...).
+// The rounds on a block's words, or on vectors. multiply(word, constant) has twice the width.
 template <class Word, class Multiply> KF_INLINE void philox(Word (&word)[4], Multiply multiply) {
   for (unsigned round = 0; round < 7; ++round) {
     const unsigned key[2] = {round * 0x9E3779B9u, round * 0xBB67AE85u};  // of key 0: constants

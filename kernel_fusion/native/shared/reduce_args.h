@@ -1,4 +1,4 @@
-// The arguments of reductions and softmax. Plain data, as in row_norm_args.h.
+// Reductions' and softmax's arguments.
 #pragma once
 
 #include "shared/row_norm_args.h"
@@ -11,12 +11,12 @@ struct ReduceArgs {
   void* out;
   long long outer, reduced, inner;
   long long outer_stride, reduced_stride, inner_stride;
-  long long chunks;  // along r: of `chunk` elements each for rows, blocks in turn for columns
+  long long chunks;  // along r: of `chunk` elements for rows, of blocks in turn for columns
   long long chunk;
   double divisor;
 };
 
-// y = softmax(scale * x + mask), y contiguous. If causal, row r of each `causal_rows` rows keeps columns 0 ... r.
+// y = softmax(scale * x + mask), contiguous. If causal, row r of each `causal_rows` keeps columns 0 ... r.
 struct SoftmaxArgs {
   const void* x;
   const void* mask;
@@ -28,7 +28,7 @@ struct SoftmaxArgs {
   double scale;
 };
 
-// dx = scale * (dy - sum(dy * y)) * y, dx contiguous.
+// dx = scale * (dy - sum(dy * y)) * y, contiguous.
 struct SoftmaxBwdArgs {
   const void* dy;
   const void* y;

@@ -1,10 +1,9 @@
-// The arguments of the row-norm kernels. Plain data without headers: NVRTC, the C++ compiler and the Python launcher
-// (backends/cuda/python_launch.py) read this file.
+// The row-norm kernels' arguments, which backends/cuda/python_launch.py reads too.
 #pragma once
 
 namespace kf {
 
-// Where rows begin, in elements; leading dimensions collapse to at most three levels. Row r starts at
+// In elements, row r starts at
 // (r / (middle * inner)) * stride[0] + (r / inner % middle) * stride[1] + (r % inner) * stride[2].
 struct RowLayout {
   long long middle;
@@ -12,8 +11,7 @@ struct RowLayout {
   long long stride[3];
 };
 
-// Groups of rows that share weight, bias and the residual's gate: sample s of group g, first + blockIdx.y, is row s * step + g
-// * inner; parameters begin at g * pitch.
+// Sample s of group g, first + blockIdx.y, is row s * step + g * inner; its parameters begin at g * pitch.
 struct RowGroups {
   long long first;
   long long step;
@@ -23,9 +21,9 @@ struct RowGroups {
   long long gate_pitch;
 };
 
-// h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) + bias). Null:
-// absent. The second group is for stages. A gate that is a row takes the residual's place: h = x * act(gate), not stored, or y
-// times act(gate).
+// h = residual + gate * dropout(pre_activation(x)), y = activation((h - mean) * rstd * (weight_offset + weight) +
+// bias). Null: absent. The second group is for stages. A row's gate takes the residual's place: h = x * act(gate), not
+// stored, or y times act(gate).
 struct RowNormFwdArgs {
   const void* x;
   const void* weight;
@@ -42,13 +40,13 @@ struct RowNormFwdArgs {
   void* h;  // contiguous
   const void* seed;
   RowLayout residual_rows;
-  unsigned dropout_last;  // drops elements with random bits up to this
+  unsigned dropout_last;  // the last random bits that drop
   double dropout_scale;
-  RowGroups groups;  // `rows` is the number of samples
+  RowGroups groups;  // samples
   const void* gate;  // of the residual
 };
 
-// dx and dresidual, and a partial row of dweight and dbias for each of `num_partials` blocks (or clusters).
+// dx and dresidual, and a block's or cluster's partial rows.
 struct RowNormBwdArgs {
   const void* dy;
   const void* x;  // with a residual: h
@@ -64,20 +62,20 @@ struct RowNormBwdArgs {
   RowLayout dy_rows;
   double weight_offset;
 
-  const void* bias;   // for the argument of the activation
-  const void* dh;     // the gradient that arrives at h, contiguous
-  const void* pre_x;  // the gate that is a row; or x, with residual and pre-activation or gate
-  void* dresidual;    // or the gradient of the gate
+  const void* bias;
+  const void* dh;     // h's gradient, contiguous
+  const void* pre_x;  // a row's gate; or x, with residual and pre-activation or gate
+  void* dresidual;    // or the gate's gradient
   const void* seed;
   RowLayout pre_x_rows;
-  unsigned dropout_last;  // drops elements with random bits up to this
+  unsigned dropout_last;
   double dropout_scale;
-  RowGroups groups;  // `rows` is the number of samples
+  RowGroups groups;
   const void* gate;  // of the residual
   void* dgate_partials;
 };
 
-// out[c] = sum of partials[p * pitch + c] over p, for two sums; `cols` if the kernel knows no number.
+// out[c] = sum of partials[p * pitch + c] over p; `cols` if the kernel knows no number.
 struct SumPartialsArgs {
   const void* partials[2];
   void* out[2];

@@ -1,8 +1,8 @@
-"""The activations: value and slope (derivative) of each, chosen by name at compile time.
+"""Value and slope (derivative) of activations, chosen by name at compile time.
 
-Names and order are those of core/activations.py, which has the definitions; a test compares the lists, and each formula
-with float64. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons with NaN are false, so NaN takes the
-last branch. Constants that float32 cannot hold exactly appear only next to a value, whose type they take.
+Names and order are those of core/activations.py. NaN, infinities and slopes at kinks are as in PyTorch. Comparisons
+with NaN are false, so NaN takes the last branch. Constants that float32 cannot hold exactly appear only next to a
+value, whose type they take.
 """
 
 from __future__ import annotations

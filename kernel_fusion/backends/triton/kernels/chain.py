@@ -1,7 +1,6 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs, and waits here. From sm_90 on.
 
-A kernel that is not launched so (CHAINED) waits for nothing; a chained one touches no memory before the wait, after
-which all earlier launches are done.
+A chained kernel touches no memory before the wait, after which all earlier launches are done.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous_kernel(CHAINED: tl.constexpr):
-    """Call before memory is touched."""
+    """Before memory is touched; a kernel that is not chained waits for nothing."""
     if CHAINED:  # pragma: gpu
         tl.extra.cuda.gdc_wait()
 

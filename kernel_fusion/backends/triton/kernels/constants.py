@@ -1,7 +1,6 @@
-"""The constants of a kernel, all in one object `C`, its only compiled-in argument.
+"""The constants of a kernel, all in one object `C`.
 
-A kernel reads `C.rms`. In shapes and ranges, and where a value is passed on as a constant, Triton wants a name of its
-own: `BLOCK: tl.constexpr = C.block`.
+Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,15 @@ class Constants:
     Attributes:
         wide: computed in float64, else in float32.
         rows, block: the tile of a program, rows times columns.
-        chained: launched while the kernel before it still runs.
+        chained: launched while the kernel before it runs.
+
+    Several subclasses have these:
+        unit: elements that lengths and strides count; a divisor that the compiler knows.
+        flat: whether rows have one stride.
+        exact: whether blocks divide rows, so that no column needs a mask.
+        looped: whether rows are read a block at a time.
+        threshold: of dropout, 0 without; kept_scale: its factor.
+        da, dx, ...: whether a gradient is wanted.
     """
 
     wide: bool
@@ -29,18 +36,18 @@ class Constants:
     chained: bool = False
 
     def __post_init__(self) -> None:
-        """Wrap names: Triton 3.6 passes no plain str on."""
+        """Triton 3.6 passes no plain str on."""
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), str):
                 object.__setattr__(self, field.name, tl.constexpr(value))
 
     @property
     def acc(self) -> tl.dtype:
-        """The type that is computed in."""
+        """The compute type."""
         return tl.float64 if self.wide else tl.float32
 
     def __repr__(self) -> str:
-        """An expression without imports: Inductor writes it into a module of its own."""
+        """An expression without imports, for Inductor."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         values = ", ".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in plain.items())
         return f"__import__({__name__!r}, fromlist=['_']).{type(self).__name__}({values})"
@@ -48,17 +55,12 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNorm(Constants, Stages):
-    """Common to the norms' kernels, with their stages.
+    """The norms, with their stages.
 
     Attributes:
-        rms: RMSNorm instead of LayerNorm.
         offset: added to the weight.
-        threshold, kept_scale: of dropout; 0 and 1 without.
-        has_weight, has_bias, has_residual: whether there is one. With a residual, backward reads h.
-        flat: whether rows have one stride.
-        unit: elements that lengths and strides count, so that the compiler knows divisors.
-        exact: whether blocks divide rows, so that no column needs a mask.
-        part: whether rows have other columns on other ranks.
+        has_weight, ...: whether there is one. With a residual, backward reads h.
+        part: whether other ranks have other columns.
     """
 
     rms: bool
@@ -75,7 +77,7 @@ class RowNorm(Constants, Stages):
 
     @property
     def first_factor(self) -> bool:
-        """Whether a row of a stage is a factor of what is normalised."""
+        """Whether a stage's row is a factor of what is normalised."""
         return self.beside is not None and not self.follows
 
     @property
@@ -85,23 +87,22 @@ class RowNorm(Constants, Stages):
 
     @property
     def gates_residual(self) -> bool:
-        """Whether what is added to the residual is multiplied by a gate."""
+        """Whether a gate multiplies what is added to the residual."""
         return self.residual_gate is not None
 
     @property
     def aligned(self) -> bool:
-        """Whether every row begins with a block of random bits."""
+        """Whether rows begin with a block of random bits."""
         return self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormForward(RowNorm):
-    """Forward of the norms; `pieces`, `looped`, `slices`, `early` and `releases` as in plan.py.
+    """Forward of the norms; other names as in plan.py.
 
     Attributes:
-        eps: added to the variance.
         stats: whether mean and rstd are written.
-        codes, largest, group, given, rounds: as in `Codes`, of y; no name without quantisation.
+        codes, ..., rounds: as in `Codes`, of y; no name without quantisation.
         keeps: whether y is written.
     """
 
@@ -122,12 +123,12 @@ class RowNormForward(RowNorm):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RowNormBackward(RowNorm):
-    """Backward of the norms; `pieces`, `again`, `looped` and `stages` as in plan.py.
+    """Backward of the norms; other names as in plan.py.
 
     Attributes:
         stored: whether h is read as forward wrote it, or computed from x.
         has_dh: whether a gradient arrives at h.
-        dx, dother, dweight, dbias, dgate: wanted gradients; dgate is that of the residual's gate.
+        dgate: of the residual's gate.
     """
 
     stored: bool
@@ -148,8 +149,8 @@ class SumPartials(Constants):
     """The finish of the column sums.
 
     Attributes:
-        pair: of two of them; axis 1 of the grid says which.
-        many: perhaps of more columns than 32 bits count.
+        pair: of two; axis 1 of the grid says which.
+        many: perhaps more columns than 32 bits count.
     """
 
     pair: bool
@@ -161,13 +162,9 @@ class Pointwise(Constants):
     """Pointwise chains.
 
     Attributes:
-        combine, activation: names.
-        scale: multiplies the chain, with the scale of what dropout keeps.
-        threshold: of dropout; 0 without.
-        unit: elements that lengths and outer strides count.
+        scale: multiplies the chain, and dropout's.
         flat: whether everything is one long row.
         simple: whether there is a single outer dimension.
-        da, db: wanted gradients.
     """
 
     combine: str
@@ -182,13 +179,13 @@ class Pointwise(Constants):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row of a tile begins with a block of random bits, as in one long row."""
+        """As for norms."""
         return self.flat or self.unit % 8 == 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Reduction(Constants):
-    """Reductions: the function of an element, and whether the sum is divided."""
+    """Reductions: an element's function, and whether the sum is divided."""
 
     map: str
     mean: bool
@@ -199,11 +196,7 @@ class Softmax(Constants):
     """Softmax.
 
     Attributes:
-        scale: multiplies x.
-        unit: elements that the length and strides of x count.
-        looped: whether rows are read a block at a time.
         mask: "none", "bool" or "additive"; causal: whether there is a diagonal. Both are forward's.
-        flat: whether rows have one stride.
         leaves_out: whether elements are left out, which are then zero.
     """
 
@@ -218,18 +211,14 @@ class Softmax(Constants):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotary(Constants):
-    """The rotary embedding of query and key; a tile has `rows` heads and `block` pairs.
+    """The rotary embedding; a tile has `rows` heads and `block` pairs.
 
     Attributes:
         cols, half: columns of a head, and rotated pairs of them.
-        rest: a block for the other columns; 0 without.
-        exact: whether the block holds the pairs and nothing else.
+        rest: a block for the other columns, or 0.
         interleaved: pairs are neighbours.
-        norm, eps, offset, rounding: whether there is a norm, and its numbers.
         narrow_angles: cosines have the heads' type.
-        has_key, has_weight, has_key_weight, has_positions: whether there is one.
-        unit, table_unit: elements that strides of heads, and of cosines, count.
-        dquery, dkey, dweight, dkey_weight: wanted gradients.
+        unit, table_unit: of heads, and of cosines.
     """
 
     cols: int
@@ -261,15 +250,9 @@ class Codes(Constants):
     Attributes:
         codes: PyTorch's name of their type; largest: the largest code.
         group: columns that share a scale; 0: a row, or it is given.
-        given: whether it is.
         rounds: whether an instruction makes them from float32.
         keeps: whether the result before quantisation is written, too.
-        unit: elements that lengths and strides count.
-        flat: whether rows have one stride.
-        exact: whether blocks divide rows, so that no column needs a mask.
-        looped: whether rows are read a block at a time.
         gated: whether it is activation(a) * b, or else a.
-        activation: its name.
     """
 
     codes: str

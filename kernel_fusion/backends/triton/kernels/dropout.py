@@ -1,7 +1,7 @@
-"""Dropout: which elements of a tile are kept, by seed and position; backends/eager/dropout.py is the definition.
+"""Which elements of a tile dropout keeps, by seed and position, as in backends/eager/dropout.py.
 
-If every row of a tile begins with a block of random bits (ALIGNED), each is drawn once for its eight elements; else
-every element draws its own.
+If rows begin with a block of random bits (ALIGNED), each is drawn once for its eight elements; else every element draws
+its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _exchange_halves(words):
 
 @triton.jit
 def kept(seed_ptr, first, THRESHOLD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile are kept; `first` (int64, (rows, 1)) is the position of column 0."""
+    """`first` (int64, (rows, 1)) is the position of column 0."""
     seed = tl.load(seed_ptr)
     if ALIGNED:
         w0, w1, w2, w3 = _words(seed, first // 8 + tl.arange(0, BLOCK // 8)[None, :])

@@ -1,7 +1,7 @@
 """Elementary functions to a few units in the last place, and correctly rounded quotients.
 
-Triton's `exp` is an approximation whose error grows with its argument, and it has no tanh, expm1 and log1p. So compiled
-kernels use the device's mathematical library, which the interpreter lacks: there, NumPy's exp and log serve.
+The error of Triton's `exp` grows with its argument, and it has no tanh, expm1 and log1p. So compiled kernels use the
+device's mathematical library, and the interpreter NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if INTERPRETED:
     def fma(a, b, c):
         """a b + c in float32, rounded once; the interpreter of Triton 3.6 rounds twice.
 
-        A sum in float64 that leaves an error is made odd, so that rounding to float32 finds no tie.
+        An inexact float64 sum is made odd, so that rounding finds no tie.
         """
         product, c = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
         total = product + c
@@ -49,7 +49,7 @@ if INTERPRETED:
 
     @triton.jit
     def tanh(x):
-        """tanh(x), from e^(2|x|) - 1; near 1 by its distance from 1."""
+        """From e^(2|x|) - 1; near 1 by its distance from 1."""
         e = expm1(2.0 * tl.abs(x))
         t = tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (e + 2.0), e / (e + 2.0))
         return tl.where(x < 0.0, -t, t)
@@ -84,7 +84,7 @@ else:  # pragma: gpu
 
 @triton.jit
 def divide(a, b):
-    """a / b, rounded correctly, for factors of a whole row."""
+    """a / b, rounded correctly, for a row's factors."""
     if a.dtype == tl.float64:
         return a / b
     else:
@@ -106,7 +106,7 @@ def quotient(a, b, reciprocal):
 def reciprocal_sqrt(x):
     """1 / sqrt(x); in float32 an approximation and a Newton step, to one ulp.
 
-    The correctly rounded one is a call, for which registers must be saved.
+    The correctly rounded one is a call, around which registers must be saved.
     """
     if x.dtype == tl.float64:
         return 1.0 / tl.sqrt(x)

@@ -15,7 +15,7 @@ from kernel_fusion.backends.triton.kernels.activations import times_slope, value
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
 
-# These may differ between calls of one compiled kernel, and count units.
+# They may differ between calls of a compiled kernel, and count units.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
@@ -96,7 +96,7 @@ def pointwise_fwd(
     b_step,
     C: tl.constexpr,
 ):
-    """Write y. Lengths and outer strides count units."""
+    """Write y."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = scalar(col_units, tl.int64) * C.unit
@@ -122,7 +122,7 @@ def pointwise_fwd(
 
 @triton.jit
 def _gradients(pointers, offsets, y_row, col, mask, C: tl.constexpr):
-    """The gradients of a and b of a tile, in the type that is computed in; `pointers` begin with dy, a, b and seed."""
+    """The gradients of a and b of a tile, in the compute type; `pointers` begin with dy, a, b and seed."""
     g = load(pointers[0], y_row + col, mask, C.wide)
     if C.scale != 1.0:
         g = g * C.scale
@@ -164,7 +164,7 @@ def pointwise_bwd(
     b_step,
     C: tl.constexpr,
 ):
-    """da and db, of the shape of y and laid out like it, as dy is."""
+    """da and db, laid out like y and dy."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = scalar(col_units, tl.int64) * C.unit

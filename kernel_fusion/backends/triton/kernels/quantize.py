@@ -1,7 +1,7 @@
-"""Codes and scales of rows, of a tensor or of activation(gate) * value: backends/eager/quantize.py is the definition.
+"""Codes and scales of rows, of a tensor or of activation(gate) * value, as in backends/eager/quantize.py.
 
-A program has ROWS rows, a block of columns at a time; a row that is longer (LOOPED) is read twice where it has one
-scale. Codes are made in integers, which every GPU has, or by an instruction where there is one (C.rounds).
+A program has ROWS rows, a block of columns at a time; longer rows (LOOPED) with one scale are read twice. Codes are
+made in integers, which every GPU has, or by an instruction (C.rounds).
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
 
-# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
+# They may differ between calls of a compiled kernel, and count units.
 LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 @triton.jit
 def magnitude(v):
-    """|v| as an integer, which orders floats as they are, with NaN above all."""
+    """|v| as an integer, which orders floats, with NaN above all."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """The scale of what has this largest magnitude."""
+    """The scale for this largest magnitude."""
     s = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, LARGEST, tl.float32))
     return tl.where(s == 0.0, 1.0, s)
 
 
 @triton.jit
 def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The code of y, at most the largest or NaN; what has no leading 1 is rounded by a sum of the code's last digit."""
+    """The code of y, at most the largest or NaN; without a leading 1, a sum rounds it to the code's last digit."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA
     LEAST_NORMAL: tl.constexpr = (127 - BIAS + 1) << 23
@@ -51,8 +51,8 @@ def _float8(y, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 def divisor(s):
     """A scale s as `encode` takes it: -p, p s and -1 / (p s), rounded correctly.
 
-    The power of two p keeps remainders from underflow and the reciprocal among normal numbers. Infinity becomes 0,
-    which gives finite numbers the quotient 0.
+    The power of two p keeps remainders from underflow and the reciprocal normal. Infinity becomes 0, which gives finite
+    numbers the quotient 0.
     """
     size = tl.abs(s)
     power = tl.where(size < 2.0**-60, 2.0**96, tl.where(size > 2.0**100, 2.0**-64, 1.0))
@@ -65,27 +65,22 @@ def divisor(s):
 def encode(v, scale, C: tl.constexpr):
     """The codes of v, as bytes; `scale` as `divisor` gives it.
 
-    The quotient is that of v and the scale, rounded correctly, without a division for each element: r being 1 / s
-    rounded correctly, q = v r and the remainder v - q s, q + remainder r is it (Markstein, 1990; Brisebarre, Muller,
-    Raina: Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance, 2004). Only a
-    midpoint m between two numbers can part them. With u = 2^-24, 1 <= s < 2 and 1 <= v / s < 2: |r - 1/s| <= u / 2, so
-    q is within 3 u of v / s, and beside m one of its two neighbours. Then the remainder is exact, and the last sum off
-    by (s u) (u / 2) < u^2 before it is rounded. But v and m s are multiples of 2 u^2, so v / s is 2 u^2 / s > u^2 away
-    from m. Every s was tried with every v of 12 binary digits. What is too small for these bounds has the code 0.
+    The quotient by the scale is rounded correctly without a division for each element (Markstein, 1990): with r = 1 / s
+    and q = v r, it is q + (v - q s) r; docs/quantized.md has the proof.
     """
     power, s, reciprocal = scale
     v = v * power
     q = v * reciprocal
-    y = fma(fma(q, s, v), reciprocal, q)  # the signs of v and 1 / s are turned, so that 0 keeps its own
+    y = fma(fma(q, s, v), reciprocal, q)  # signs are turned, so that 0 keeps its own
     if C.given:
-        # A given scale may be 0 or leave a quotient that is too large; those need no correction.
+        # A given scale may be 0 or leave too large a quotient.
         y = tl.where((tl.abs(q) > 0.0) & (tl.abs(q) < float("inf")), y, q)
     if C.rounds:  # to at most the largest code
         code = y.to(tl.float8e4nv if C.codes == "float8_e4m3fn" else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         y = tl.clamp(y, -C.largest, C.largest, propagate_nan=tl.PropagateNan.ALL)
         if C.codes == "int8":
-            # 1.5 * 2^23: the sum has no digits behind the point, and its last byte is the code.
+            # 1.5 * 2^23: the sum is whole, and its last byte is the code.
             code = tl.where(magnitude(y) > 0x7F800000, 0, (y + 12582912.0).to(tl.int32, bitcast=True))
         elif C.codes == "float8_e4m3fn":
             code = _float8(y, 4, 3)
@@ -97,7 +92,7 @@ def encode(v, scale, C: tl.constexpr):
 
 @triton.jit
 def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
-    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row. A tile may be one row's."""
+    """Codes and scales of rows in registers, in tiles beside each other; 0 outside the row."""
     codes_ptr, scales_ptr, num_rows, row = to
     HEIGHT: tl.constexpr = vs[0].shape[0]
     WIDTH: tl.constexpr = vs[0].shape[1]
@@ -127,7 +122,7 @@ def store_codes(vs, to, v_row, row_mask, start, col, num_cols, C: tl.constexpr):
 
 @triton.jit
 def _tile(pointers, offsets, mask, C: tl.constexpr):
-    """v of a tile, in float32, as its own type has it; and that, to be kept."""
+    """v in float32, as its own type has it; and that, to be kept."""
     a_ptr, b_ptr = pointers
     v = load(a_ptr, offsets[0], mask, C.wide)
     if C.gated:
@@ -140,7 +135,7 @@ def _tile(pointers, offsets, mask, C: tl.constexpr):
 def _quantize_blocks(
     v, block, place, row_mask, num_blocks, scales_ptr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Codes of a tile of WIDTH columns, C.group of which share a scale. `place` is that of the scales of block 0."""
+    """Codes of a tile of WIDTH columns, C.group of which share a scale; `place` is block 0's."""
     GROUP: tl.constexpr = C.group
     BLOCKS: tl.constexpr = WIDTH // C.group
     parts = tl.reshape(v, [ROWS, BLOCKS, GROUP])
@@ -172,7 +167,7 @@ def quantize_rows(
     b2,
     C: tl.constexpr,
 ):
-    """Codes; scales, if none is given; and v, if C.keeps. Lengths and strides count units."""
+    """Codes; scales, if none is given; and v, if C.keeps."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit

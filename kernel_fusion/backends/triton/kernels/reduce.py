@@ -1,8 +1,8 @@
 """Sums of a function of the elements: out[o][i] = factor * sum over r of map(in[o][r][i]).
 
-`reduce_rows` serves innermost dimensions, whose elements are neighbours: a program has ROWS rows and one section of
-each. `reduce_columns` serves the others: a program has a block of columns and a section of the rows. The length alone
-decides how many sections there are; a second launch adds their sums. The input is read once.
+In `reduce_rows`, for innermost dimensions, a program has ROWS rows and one section of each; in `reduce_columns` a block
+of columns and a section of the rows. The length alone decides how many sections there are; a second launch adds their
+sums. The input is read once.
 """
 
 from __future__ import annotations

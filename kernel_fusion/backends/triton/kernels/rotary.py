@@ -1,4 +1,4 @@
-"""The rotary embedding of heads, of the RMSNorm of each where there is one, forward and backward.
+"""The rotary embedding of heads, perhaps of their RMSNorm, forward and backward.
 
 With n = x * rstd * (offset + weight), or n = x, and pairs (n1, n2) of columns i and i + half, or 2 i and 2 i + 1:
 
@@ -9,11 +9,11 @@ Backward turns the gradients the other way, which gives g, and with m = x * rstd
     dx = rstd * (g w - m E[g w m]), dweight = sum of g m over heads and tokens
 
 A program has a tile of heads of one token, and a block for each half of the rotated columns, so that a thread has both
-elements of its pairs. Query and key are two ranges of tiles of one launch. Where weights have gradients, programs are
-persistent: each walks through tiles with both sums in registers, and writes one partial row of each; sum_partials adds
-those in order. Tiles without a wanted gradient are passed over, so a weight's sums are the same without the others'.
-Bytes per element: x in, y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines are read
-once per tile, mostly from the L2 cache.
+elements of its pairs. Query and key are two ranges of tiles. For weights' gradients programs are persistent: each walks
+through tiles with both sums in registers, and writes one partial row of each; sum_partials adds those in order. Tiles
+without a wanted gradient are passed over, so a weight's sums are the same without the others'. Bytes per element: x in,
+y out; backward x and dy in, dx out, without a norm dy in, dx out. Cosines and sines are read once per tile, mostly from
+the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
 
-# These may differ between calls of one compiled kernel; strides count units.
+# They may differ between calls of a compiled kernel; strides count units.
 LENGTHS = ["num_tokens", "tokens", "query_heads", "key_heads", "table_rows", "t0", "t1", "p0", "p1"]
 LENGTHS += [f"{of}{dim}" for of in "qkyzgh" for dim in (0, 1, 2)]
 
@@ -74,7 +74,7 @@ def _store_columns(ptr, at, mask, columns, ROWS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _weights(ptr, C: tl.constexpr, PRESENT: tl.constexpr):
-    """offset + weight, if there is a weight; for each head, so that it is loaded where it is needed."""
+    """offset + weight, if there is a weight; loaded where each head needs it."""
     ROWS: tl.constexpr = C.rows
     if PRESENT:
         w1, w2, rest = _load_columns(ptr, tl.zeros([ROWS, 1], tl.int32), tl.full([ROWS, 1], True, tl.int1), ROWS, C)
@@ -99,7 +99,7 @@ def _rounded(v, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 def _angles(pointers, example, token, strides, table_rows, C: tl.constexpr):
     """Cosines and sines of a token, for each head; NaN for a position outside the table.
 
-    Each thread loads those of its own columns from the L1 cache; none go through shared memory.
+    Each thread loads those of its own columns from the L1 cache.
     """
     cos_ptr, sin_ptr, positions_ptr = pointers
     t0, t1, p0, p1 = strides
@@ -153,7 +153,7 @@ def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _heads_fwd(pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr):
-    """y of a tile of heads; `pointers` are those of x, weight, y, `at` where the token begins in x and y."""
+    """`pointers` are those of x, weight, y, `at` where the token begins in x and y."""
     x_ptr, weight_ptr, y_ptr = pointers
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -215,7 +215,7 @@ def _heads_bwd(
 
 @triton.jit
 def _place(item, tiles, tokens):
-    """Example, token and tile of an item; a token's tiles are neighbours, because they share its angles."""
+    """Example, token and tile of an item; a token's tiles are neighbours, to share its angles."""
     number = item // tiles
     return number // tokens, number % tokens, item % tiles
 
@@ -253,7 +253,7 @@ def rotary_fwd(
     z2,
     C: tl.constexpr,
 ):
-    """y of query and key: a program for each tile of each token. Strides are those of x and y of both."""
+    """A program for each tile of each token. Strides are those of x and y of both."""
     ROWS: tl.constexpr = C.rows
     query_tiles = tl.cdiv(query_heads, ROWS)
     tiles = query_tiles
@@ -322,7 +322,7 @@ def rotary_bwd(
     z2,
     C: tl.constexpr,
 ):
-    """dx of query and key, and partial sums of their weights' gradients. Strides are those of dy, x and dx."""
+    """dx of query and key, and partial sums of weights' gradients. Strides are those of dy, x and dx."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     REST: tl.constexpr = C.rest if C.rest > 0 else C.block
@@ -365,7 +365,7 @@ def rotary_bwd(
                 b2 += d2
                 if C.rest > 0:
                     b3 += d3
-    # Partial rows: those of the query's weight, one per program, then those of the key's.
+    # The query's weight's, one per program, then the key's.
     if C.dweight:
         _write_partial(partials_ptr + program * C.cols, (a1, a2, a3), C)
     if C.dkey_weight:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def scalar(argument, DTYPE: tl.constexpr):
-    """A length as a scalar; PyTorch 2.11 traces a 1 as a plain number."""
+    """PyTorch 2.11 traces a 1 as a plain number."""
     return tl.full([], argument, DTYPE)
 
 
@@ -29,9 +29,9 @@ def row_offset(row, extents, strides, UNIT: tl.constexpr, FLAT: tl.constexpr):
 
 @triton.jit
 def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
-    """This program's number in its group of rows, the group, and how many groups there are.
+    """This program's number in its group of rows, the group, and their number.
 
-    Axis 0 of the grid has `per_group` programs for each. REVERSED: the programs that start first have the last rows.
+    Axis 0 of the grid has `per_group` programs for each. REVERSED: the first programs have the last rows.
     """
     number = tl.program_id(0)
     if REVERSED:
@@ -47,7 +47,7 @@ def place(per_group, C: tl.constexpr, REVERSED: tl.constexpr = False):
 
 @triton.jit
 def row_of(sample, group, steps, C: tl.constexpr):
-    """The row of a sample in a group; `steps` are those to the next sample and the next group."""
+    """The row of a sample in a group; `steps` lead to the next sample and group."""
     if C.grouped:
         sample = sample * steps[0] + group * steps[1]
     return sample
@@ -55,7 +55,7 @@ def row_of(sample, group, steps, C: tl.constexpr):
 
 @triton.jit
 def of_all(count, groups, C: tl.constexpr):
-    """How many rows or columns all groups have, if each has `count`."""
+    """How many all groups have, if each has `count`."""
     if C.grouped:
         count = count * groups
     return count
@@ -63,7 +63,7 @@ def of_all(count, groups, C: tl.constexpr):
 
 @triton.jit
 def of_group(ptr, group, pitch, C: tl.constexpr):
-    """The first of a group's columns, if groups are `pitch` elements apart."""
+    """The first of a group's columns, `pitch` elements apart."""
     if C.grouped:
         ptr += group * pitch
     return ptr
@@ -89,8 +89,8 @@ def shifted(weight, OFFSET: tl.constexpr):
 def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
     """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
 
-    LAST: the second of two readings, which shall push nothing out of the L2 cache. Not for what is read once: after a
-    kernel that filled the cache, tiles that are evicted first find little room.
+    LAST: the second of two readings, which pushes nothing out of the L2 cache. A single one would find little room
+    there.
     """
     policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:

@@ -1,4 +1,4 @@
-"""Softmax over rows, y = softmax(scale * x + mask), and its backward, dx = scale * (dy - sum(dy y)) y.
+"""y = softmax(scale * x + mask) over rows, and its backward, dx = scale * (dy - sum(dy y)) y.
 
 A program has `rows` whole rows, each in one block of columns. Longer rows (looped) are read twice: for a running
 maximum and the sum of exponentials relative to it (Milakov, Gimelshein 2018), then for the quotients. Masked elements,

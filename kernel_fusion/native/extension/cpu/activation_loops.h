@@ -1,5 +1,4 @@
-// Pointwise chains in registers: one loop from operands in memory to results. For files that are compiled once per instruction
-// set.
+// Pointwise chains in registers: one loop from operands in memory to results.
 #pragma once
 
 #include "stages.h"
@@ -13,14 +12,14 @@ namespace CPU_CAPABILITY {
 enum class Activation : int32_t { KF_ACTIVATIONS(KF_CODE) };
 #undef KF_CODE
 
-// The operands of a loop, each of contiguous elements. Absent ones have no data.
+// A loop's contiguous operands; absent ones have no data.
 template <class A> struct ChainLoop {
   Combine combine = Combine::kFirst;
   int32_t activation = 0;
-  bool to_bf16 = false;  // forward: y is rounded to bf16, here or when stored
+  bool to_bf16 = false;  // forward: y is rounded to bf16 here
   A scale = 1;
   Source<A> a, b;
-  Source<A> kept;     // of dropout, as A: all bits set for kept elements, else none
+  Source<A> kept;     // of dropout, as A: all bits set for kept elements
   Source<A> addend;   // forward: added after dropout
   Source<A> dy;       // backward
   Target<A> first;    // y, or da
@@ -37,7 +36,7 @@ template <class A> struct ChainLoop {
   }
 };
 
-// y, and the gradients, of n elements, by the activation's loop (cpu/kernels/activation_loops.cpp).
+// y, and the gradients, of n elements (cpu/kernels/activation_loops.cpp).
 template <class A> void run_values(const ChainLoop<A>& c, int64_t n);
 template <class A> void run_gradients(const ChainLoop<A>& c, int64_t n);
 

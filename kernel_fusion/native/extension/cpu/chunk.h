@@ -1,8 +1,6 @@
-// Chunks: buffers of the compute type A (float or double) that stay in the L1 cache, for data that cannot be used in place. For
-// files that are compiled once per instruction set.
+// Chunks: buffers of the compute type A (float or double) in the L1 cache, for data that cannot be used in place.
 //
-// Contiguous elements of a type that Source reads are read in place. Others go through a buffer first, up to kChunk<A> elements
-// at a time. The same holds for results.
+// Contiguous elements of a type that Source reads are read in place, others kChunk<A> at a time; results likewise.
 #pragma once
 
 #include <bit>
@@ -15,7 +13,7 @@
 namespace kf::cpu {
 namespace CPU_CAPABILITY {
 
-// A stage with a switch inside: compiled once for each compute type, not at every call.
+// It has a switch inside: compiled once for each compute type.
 #define KF_STAGE [[gnu::noinline]]
 
 template <class A> inline constexpr int64_t kChunk = 4096 / sizeof(A);
@@ -26,7 +24,7 @@ template <class A> struct alignas(64) Chunk {
   operator A*() { return values; }
 };
 
-// Calls f with a null pointer of the type of `dtype`.
+// Calls f with a null pointer of this type.
 template <class F> inline void with_type(Dtype dtype, F&& f) {
   switch (dtype) {
     case Dtype::kHalf: return f(static_cast<c10::Half*>(nullptr));
@@ -87,9 +85,9 @@ template <class T, class A> inline void narrow(const A* in, int64_t n, T* out) {
   }
 }
 
-// out[i] = in[i * stride] for i in [0, n); the stride in elements.
+// out[i] = in[i * stride] for i in [0, n).
 template <class T> inline void gather(const T* in, int64_t stride, int64_t n, T* out) {
-  const T first = *in;  // a copy, which no store can change
+  const T first = *in;  // which no store can change
   if (stride == 0)
     for (int64_t i = 0; i < n; ++i) out[i] = first;
   else
@@ -108,7 +106,7 @@ template <class A> KF_STAGE void load_chunk(Dtype dtype, const void* p, int64_t 
   });
 }
 
-// The data of load_chunk for a Source: in place in its own type if Source can read it, else in `room`.
+// Data for a Source: in place if it can read the type, else in `room`.
 template <class A> KF_STAGE Source<A> read_chunk(Dtype dtype, const void* p, int64_t stride, int64_t n, A* room) {
   if (!Source<A>::reads(dtype)) {
     load_chunk(dtype, p, stride, n, room);
@@ -136,8 +134,7 @@ template <class A> KF_STAGE void store_chunk(Dtype dtype, const A* in, int64_t n
 
 // ---- Dropout ---------------------------------------------------------------------------------------------------------------
 
-// A word of several blocks of random bits, in the lower halves of a vector's lanes; the upper halves do not matter. Faster than
-// one block after the other.
+// A word of several blocks of random bits, in the lower halves of a vector's lanes. Faster than block by block.
 constexpr int64_t kLanes = sizeof(at::vec::Vectorized<float>) / 8;
 typedef unsigned long long Lanes __attribute__((vector_size(8 * kLanes)));
 constexpr unsigned long long kLowerHalf = 0xffffffff;
@@ -154,7 +151,7 @@ struct LaneProduct {
   }
 };
 
-// The words of `count` blocks from `first` on, rounded up to whole vectors.
+// The words of `count` blocks from `first` on, in whole vectors.
 inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* words) {
   using V = at::vec::Vectorized<double>;
   Lanes block = {};
@@ -173,7 +170,7 @@ inline void draw_words(uint64_t seed, uint64_t first, int64_t count, uint32_t* w
 // As wide as A, with all bits set or none.
 template <class A> using MaskOf = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
 
-// Whether each of n elements from `position` is kept; n at most kChunk<A>.
+// Whether elements from `position` are kept; n at most kChunk<A>.
 template <class A> KF_STAGE void draw_kept(uint64_t position, uint64_t seed, uint32_t last, int64_t n, MaskOf<A>* kept) {
   constexpr int64_t kBlocks = kChunk<A> / 8 + 1 + kLanes;
   const int64_t skip = static_cast<int64_t>(position % 8);

@@ -14,18 +14,18 @@ namespace {
 
 using at::vec::Vectorized;
 
-// A bf16 whose pairs hold the even elements in one vector and the odd ones in the other: each already lies in the upper half of
-// a 32-bit word. Accumulators of such rows have that order, at::vec's deinterleave2.
+// A bf16 whose pairs have even elements in one vector and odd ones in the other, at::vec's deinterleave2: each already
+// lies in the upper half of a 32-bit word.
 struct Interleaved : c10::BFloat16 {
   using c10::BFloat16::BFloat16;
 };
 using Words [[gnu::vector_size(sizeof(Vectorized<float>))]] = uint32_t;
 
-// T in loops whose operands and results all have that type.
+// T where all operands and results have that type.
 template <class T> using Alike = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Interleaved, T>;
 
-// Both vectors of a pair as bf16, to nearest, ties to even. A NaN survives only with lower 16 bits of zero, as from bf16 or
-// arithmetic: checking for others would cost two instructions more.
+// Both vectors as bf16, to nearest, ties to even. A NaN survives only with lower 16 bits of zero, as from bf16 or
+// arithmetic; others would cost two instructions more.
 KF_INLINE Vectorized<int32_t> interleaved_bits(const Vectorized<float>& a, const Vectorized<float>& b) {
 #if defined(CPU_CAPABILITY_AVX512)  // three instructions fewer than the formula
   const auto rounded = [](const Vectorized<float>& half) {

@@ -1,6 +1,5 @@
-// Memory for measurements. CPU tensors' freed memory is kept and reused up to a size, so that no call causes page faults;
-// larger blocks are new each time. An allocator behaves about like this, but it depends on what was freed before. Off by
-// default.
+// Memory for measurements. CPU tensors' freed memory is reused up to a size, so that no call causes page faults; an
+// allocator does about this, but depends on what was freed before. Off by default.
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 
@@ -15,7 +14,7 @@ struct Block {
   at::DataPtr memory;
 };
 
-// Never destroyed: a tensor may be the last thing that a process frees.
+// Never destroyed: a tensor may be freed last.
 struct Idle {
   std::mutex mutex;
   std::unordered_multimap<size_t, Block*> blocks;
@@ -68,7 +67,7 @@ struct Keeper final : c10::Allocator {
 
 void keep_memory(int64_t largest) {
   static Keeper& keeper = *new Keeper;
-  // A priority that replaces PyTorch's first allocator, in both directions.
+  // It replaces PyTorch's first allocator.
   c10::SetCPUAllocator(largest < 0 ? keeper.usual : &keeper, 1);
   const std::lock_guard lock(idle().mutex);
   idle().largest = std::max<int64_t>(largest, 0);
@@ -79,6 +78,5 @@ void keep_memory(int64_t largest) {
 }  // namespace
 }  // namespace kf
 
-// Called from Python through ctypes. Keeps blocks up to this size; larger ones are new each time. Negative: PyTorch's
-// allocator.
+// Called from Python through ctypes. Larger blocks are new each time. Negative: PyTorch's allocator.
 extern "C" __attribute__((visibility("default"))) void kf_keep_memory(int64_t largest) { kf::keep_memory(largest); }

@@ -1,4 +1,5 @@
-// The CPU kernels as operators call them; they are compiled once per instruction set.
+// The CPU kernels as operators call them; they and the headers here are compiled once per instruction set. A null
+// pointer stands for what is absent or not wanted; `streams` sends results past the caches.
 #pragma once
 
 #include <cstdint>
@@ -21,50 +22,48 @@ namespace kf::cpu {
 
 // ---- Row norms -------------------------------------------------------------------------------------------------------------
 
-// Rows of one type without stages have kernels of their own. These take bf16, and all that is per column, in the order of
-// cpu/interleaved.h. Rows with stages, or of two types, are `staged`.
+// Rows of one type without stages have kernels of their own, which take bf16, and all that is per column, in the order
+// of cpu/interleaved.h. Other rows are `staged`.
 
-// A contiguous weight or bias as given, the offset to add, and whether to interleave it.
+// A contiguous weight or bias, and what to do with it.
 struct Parameter {
-  const void* data;  // null: absent
+  const void* data;
   double offset;
   Dtype type;
   bool interleaved;
 
-  // Whether rows of the type `acc` can use it unchanged.
   bool as_is(Dtype acc) const { return type == acc && offset == 0 && !interleaved; }
 };
 
-// Columns taken at a time: their data stay in the L1 cache.
+// The columns taken at a time: their data stay in the L1 cache.
 inline constexpr int64_t kStretch = 2048;
 inline int64_t stretches_of(int64_t cols) { return (cols + kStretch - 1) / kStretch; }
 
-// Whether threads may share a row's columns, and how many such rows forward takes together by stretches.
+// Whether threads may share a row's columns, and how many such rows forward takes together.
 inline bool are_long(int64_t cols) { return cols >= 8 * kStretch; }
 inline constexpr int64_t kLongRowsTogether = 8;
 
-// With at most this many short rows the kernel prepares weight and bias itself.
+// With at most this many short rows the kernel itself prepares weight and bias.
 inline constexpr int64_t kShortRowsUnprepared = 4;
 
-// weight and bias are prepared or as given: the kernel then prepares them by stretches, or reads them as they are. With
-// stages they are prepared.
+// Weight and bias may be as given: the kernel then prepares them by stretches, or reads them as they are.
 struct Forward {
   const void* x;
   Parameter weight, bias;
   void* y;
-  void* mean;  // null: not wanted
-  void* rstd;  // null: not wanted
+  void* mean;
+  void* rstd;
   int64_t cols;
   RowLayout x_rows;
   double eps;
   bool rms;
   Dtype x_type, y_type;
-  bool streams;        // y goes past the caches
+  bool streams;
   int64_t groups = 1;  // row r has weight and bias from r % groups * cols on; with stages only
 };
 
-// With totals, this many rows of dweight and dbias are added in the accumulator type, and these sums in double. A multiple of
-// the rows taken together.
+// With totals, this many rows of dweight and dbias are added in the accumulator type, their sums in double. A multiple
+// of the rows taken together.
 inline constexpr int64_t kRowsSummed = 32;
 
 struct Backward {
@@ -73,23 +72,23 @@ struct Backward {
   const void* mean;
   const void* rstd;
   const void* weight;
-  void* dx;       // null: not wanted
-  void* dweight;  // accumulator type, one row per block, filled by the kernel; null: not wanted
+  void* dx;
+  void* dweight;  // accumulator type, one row per block
   void* dbias;
   int64_t cols;
-  const void* dh;  // of x's type, added to dx; null: absent
+  const void* dh;  // of x's type, added to dx
   RowLayout x_rows, dy_rows, dh_rows;
   bool rms;
   Dtype x_type, dy_type;
-  bool streams;              // dx and dresidual go past the caches
+  bool streams;
   bool is_far;               // rows come from memory, or nearly fill a cache
   double* totals = nullptr;  // the column sums in double; null: none
   int64_t groups = 1;        // as in `Forward`; a block is of samples
-  bool restores = true;      // dweight and dbias of bare bf16 rows leave the order of `Interleaved`
-  void* dgate = nullptr;     // of the residual; staged kernels alone
+  bool restores = true;      // dweight and dbias of bare bf16 rows leave `Interleaved`'s order
+  void* dgate = nullptr;     // staged kernels alone
 };
 
-// At most kFewRows rows whose columns threads share. `parameter` is the weight as given; dweight and dbias are results.
+// With at most this many rows, threads share the columns. `parameter` is the weight as given; dweight and dbias are results.
 inline constexpr int64_t kFewRows = 64;
 struct BackwardByColumns : Backward {
   int64_t rows;
@@ -97,19 +96,19 @@ struct BackwardByColumns : Backward {
   Dtype dweight_type, dbias_type;
 };
 
-// Backward sums by strips of columns and by blocks of rows, so that a row's dx does not depend on other rows. A strip is a
-// stretch, or half of one where shared rows are too short to give 16 threads work.
+// Backward sums by strips of columns and blocks of rows, so a row's dx depends on no other row. A strip is a stretch,
+// or half of one where shared rows are too short to give 16 threads work.
 inline int64_t strip_width(int64_t cols) { return are_long(cols) && cols < 16 * kStretch ? kStretch / 2 : kStretch; }
 inline int64_t strips_of(int64_t cols) { return (cols + strip_width(cols) - 1) / strip_width(cols); }
 
-// A tensor of the input's shape that a stage reads.
+// A stage's tensor of the input's shape.
 struct StageRow {
-  const void* data;  // null: absent
+  const void* data;
   RowLayout rows;
   Dtype type;
 };
 
-// The stages around the norm, `Norm` in extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
+// The stages around the norm, as in extension/row_norm.h. Codes are positions in KF_ACTIVATIONS.
 struct Stages : StageOptions, StageRows<StageRow> {
   uint64_t seed;
   Dtype normalized, argument;  // what norm(h) and the activation's argument are rounded to
@@ -123,30 +122,30 @@ struct ForwardStages : Stages {
   void* h;
   RowLayout residual_rows;
   Dtype residual_type;
-  const void* residual_gate = nullptr;  // prepared; null: absent
+  const void* residual_gate = nullptr;  // prepared
 };
 
-// x of `Backward` is h if there is a residual; dh and dresidual then have its type.
+// With a residual, x of `Backward` is h, whose type dh and dresidual have.
 struct BackwardStages : Stages {
   bool has_residual;
-  const void* x;     // if a pre-activation or a gate of the residual needs it
-  const void* bias;  // prepared; null: absent
-  void* dresidual;   // or of a stage's row; null: not wanted
+  const void* x;     // if a pre-activation or residual gate needs it
+  const void* bias;  // prepared
+  void* dresidual;   // or of a stage's row
   RowLayout x_rows;
   Dtype dx_type;                        // x's too
-  const void* residual_gate = nullptr;  // prepared; null: absent
+  const void* residual_gate = nullptr;  // prepared
 };
 
-// Prepares n elements of a parameter.
+// Prepares n elements.
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
-// n elements of the accumulator type `acc`, rounded to `type`; `interleaved` are those of bf16 rows that were not restored.
+// n elements of type `acc`, rounded to `type`; `interleaved` bf16 was not restored.
 using RoundRow = void(Dtype acc, const void* row, int64_t n, Dtype type, void* out, bool interleaved);
 // Rows [begin, end).
 using RowNormForward = void(const Forward&, int64_t begin, int64_t end);
-// Pieces [begin, end) of long rows; piece row * stretches + s is stretch s of a row: their moments; the statistics of rows
-// [begin, end), stored if wanted; the results.
+// Piece row * stretches + s of long rows is stretch s of a row. Their moments; statistics of rows, stored if wanted;
+// results.
 struct StretchMoments {
-  double center, rest, squares;  // of x - center: mean and sum of squared deviations; RMSNorm: of x
+  double center, rest, squares;  // of x - center: mean and squared deviations; RMSNorm: of x
 };
 struct RowStatistics {
   double mean, rstd;  // before rounding to the accumulator type
@@ -156,8 +155,7 @@ using RowNormForwardStatistics = void(const Forward&, int64_t begin, int64_t end
                                       RowStatistics* statistics);
 using RowNormForwardStretches = void(const Forward&, int64_t begin, int64_t end, const RowStatistics* statistics);
 using RowNormBackward = void(const Backward&, int64_t begin, int64_t end);
-// Strips [begin, end): each row's part of its sums, at strip * rows + row, and the strip of dweight and dbias; then dx from
-// whole sums.
+// Strips [begin, end): each row's part of its sums, at strip * rows + row, and the strip of dweight and dbias; then dx.
 struct RowSums {
   double g, gx;
 };
@@ -168,18 +166,17 @@ using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64
 
 // ---- Pointwise chains ------------------------------------------------------------------------------------------------------
 
-// The operands of a chain in either direction, as in pointwise.h. Offsets from `base`, the address of y or dy, are dropout's
-// positions.
+// A chain's operands, as in pointwise.h. Offsets from `base`, the address of y or dy, are dropout's positions.
 struct ChainOperands {
   const Chain& chain;
   Dtype types[5];
   const char* base;
   bool wants[2];  // backward: da, db
   bool wide;      // computed in double
-  bool streams;   // results go past the caches
+  bool streams;
 };
 
-// A two-dimensional part of TensorIterator's iteration: strides in bytes, the inner dimension's first.
+// TensorIterator's two dimensions: strides in bytes, the inner one's first.
 struct Region {
   char* const* data;
   const int64_t* inner;
@@ -188,22 +185,19 @@ struct Region {
 };
 using PointwiseLoop = void(const ChainOperands&, const Region&);
 
-// Backward for a row b under all rows of a; dy, a and da are contiguous. Adds db of rows [begin, end) and columns [left,
-// right) to `sums`.
+// Backward for a row b; dy, a and da are contiguous. Adds db of rows [begin, end) and columns [left, right) to `sums`.
 struct ChainColumns {
   const Chain& chain;
   const char* dy;
   const char* a;
   const char* b;
-  char* da;  // null: not wanted
+  char* da;
   int64_t cols;
   Dtype dy_type, a_type, b_type;
   bool wide;
-  bool streams;  // da goes past the caches
+  bool streams;
 };
 using PointwiseColumns = void(const ChainColumns&, int64_t begin, int64_t end, int64_t left, int64_t right, double* sums);
-
-// ---- Reductions ------------------------------------------------------------------------------------------------------------
 
 // Strides in elements.
 struct Reduction {
@@ -215,9 +209,9 @@ struct Reduction {
   bool wide;  // computed in double
 };
 
-// `inner` is 1: sums[i] is that of block begin + i; a row has `blocks` blocks of `block` elements.
+// `inner` is 1: sums[i] is that of block begin + i.
 using ReduceRows = void(const Reduction&, int64_t blocks, int64_t block, int64_t begin, int64_t end, double* sums);
-// sums[i - left] = the sum over reduced indices [begin, end) at outer index `outer` and inner indices [left, right), at most
+// sums[i - left] is over reduced indices [begin, end) at outer index `outer` and inner indices [left, right), at most
 // kMaxColumns.
 using ReduceColumns = void(const Reduction&, int64_t outer, int64_t begin, int64_t end, int64_t left, int64_t right,
                            double* sums);
@@ -229,7 +223,7 @@ using StoreSums = void(const double* sums, int64_t n, double divisor, Dtype type
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------------------
 
-// Leading dimensions of any strides, innermost first.
+// Leading dimensions, innermost first.
 struct RowStrides {
   static constexpr int kMaxDims = 64;
   int dims;
@@ -249,8 +243,8 @@ struct Softmax {
   const char* mask;
   char* y;  // contiguous
   RowStrides x_rows, mask_rows;
-  int64_t cols, mask_stride;  // x's columns are contiguous
-  int64_t causal_rows;        // rows per matrix; row i keeps columns 0 ... i; 0: not causal
+  int64_t cols, mask_stride;
+  int64_t causal_rows;  // rows per matrix; row i keeps columns 0 ... i; 0: not causal
   double scale;
   Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else added
 };
@@ -263,7 +257,7 @@ struct SoftmaxBackward {
   int64_t cols;
   double scale;
   Dtype dy_type, type;
-  bool streams;     // dx goes past the caches
+  bool streams;
   bool leaves_out;  // dx is 0 where y is
 };
 
@@ -282,10 +276,10 @@ struct HeadStrides {
 struct RotaryHeads {
   const char* x;   // backward without a norm: null
   const char* dy;  // forward: null
-  char* result;    // y or dx; null: not wanted
+  char* result;    // y or dx
   HeadStrides x_rows, dy_rows, result_rows;
   int64_t count;       // of heads; 0: there is none
-  const void* weight;  // in the accumulator type, with the offset; null: absent
+  const void* weight;  // in the accumulator type, with the offset
   bool rounds_product, rounds_rotation;
 };
 
@@ -301,7 +295,7 @@ struct Rotary {
   Dtype type, table_type;
 };
 
-// Tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles; null: not wanted.
+// Tokens [begin, end) of all examples. Backward adds both dweights to rows of `cols` doubles.
 using RotaryForward = void(const Rotary&, int64_t begin, int64_t end);
 using RotaryBackward = void(const Rotary&, int64_t begin, int64_t end, double* const (&dweights)[2]);
 

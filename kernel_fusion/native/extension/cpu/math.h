@@ -1,9 +1,9 @@
-// Elementary functions for shared/activations.h on SIMD vectors; compiled once per instruction set.
+// Functions for shared/activations.h on SIMD vectors.
 //
-// Those of float are inlined, because a call costs more than the arithmetic. They are off by at most 1.5 ulp, erf by 3 ulp of
-// 1, or 5 beside its power (tests/test_cpu_math.py); subnormal results may be zero. NaN keeps its bits or comes from
-// arithmetic, as cpu/interleaved.h's rounding needs, unlike NaN from at::vec's minimum and maximum. Those of double are
-// at::vec's (Sleef, 1 ulp).
+// Those of float are inlined, because a call costs more than the arithmetic. They are off by at most 1.5 ulp, erf by 3
+// ulp of 1, or 5 beside its power (tests/test_cpu_math.py); subnormal results may be zero. NaN keeps its bits or comes
+// from arithmetic, as cpu/interleaved.h needs, unlike at::vec's minimum and maximum. Those of double are at::vec's
+// (Sleef, 1 ulp).
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -21,7 +21,7 @@ template <class A> struct VectorMath {
   static V of(double c) { return V(static_cast<A>(c)); }
   static V sqrt(V x) { return x.sqrt(); }
   static V reciprocal(V x) { return x.reciprocal(); }
-#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move the comparison's mask to a vector and back
+#if defined(CPU_CAPABILITY_AVX512)  // at::vec would move the mask to a vector and back
   static KF_INLINE V where_gt(V a, V b, V yes, V no) { return where<_CMP_GT_OQ>(a, b, yes, no); }
   static KF_INLINE V where_ge(V a, V b, V yes, V no) { return where<_CMP_GE_OQ>(a, b, yes, no); }
   static KF_INLINE V where_eq(V a, V b, V yes, V no) { return where<_CMP_EQ_OQ>(a, b, yes, no); }
@@ -95,7 +95,7 @@ template <> struct Math<float> : VectorMath<float> {
     return where_gt(size, of(0.55), with_sign(far, x), near);  // NaN: near
   }
 
-  // x P(x^2) / Q(x^2), then 1: all terms of the sums have one sign, so nothing cancels.
+  // x P(x^2) / Q(x^2), then 1: all terms have one sign, so nothing cancels.
   static KF_INLINE V erf(V x) {
     const V square = x * x, size = x.abs();
     const V p = polynomial(square, 1.1283791455f, 1.9077820680e-01f, 5.2789503349e-02f, 3.7793561964e-03f, 2.8480102903e-04f,
@@ -128,7 +128,7 @@ template <> struct Math<float> : VectorMath<float> {
   static KF_INLINE I as_int(V v) { return at::vec::cast<int32_t>(v); }
   static KF_INLINE V as_float(I v) { return at::vec::cast<float>(v); }
 
-  // 2^n (1 + e) by adding n to the exponent, for x between -87 and 88; with AVX-512 up to 104, and NaN.
+  // 2^n (1 + e), for x between -87 and 88; with AVX-512 up to 104, and NaN.
   static KF_INLINE V exp_bounded(V x) {
     const Power p(x);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -138,7 +138,7 @@ template <> struct Math<float> : VectorMath<float> {
 #endif
   }
 
-  // The same, and 0 below the smallest normal number: scaling to subnormals is very slow.
+  // 0 below the smallest normal number: scaling to subnormals is very slow.
   static KF_INLINE V exp_or_zero(V x) {
     const V least = of(-87.336548);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -163,11 +163,11 @@ template <> struct Math<float> : VectorMath<float> {
   };
 };
 
-// For results rounded to bf16: with this shorter Phi, x Phi(x) is off by an eighth of half an ulp of bf16, or in the tail of
-// 1/64 of its argument, as in native/kernels/math.cuh.
+// For results rounded to bf16: x Phi(x) is off by an eighth of half an ulp of bf16, or in the tail of 1/64 of its
+// argument, as in native/kernels/math.cuh.
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 struct RoughMath : Math<float> {
-  // 1/2 + x P(x^2), where P has the least such error for x up to 4.8; it leaves [0, 1] before 4.9.
+  // 1/2 + x P(x^2) with the least such error for x up to 4.8; it leaves [0, 1] before 4.9.
   static KF_INLINE V normal_cdf(V x) {
     const V near = at::vec::clamp(x, of(-4.9), of(4.9)), centred = at::vec::fmadd(near * near, of(2 / (4.8 * 4.8)), of(-1));
     const V p = polynomial(centred, 0.147212625f, -0.0729774311f, 0.052911479f, -0.0406244285f, 0.030689422f, -0.0218282081f,
@@ -175,7 +175,7 @@ struct RoughMath : Math<float> {
     return at::vec::clamp(at::vec::fmadd(near, p, of(0.5)), of(0), of(1));
   }
 };
-#else  // the clamps are loops there, and slower
+#else  // the clamps are loops there
 using RoughMath = Math<float>;
 #endif
 

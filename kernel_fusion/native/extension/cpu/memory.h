@@ -11,11 +11,11 @@
 
 namespace kf {
 
-// The address of a tensor, null if undefined.
+// The address, or null.
 inline const char* bytes(const at::Tensor& t) { return static_cast<const char*>(t.defined() ? t.const_data_ptr() : nullptr); }
 
-// Asks for huge pages under a large result. The C library returns such memory to the system when it is freed, so the next
-// result faults in every page, which takes several times as long as the work. Below 4 MB freed memory is reused.
+// Huge pages for a large result. The C library returns such memory to the system, so the next result faults in every
+// page, which takes several times as long as the work. Below 4 MB it is reused.
 inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #ifdef __linux__
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20, kLeast = 2 * kHugePage;
@@ -26,7 +26,7 @@ inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& result) {
 #endif
 }
 
-// Whether to write a result past the caches: a call that moves `bytes` leaves nothing of it there, and unread lines need not be
+// Whether to stream results: a call that moves `bytes` leaves nothing in the caches, and unread lines need not be
 // fetched. Many threads have all their cores' caches.
 inline bool past_caches(size_t bytes, int64_t threads = 1) {
   constexpr size_t kCache = size_t{32} << 20;  // of a core; sysconf counts a socket
@@ -34,7 +34,6 @@ inline bool past_caches(size_t bytes, int64_t threads = 1) {
   return bytes >= std::max(kCache, static_cast<size_t>(threads) * kOwn);
 }
 
-// Whether hardly all of it stays in the caches.
 inline bool nearly_past_caches(size_t bytes) { return past_caches(2 * bytes); }
 
 }  // namespace kf

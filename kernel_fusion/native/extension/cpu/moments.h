@@ -1,7 +1,7 @@
-// Mean and variance of a row in one pass over stretches that stay in the L1 cache.
+// Mean and variance in one pass over stretches that stay in the L1 cache.
 //
-// Chan's formula joins the stretches' means and squared deviations in double, so mean/std = 1e4 and long rows lose nothing. The
-// row length alone decides the order of every sum.
+// Chan's formula joins the stretches in double, so mean/std = 1e4 and long rows lose nothing. The row length alone
+// decides the order of every sum.
 #pragma once
 
 #include <algorithm>
@@ -41,10 +41,10 @@ struct Moments {
   double mean, variance;
 };
 
-// How many first elements have the center as their mean.
+// How many first elements have the center as mean.
 template <class A> inline int64_t sample_of(int64_t count) { return std::min(count, Pair<A>::kStep); }
 
-// Their sum, in lanes.
+// Their sum.
 template <class T> inline Vectorized<AccOf<T>> sampled(const T* x, int64_t count) {
   const auto sample = count < Pair<AccOf<T>>::kStep ? load_pair(x, Part{count}) : load_pair(x);
   return sample.a + sample.b;
@@ -55,35 +55,34 @@ template <class T> inline AccOf<T> center_of(const T* x, int64_t count) {
   return static_cast<A>(total(sampled(x, count)) / static_cast<double>(sample_of<A>(count)));
 }
 
-// Whether squares around a center lose no digits, by the sums of 1 / share elements.
+// Whether squares around a center lose no digits.
 inline bool is_near(double rest, double squares, double share) { return rest * (rest * share) <= squares / 2; }
 
-// Moments from sums around a rounded `center`, corrected by the small rest: at mean / std = 1e4 it matters.
+// Moments from sums around a rounded `center`; the small rest matters at mean / std = 1e4.
 template <class A> KF_INLINE StretchMoments deviations_from(A center, const std::array<double, 2>& sums, double share) {
   const double rest = sums[0] * share;
   return {center, rest, sums[1] - sums[0] * rest};
 }
 
-// Around the mean, in two passes. Inlined, it would push neighbouring loops' sums to memory.
+// The moments around the mean, in two passes. Inlined, it would push neighbouring loops' sums to memory.
 template <class T> [[gnu::noinline, gnu::cold]] StretchMoments deviations_from_mean(const T* x, int64_t count) {
   const auto center = mean_of(x, count);
   return deviations_from(center, joined(sums_around(x, count, center)), 1 / static_cast<double>(count));
 }
 
-// One pass around `center`; if that is further from the mean than most elements, again around the mean.
+// One pass around `center`; if most elements are nearer to the mean, again around that.
 template <class T> KF_INLINE StretchMoments deviations_of(const T* x, int64_t count, AccOf<T> center) {
   const double share = 1 / static_cast<double>(count);
   const auto sums = joined(sums_around(x, count, center));
   return is_near(sums[0], sums[1], share) ? deviations_from(center, sums, share) : deviations_from_mean(x, count);
 }
 
-// A stretch's moments, around `center`.
 template <class T> KF_INLINE StretchMoments moments_of(const T* x, int64_t count, bool rms, AccOf<T> center) {
   if (rms) return {0, 0, joined(squares_of(x, count))[0]};
   return deviations_of(x, count, center);
 }
 
-// The moments of a row, from its stretches in order.
+// A row's moments, from its stretches in order.
 class JoinedMoments {
  public:
   KF_INLINE void add(const StretchMoments& stretch, int64_t count, bool rms) {
@@ -103,12 +102,12 @@ class JoinedMoments {
     seen += count;
   }
 
-  // `share` is that of one element: no division waits for the sums.
+  // `share` is one element's: no division waits for the sums.
   KF_INLINE Moments total(double share) const { return {base + mean, squares * share}; }
 
  private:
   int64_t seen = 0;
-  double base = 0, mean = 0, squares = 0;  // the mean counts from base, because small numbers round less
+  double base = 0, mean = 0, squares = 0;  // from base, because small numbers round less
 };
 
 // `center` is the first stretch's.
@@ -125,14 +124,14 @@ template <class T> [[gnu::noinline]] Moments moments(const T* x, int64_t n, bool
 // The most rows normalised together.
 constexpr int64_t kMostRows = 16;
 
-// Whether `moments_together` pays for rows of one stretch: with few rows, filling up costs more than it saves.
+// Whether `moments_together` pays for rows of one stretch.
 inline bool are_joined(int64_t count, int64_t n) { return n <= kStretch && count >= Vectorized<double>::size(); }
 
-// Whether joining lanes takes longest: reading such short rows twice joins two sums each instead of three. So few fp16 and bf16
-// elements have sums in fp32 without an error that shows in the mean.
+// Joining lanes takes longest in such short rows: reading them twice joins two sums instead of three. So few fp16 and
+// bf16 elements have sums in fp32 without visible error.
 template <class T> bool are_read_twice(int64_t n, bool rms) { return sizeof(T) == 2 && !rms && n <= 128; }
 
-// Mean and variance of such rows. Both have kMostRows zeros.
+// Both results have kMostRows zeros.
 template <class T>
 [[gnu::noinline]] void moments_read_twice(const T* const* x, int64_t count, int64_t n, double* mean, double* variance) {
   using A = AccOf<T>;
@@ -168,14 +167,14 @@ template <class T>
     is_finite &= v < std::numeric_limits<double>::infinity();
   }
   if (is_finite) return;
-  for (int64_t r = 0; r < count; ++r) {  // as in long rows, because overflow must not depend on the length
+  for (int64_t r = 0; r < count; ++r) {  // as in long rows: overflow must not depend on the length
     const auto row = deviations_from_mean(x[r], n);
     mean[r] = row.center + row.rest;
     variance[r] = row.squares * share;
   }
 }
 
-// The bits of `moments`, but the lanes of all rows' sums are joined together.
+// The bits of `moments`, with all rows' lanes joined together.
 template <class T>
 void moments_together(const T* const* x, int64_t count, int64_t n, bool rms, double* mean, double* variance) {
   using A = AccOf<T>;

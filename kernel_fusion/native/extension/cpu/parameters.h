@@ -1,4 +1,4 @@
-// Weight and bias as the row norms take them. Compiled once per instruction set.
+// Weight and bias as the row norms take them.
 #pragma once
 
 #include <limits>
@@ -26,14 +26,14 @@ template <class T> void prepare_as(const Parameter& p, int64_t begin, int64_t en
     if constexpr (std::is_same_v<T, c10::BFloat16>)
       if (p.interleaved) return store_pair(out + i, load_pair(static_cast<const Interleaved*>(in) + i, part) + offsets, part);
     auto v = load_pair(in + i, part) + offsets;
-    if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // other results are rounded so that NaN stays, or not at all
+    if (p.interleaved) v = {plain_nan(v.a), plain_nan(v.b)};  // other results keep NaN
     if constexpr (std::is_same_v<A, float> && std::is_same_v<decltype(part), Whole>)
       if (p.interleaved) std::tie(v.a, v.b) = at::vec::deinterleave2(v.a, v.b);
     store_pair(out + i, v, part);
   });
 }
 
-// The columns [start, start + n) of a parameter, prepared.
+// Columns [start, start + n), prepared.
 template <class A> [[gnu::noinline]] void prepare_stretch(const Parameter& p, int64_t start, int64_t n, A* out) {
   with_type_of<A>(p.type, [&](auto* type) { prepare_as<std::remove_pointer_t<decltype(type)>>(p, start, start + n, out); });
 }

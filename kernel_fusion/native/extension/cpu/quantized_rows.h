@@ -1,4 +1,4 @@
-// Rows that are computed and quantised by the same thread, before they leave its caches.
+// Rows that one thread computes and quantises before they leave its caches.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@ namespace kf {
 
 cpu::Quantization quantization(const Quantize& quantize, at::ScalarType type, int64_t rows, int64_t cols, Quantized& to);
 
-// Quantises rows that compute(out, begin, end), made by make() in every thread, writes to `out`, one behind the other: to y
-// where that is kept, else to memory that is used again.
+// Quantises rows that compute(out, begin, end), made by make() in every thread, writes to y if that is kept, else to
+// memory that is used again.
 template <class Make> void quantize_rows_of(const cpu::Quantization& q, Tensor* y, Make&& make) {
   constexpr int64_t kNear = 65536;  // bytes: of the L2 cache
   const int64_t size = q.type == Dtype::kDouble ? 8 : q.type == Dtype::kFloat ? 4 : 2, row_bytes = q.cols * size;

@@ -1,4 +1,4 @@
-// The addresses that row norms read from, and where their results go. Compiled once per instruction set.
+// Where row norms read, and where their results go.
 #pragma once
 
 #include <cstring>
@@ -10,13 +10,12 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// The address of an element.
 inline const char* element(Dtype dtype, const void* tensor, int64_t index) {
   return static_cast<const char*>(tensor) + index * size_of(dtype);
 }
 inline char* element(Dtype dtype, void* tensor, int64_t index) { return static_cast<char*>(tensor) + index * size_of(dtype); }
 
-// The address `start` elements further; null stays null.
+// Null stays null.
 template <class T> const T* from(const T* p, int64_t start) { return p ? p + start : nullptr; }
 
 // Contiguous results of type T.
@@ -35,8 +34,8 @@ template <class A> struct AnyResults {
   template <class P> KF_INLINE void put(int64_t i, const Pair<A>& v, P part) const { target.store(i, v, part); }
 };
 
-// Results of rows, at most kStretch at a time. Rows that begin and end within cache lines can seldom be streamed alone, and
-// lines partly streamed and partly stored cost most. So they are assembled in the L1 cache and leave it in whole lines.
+// Results of rows, at most kStretch at a time. Rows that end within cache lines can seldom be streamed alone, and lines
+// partly streamed and partly stored cost most. So they are assembled in the L1 cache and leave it in whole lines.
 class RowResults {
  public:
   RowResults(Dtype type, const void* first, int64_t cols, bool streams)
@@ -48,7 +47,7 @@ class RowResults {
     if (streams) finish_streams();
   }
 
-  // An R that writes what belongs at `to`.
+  // An R that writes at `to`.
   template <class R> R open(void* to) {
     if (!cut) return R::at(type, to, streams);
     if (static_cast<char*>(to) != lines + end) {

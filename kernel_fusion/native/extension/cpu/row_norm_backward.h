@@ -1,4 +1,4 @@
-// The arithmetic of backward row norms: one pass over a row for its two sums and the weight gradients, one for dx. The row
+// The arithmetic of backward row norms: one pass over a row for its sums and the weight gradients, one for dx. The row
 // length alone decides the order of every sum.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// The rows that `add_columns` has registers for, and whether addresses of fetched and kept data fit too.
+// Rows for which `add_columns` has registers, and whether addresses of fetched and kept data fit too.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRowsAtOnce = 4;
 constexpr bool kHasRoom = true;
@@ -25,16 +25,16 @@ constexpr bool kHasRoom = false;
 
 constexpr int64_t kLongRow = 32768;
 
-// For this many elements, the first pass keeps xhat and g, so that the second need not convert x and dy. Together with x, dy,
-// dx and the columns' data they fit the L1 cache.
+// The elements whose xhat and g are kept, so that the second pass need not convert x and dy. With x, dy, dx and the
+// columns' data they fit the L1 cache.
 constexpr int64_t kKept = 2048;
 
-// How rows are taken and what is fetched ahead, decided once per call.
+// How rows are taken and fetched ahead, decided once per call.
 struct Passes {
-  // Rows go one by one: processors prefetch two contiguous streams best, and reads overlap with the stores of the row before.
+  // Rows go one by one: processors prefetch two contiguous streams best, and reads overlap with the last row's stores.
   // Shorter rows share the joining of sums, longer ones the loads of dweight and dbias.
   bool alone;
-  bool next_row;  // fetch the next row, x in the first pass, dy in the second: prefetching stops at the end of a page
+  bool next_row;  // fetch the next row, x in the first pass, dy in the second: prefetching stops at a page's end
   bool blocks;    // both passes fetch the next block: processors hardly prefetch several rows' streams
   bool far;       // fetch to L2: two blocks ahead in the first pass, the following rows in the second
   bool rows;      // the second pass fetches both next rows instead of blocks
@@ -52,9 +52,9 @@ struct Passes {
   }
 
  private:
-  // Short rows: so few that the second pass finds them in the cache. Long rows never are; there dweight and dbias should stay,
-  // also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. fp16 and bf16 take
-  // at most the two rows that can be kept.
+  // Short rows: few enough for the second pass to find them in the cache. Long rows never are; there dweight and dbias
+  // should stay, also for fp32 beyond 2048 columns. Very short cached fp32 rows spend most time on loading these. fp16
+  // and bf16 take at most the two rows that can be kept.
   int rows_together(const Backward& c, int64_t cols, bool is_16_bit) const {
     if (cols > kLongRow) return kMostRowsTogether;
     if (alone) return 1;
@@ -66,7 +66,7 @@ struct Passes {
   static constexpr int kMostRowsTogether = 8;
 };
 
-// relu before the norm, of x, and after it, where its gradient needs z; applied as elements are read.
+// relu before the norm, and after it, where its gradient needs z; applied as elements are read.
 struct Relus {
   bool x, z;
 };
@@ -79,16 +79,16 @@ template <class X, class DY> struct Row {
   using A = AccOf<X>;
   const X* x;
   const DY* dy;
-  X* dx;  // null: not wanted
+  X* dx;
   A mean, rstd;
   const X* dh = nullptr;            // added to dx
-  int64_t next_x = 0, next_dy = 0;  // the distance of those to read next
+  int64_t next_x = 0, next_dy = 0;  // to those read next
   double sum_g = 0, sum_gx = 0;
-  A* kept = nullptr;        // each pair's xhat and g, for the second pass
+  A* kept = nullptr;        // xhat and g, for the second pass
   const A* bias = nullptr;  // for z
 };
 
-// A row from column `start` on, and the row that is read next; the row itself: none.
+// A row from column `start` on, and the row read next; the row itself: none.
 template <class X, class DY> Row<X, DY> row_of(const Backward& c, int64_t row, int64_t next, int64_t start = 0) {
   using A = AccOf<X>;
   const int64_t x = row_offset(c.x_rows, row), dy = row_offset(c.dy_rows, row);
@@ -106,16 +106,16 @@ template <class V> KF_INLINE V dz_of(bool relu, const V& dy, const V& xhat, cons
   return relu ? times_slope<act::relu>(dy, fma(xhat, w, b)) : dy;
 }
 
-// Columns of a row that are fetched together.
+// Columns that are fetched together.
 template <class A> constexpr int64_t kFetched = 8 * Pair<A>::kStep;
 
 KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
 
-// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which `first` rows begin.
-// Rows share the loads of weight, dweight and dbias, and are added one by one. xhat is rounded separately: equal elements then
-// have equal digits, and cancel in dweight.
+// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which `first` rows
+// begin. Rows share these loads and are added one by one. xhat is rounded separately: equal elements then have equal
+// digits, and cancel in dweight.
 template <bool keeps, class X, class DY, class R, size_t... r>
 void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, bool first, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
@@ -161,12 +161,12 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   };
   int64_t i = start;
   while (i + P::kStep <= stop) {
-    Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // two levels, as in lanes_over
+    Sums<A, kRows> g_block{(static_cast<void>(r), V(0))...}, gx_block = g_block;  // as in lanes_over
     const bool is_last = i + ahead >= c.cols;                                     // the first block of the next row follows
     const std::array<int64_t, kRows> next_x{(is_last ? rows[r].next_x - i : ahead)...};
     const std::array<int64_t, kRows> next_dy{(is_last ? rows[r].next_dy - i : ahead)...};
     const int64_t end = std::min(stop, i + kBlock);
-    // For the second pass; the first waits for memory anyway.
+    // Fetched for the second pass; the first waits for memory anyway.
     if (rows[0].dh) (fetch(rows[r].dh + i, (end - i) * sizeof(X)), ...);
     for (; i + P::kStep <= end; i += P::kStep) {
       if (fetches) {
@@ -183,8 +183,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   ((rows[r].sum_g += g[r], rows[r].sum_gx += gx[r]), ...);
 }
 
-// dx of columns [start, stop), given whole sums, to `results`, which begin at `start` and come by value so that stores cannot
-// alias them.
+// dx of columns [start, stop), given whole sums. `results` come by value so that stores cannot alias them.
 template <class X, class DY, class R, class Out>
 KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, int64_t start, int64_t stop,
                         Out results) {
@@ -195,7 +194,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
   const A* weight = from(static_cast<const A*>(c.weight), start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
-  // fp16 or bf16 x is at most some thousand times as large as it varies, so rounding `shift` hardly shows in dx.
+  // fp16 or bf16 x is at most some thousand times its variation, so rounding `shift` hardly shows.
   constexpr bool kFolds = sizeof(X) == 2;
   const A shift = static_cast<A>(kFolds ? -mean_g - static_cast<double>(mean) * slope : -mean_g);
   const P means = both(mean), rstds = both(rstd), slopes = both(slope), shifts = both(shift);
@@ -219,7 +218,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
     P v = load_pair(x + i, part);
     if (relus.x) v = value_of<act::relu>(v);
     const P d = dz_of(relus.z, load_pair(dy + i, part), (v - means) * rstds, w, b);
-    // In rows of one element dx is exactly 0: part of g is rounded as in its sum.
+    // Rows of one element have dx exactly 0: part of g is rounded as in its sum.
     const P shifted = std::is_same_v<decltype(part), Whole> ? fma(d, w, shifts) : d * w + shifts;
     const P g = gradient(shifted, v);
     results.put(i, dh ? g + load_pair(dh + i, part) : g, part);
@@ -246,7 +245,7 @@ template <class A> class ColumnSums {
  public:
   explicit ColumnSums(const Backward& c) : c(c) {}
 
-  // Whether they begin anew with row `row`, counted from the first.
+  // Whether they begin with row `row`.
   bool begin_anew(int64_t row) {
     if (row == 0) return true;
     if (!c.totals || row % kRowsSummed) return false;
@@ -298,7 +297,7 @@ void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   add(std::index_sequence<1>());
 }
 
-// The sums of a few rows, strip by strip: what is added up stays in the cache.
+// The sums of a few rows, strip by strip: these stay in the cache.
 template <class X, class DY, class R>
 void add_together(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, int count, bool first) {
   const int64_t width = strip_width(c.cols);

@@ -1,7 +1,7 @@
-// The arithmetic of the backward row norms with stages, or of rows of two types. Compiled once per instruction set.
+// The arithmetic of the backward row norms with stages, or of two types.
 //
-// Buffers hold the normalised row, and the gradient before the activation or the factor, if these must be recomputed. The loops
-// of the bare norm read them there.
+// Buffers hold the normalised row, and the gradient before the activation or the factor, if these must be recomputed.
+// The bare norm's loops read them there.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ namespace {
 
 inline bool is_relu(int activation) { return static_cast<Activation>(activation) == Activation::relu; }
 
-// How a call gets h and dz: in place, through relu if only that stands between, or from buffers of the accumulator type if they
-// must be recomputed, or no loop knows the two types together.
+// How a call gets h and dz: in place, through a lone relu, or from buffers of the accumulator type, if they must be
+// recomputed or no loop knows the two types.
 struct Reading {
   bool has_u, makes_h, makes_dz;
   Relus relus;
@@ -36,7 +36,7 @@ struct Reading {
   }
 };
 
-// Recomputes h of a row in `room`, and fetches dy, which is read next.
+// Recomputes h in `room`, and fetches dy, which is read next.
 template <class A> const A* make_h(const Backward& c, const BackwardStages& s, int64_t row, A* room) {
   const auto x = row_at<A>(c.x_type, c.x, c.x_rows, row), dy = row_at<A>(c.dy_type, c.dy, c.dy_rows, row);
   each_chunk<A>(c.cols, [&](int64_t start, int64_t n) {
@@ -48,14 +48,14 @@ template <class A> const A* make_h(const Backward& c, const BackwardStages& s, i
   return room;
 }
 
-// The target of a result's elements from `position` on; absent if not wanted.
+// The target from `position` on; absent if not wanted.
 template <class A> Target<A> open_at(RowResults& results, Dtype type, void* result, int64_t position) {
   if (!result) return {};
   return results.open<AnyResults<A>>(element(type, result, position)).target;
 }
 
-// Makes dz of a row in `room`. If an activation or a factor follows the norm, its argument is recomputed; the factor's gradient
-// goes to `dfactors`.
+// Makes dz of a row in `room`. The argument of an activation or factor after the norm is recomputed; the factor's
+// gradient goes to `dfactors`.
 template <class X, class DY>
 const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, int64_t index, AccOf<X>* room,
                         RowResults& dfactors) {
@@ -86,7 +86,7 @@ const AccOf<X>* make_dz(const Backward& c, const BackwardStages& s, const Row<X,
   return room;
 }
 
-// Adds a row's dweight to a sum, which begins with the `first`, if the normalised values are rounded.
+// Adds a row's dweight to a sum, or begins it, if normalised values are rounded.
 template <class X, class DY>
 void add_dweight(const Backward& c, const BackwardStages& s, const Row<X, DY>& row, bool first, AccOf<X>* sum) {
   using A = AccOf<X>;
@@ -110,11 +110,11 @@ template <class A> KF_STAGE void through_gate(const A* gate, const A* u, int64_t
   });
 }
 
-// Takes the gradient at h: it is dresidual and, back through dropout and relu, dx.
+// Takes h's gradient: dresidual and, through dropout and relu, dx.
 template <class T> struct Gradients {
   using A = AccOf<T>;
-  Results<T> dresidual, dx;  // without data: not wanted
-  A* chunk = nullptr;        // takes the gradient instead of dx
+  Results<T> dresidual, dx;  // perhaps without data
+  A* chunk = nullptr;        // instead of dx
   const MaskOf<A>* kept = nullptr;
   A scale = 1;
   const T* relu = nullptr;  // its argument
@@ -129,7 +129,7 @@ template <class T> struct Gradients {
   }
 };
 
-// From the gradient of x * factor, those of the factor's row and of x.
+// The gradients of the factor's row and of x.
 template <class A>
 KF_STAGE void store_factor_gradients(const Backward& c, const BackwardStages& s, int64_t row, int64_t start, int64_t n,
                                      const Source<A>& gradient, RowResults& dfactors, RowResults& dxs) {
@@ -185,7 +185,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
   });
 }
 
-// Moves the parameters and their sums to those of the group that begins at `column`.
+// Moves parameters and their sums to the group that begins at `column`.
 template <class A>
 void go_to_group(Backward& c, BackwardStages& s, const Backward& all, const BackwardStages& all_stages, int64_t column) {
   c.weight = from(static_cast<const A*>(all.weight), column);
@@ -195,7 +195,7 @@ void go_to_group(Backward& c, BackwardStages& s, const Backward& all, const Back
   s.residual_gate = from(static_cast<const A*>(all_stages.residual_gate), column);
 }
 
-// Recomputes in `room`, which moves on, what was not kept of a row.
+// Recomputes in `room`, which moves on, what was not kept.
 template <class X, class DY>
 void complete(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t index, Row<X, DY>& row,
               AccOf<X>*& room, RowResults& dfactors) {
@@ -214,7 +214,7 @@ void complete(const Backward& c, const BackwardStages& s, const Reading& reading
     }
 }
 
-// The samples [begin, end). X and DY: the types of the rows that the loops read.
+// Samples [begin, end). X and DY: as the loops read rows.
 template <class X, class DY>
 void backward_staged_rows(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
   using A = AccOf<X>;
@@ -255,7 +255,7 @@ void backward_staged_rows(const Backward& c, const BackwardStages& s, const Read
   sums.finish();
 }
 
-// X: the type of the normalised row, as the loops read it.
+// X: the normalised row's, as the loops read it.
 template <class X>
 void backward_staged_as(const Backward& c, const BackwardStages& s, const Reading& reading, int64_t begin, int64_t end) {
   if constexpr (sizeof(X) == 2)

@@ -1,4 +1,4 @@
-// The arithmetic of the forward row norms: one pass over a row for the statistics (cpu/moments.h), one for the result. The row
+// The arithmetic of the forward row norms: one pass for the statistics (cpu/moments.h), one for the result. The row
 // length alone decides the order of every sum.
 #pragma once
 
@@ -13,8 +13,8 @@ namespace kf::cpu {
 namespace CPU_CAPABILITY {
 namespace {
 
-// mean (0 for RMSNorm) and rstd of rows x[0 ... count), which begin at row `first`; stored if wanted. Slow roots and divisions
-// are done for all rows together.
+// mean (0 for RMSNorm) and rstd of rows from `first` on; stored if wanted. Slow roots and divisions are done for all
+// together.
 template <class T>
 void statistics(const Forward& c, const T* const* x, int64_t first, int64_t count, AccOf<T>* mean, AccOf<T>* rstd) {
   using A = AccOf<T>;
@@ -40,7 +40,7 @@ void statistics(const Forward& c, const T* const* x, int64_t first, int64_t coun
   if (c.rstd) std::copy_n(rstd, count, static_cast<A*>(c.rstd) + first);
 }
 
-// The result of `statistics` for one row, from the moments of its stretches.
+// The same for one row, from its stretches.
 inline RowStatistics statistics_from(const Forward& c, const StretchMoments* stretches) {
   JoinedMoments row;
   for (int64_t start = 0; start < c.cols; start += kStretch)
@@ -49,8 +49,8 @@ inline RowStatistics statistics_from(const Forward& c, const StretchMoments* str
   return {mean, 1 / std::sqrt(variance + c.eps)};
 }
 
-// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead of x the next x to
-// read lies, which is fetched into the L2 cache; 0: none. Always inline, because `results` in memory would cost every row.
+// y = (x - mean) * rstd * weight + bias over [0, n), to `results`, which may be x. `next`: how far ahead the x lies
+// that is fetched into the L2 cache; 0: none. Always inline, because `results` in memory would cost every row.
 template <class X, class W, class R>
 KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weight, const W* bias, int64_t n, R results,
                          int64_t next = 0) {
@@ -70,13 +70,13 @@ KF_INLINE void normalize(const X* x, AccOf<X> mean, AccOf<X> rstd, const W* weig
   else write([](auto v, int64_t, auto) { return v; });
 }
 
-// The result of `normalize` with intermediate rounding (`Stages::rounds`), which doubles never have.
+// The same with intermediate rounding (`Stages::rounds`), which doubles never have.
 template <class X>
 KF_STAGE void normalize_rounded(const Stages& s, const X* x, AccOf<X> mean, AccOf<X> rstd, const AccOf<X>* weight,
                                 const AccOf<X>* bias, int64_t n, AnyResults<AccOf<X>> results) {
   using A = AccOf<X>;
   const auto means = both(mean), rstds = both(rstd);
-  // A store in the same type rounds too, so nothing is rounded twice.
+  // A store in the same type rounds too.
   const bool again = weight && s.argument == s.normalized && s.argument != results.target.type;
   const auto write = [&]<class T>(T) {
     const auto rounded = [](const Pair<A>& v) KF_INLINE_LAMBDA {

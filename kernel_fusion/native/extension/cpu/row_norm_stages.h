@@ -1,4 +1,4 @@
-// The stages around a norm, a row at a time, chunk by chunk (cpu/activation_loops.h). Compiled once per instruction set.
+// The stages around a norm, chunk by chunk of a row.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ template <class A, class F> void each_chunk(int64_t cols, F&& f) {
   for (int64_t start = 0; start < cols; start += kChunk<A>) f(start, std::min(kChunk<A>, cols - start));
 }
 
-// The rest of a row from `start` on; an absent one stays absent.
+// The rest of a row from `start` on; what is absent stays so.
 template <class A> Source<A> from(Source<A> x, int64_t start) {
   if (x.data) x.data = element(x.type, x.data, start);
   return x;
@@ -25,12 +25,12 @@ template <class A> Target<A> from(Target<A> x, int64_t start) {
   return x;
 }
 
-// A strided row of any dtype; of double only, if A is double.
+// A strided row of any dtype; double only if A is.
 template <class A> Source<A> row_at(Dtype type, const void* tensor, const RowLayout& rows, int64_t row) {
   return {type, element(type, tensor, row_offset(rows, row))};
 }
 
-// Dropout of elements from `position`, with the scale of the kept ones.
+// Dropout from `position`, with the scale of kept elements.
 template <class A> void drop(const Stages& s, int64_t position, int64_t n, ChainLoop<A>& loop, MaskOf<A>* kept) {
   if (!s.dropout) return;
   draw_kept<A>(static_cast<uint64_t>(position), s.seed, s.dropout.last(), n, kept);
@@ -38,7 +38,7 @@ template <class A> void drop(const Stages& s, int64_t position, int64_t n, Chain
   loop.scale = static_cast<A>(s.dropout.scale());
 }
 
-// out = gate * dropout(pre_activation(x)) + addend of a chunk; without a gate it is 1.
+// out = gate * dropout(pre_activation(x)) + addend; without a gate it is 1.
 template <class A>
 void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& x, const A* gate, const Source<A>& addend,
                  const Target<A>& out) {
@@ -63,7 +63,7 @@ void before_norm(const Stages& s, int64_t position, int64_t n, const Source<A>& 
   run_values(loop, n);
 }
 
-// The row that a stage makes a factor, activation(gate); and whether it multiplies the normalised row, or the result.
+// A stage's factor, activation(gate); and whether it multiplies the normalised row, or the result.
 inline const StageRow& factor(const Stages& s) { return s.gate(); }
 inline bool factor_is_first(const Stages& s) { return factor(s).data && s.gate_first; }
 inline bool factor_is_last(const Stages& s) { return factor(s).data && !s.gate_first; }
@@ -79,7 +79,7 @@ ChainLoop<A> factor_loop(const Stages& s, int64_t row, int64_t start, const Sour
   return loop;
 }
 
-// y = x * factor of a chunk from column `start` of a row.
+// y = x * factor from column `start` of a row.
 template <class A>
 KF_STAGE void apply_factor(const Stages& s, int64_t row, int64_t start, int64_t n, const Source<A>& x, const Target<A>& y) {
   run_values(factor_loop(s, row, start, x, y), n);

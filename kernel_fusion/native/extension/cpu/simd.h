@@ -1,4 +1,4 @@
-// Elements of any type, loaded and stored as pairs of vectors of the accumulator type. Compiled once per instruction set.
+// Elements of any type as pairs of vectors of the accumulator type.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -17,14 +17,14 @@ namespace {
 
 template <class T> using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Two vectors of accumulators: one full vector of fp16 or bf16.
+// Two vectors of accumulators: one of fp16 or bf16.
 template <class A> struct Pair {
   using V = Vectorized<A>;
   static constexpr int64_t kStep = 2 * V::size();
   V a, b;
 };
 
-// n rounded up to whole pairs of vectors.
+// n rounded up to whole pairs.
 template <class A> inline int64_t whole_pairs(int64_t n) {
   constexpr int64_t kStep = Pair<A>::kStep;
   return (n + kStep - 1) / kStep * kStep;
@@ -63,16 +63,14 @@ template <class T> inline void store_pair(T* p, const Pair<AccOf<T>>& v) {
   }
 }
 
-// How much of a pair a loop has: all, or at the end of a row its first `count` elements, in memory order. A part goes through
-// vectors too, whose rest is neither read nor stored; element by element, a short rest would take longer than the row before
-// it.
+// How much of a pair a loop has: all, or a row's last `count` elements. A part's vectors neither read nor store the
+// rest; element by element, it would take longer than the row.
 struct Whole {};
 struct Part {
   int64_t count;
 };
 
-// `count` fp16 or bf16 elements, less than a vector, then zeros. With AVX2 word by word and an odd one alone, which is faster
-// than at::vec's copy.
+// Less than a vector of fp16 or bf16, then zeros. With AVX2 word by word, which is faster than at::vec's copy.
 template <class T> inline Vectorized<T> load_first(const T* p, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX2)
   const __m256i words = _mm256_set1_epi32(static_cast<int>(count / 2)), index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -119,7 +117,7 @@ template <class A> inline Pair<A> first_of(const Pair<A>& v, Part part) {
   return {v.a & (V::arange(A(0), A(1)) < count), v.b & (V::arange(static_cast<A>(V::size()), A(1)) < count)};
 }
 
-// Calls f(i, Whole) for each full pair of [0, n), and f(i, Part) for the rest.
+// Calls f(i, Whole) for each full pair of [0, n), then f(i, Part).
 template <class A, class F> KF_INLINE void sweep(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + Pair<A>::kStep <= n; i += Pair<A>::kStep) f(i, Whole{});

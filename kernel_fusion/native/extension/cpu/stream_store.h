@@ -1,4 +1,4 @@
-// Stores past the caches, if the instruction set has them. Compiled once per instruction set.
+// Stores past the caches, if the instruction set has them.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -19,7 +19,7 @@ constexpr bool kCanStream = true;
 constexpr bool kCanStream = false;
 #endif
 
-// Stores a vector past the caches, if possible; p is aligned to the vector.
+// p is aligned to the vector.
 template <class T> KF_INLINE void stream(const Vectorized<T>& v, T* p) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512i bits;

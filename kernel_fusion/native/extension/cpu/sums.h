@@ -1,4 +1,4 @@
-// Sums over the elements of rows, and over the lanes of vectors. Compiled once per instruction set.
+// Sums over the elements of rows, and over the lanes of vectors.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using Doubles [[gnu::vector_size(sizeof(Vectorized<double>))]] = double;
 
-// The lower plus the upper half of a vector, lane by lane.
+// The lower plus the upper half.
 template <class V> KF_INLINE auto join_halves(const V& v) {
   constexpr int kHalf = sizeof(v) / sizeof(v[0]) / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -41,12 +41,12 @@ template <class V> KF_INLINE double sum_of_lanes(const V& v) {
   else return sum_of_lanes(join_halves(v));
 }
 
-// The sum of all lanes, joined in double.
+// The sum of all lanes, in double.
 KF_INLINE double total(const Vectorized<float>& v) { return sum_of_lanes(join_widened(v)); }
 KF_INLINE double total(const Vectorized<double>& v) { return sum_of_lanes(std::bit_cast<Doubles>(v)); }
 template <class A> KF_INLINE double total(const Pair<A>& v) { return total(v.a + v.b); }
 
-// The lanes of a and b in groups of kGroup: each group's lower plus upper half.
+// Each group of kGroup lanes: its lower plus upper half.
 template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doubles& b) {
   constexpr int kHalf = kGroup / 2;
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -55,7 +55,7 @@ template <int kGroup> KF_INLINE Doubles join_halves(const Doubles& a, const Doub
   }(std::make_integer_sequence<int, Vectorized<double>::size()>());
 }
 
-// The lanes of kCount consecutive vectors, each joined to a group of its own.
+// The lanes of kCount vectors, each joined to a group.
 template <int kCount, class A> KF_INLINE Doubles join_vectors(const A* lanes) {
   constexpr int kLanes = Vectorized<double>::size();
   if constexpr (kCount > 1) {
@@ -83,8 +83,8 @@ template <class A, size_t kSums> KF_INLINE std::array<double, kSums> joined(cons
   }(std::make_index_sequence<kSums>());
 }
 
-// One sum for each of up to kRows rows, joined when all rows' are there: with the bits of `joined`, but several rows' lanes
-// share a vector, which halves the instructions.
+// One sum for each of up to kRows rows, with the bits of `joined`, but several rows' lanes share a vector, which halves
+// the instructions.
 template <class A, int64_t kRows> struct SumsOfRows {
   static constexpr int64_t kTogether = Vectorized<double>::size();
   static_assert(kRows % kTogether == 0);
@@ -102,11 +102,11 @@ template <class A, int64_t kRows> struct SumsOfRows {
   }
 };
 
-// Sums over [0, n): add(i, sums, part) adds the pair at i, or a part, to kSums sums of pairs. Two chains hide the latency of
-// additions. Two levels make the error grow with a block's length, not the row's; in one long chain equal elements, such as
-// relu's zeros, would all round the same way.
+// Sums over [0, n): add(i, sums, part) adds the pair at i, or a part, to kSums sums of pairs. Two chains hide latency.
+// Two levels make the error grow with a block's length, not the row's; in one long chain equal elements, such as relu's
+// zeros, would all round the same way.
 template <class A, size_t kSums, class F> inline Sums<A, kSums> lanes_over(int64_t n, F&& add) {
-  return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // no loop over k, which would keep the sums in memory
+  return [&]<size_t... k>(std::index_sequence<k...>) -> Sums<A, kSums> {  // a loop over k would keep the sums in memory
     constexpr int64_t kStep = Pair<A>::kStep, kBlock = 32 * kStep;
     const auto zeros = [] { return std::array<Pair<A>, kSums>{(static_cast<void>(k), both<A>(0))...}; };
     auto blocks = zeros();

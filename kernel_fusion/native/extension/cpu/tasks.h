@@ -1,4 +1,4 @@
-// How threads share loops, without influence on results, and sums over their partial rows.
+// How threads share loops, without influence on results.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,21 +16,20 @@
 
 namespace kf {
 
-// Elements that are worth waking every thread.
+// Fewer elements are not worth waking every thread.
 constexpr int64_t kRegion = 32768;
 inline bool is_small(int64_t elements) { return elements <= kRegion; }
 
-// Threads that could share a region here.
 inline int64_t free_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-// What is left of a thread's portion of a loop. It takes steps from the front; idle threads take them from the back, so that
-// two seldom fault in the same page. Begin only grows and end only shrinks, so no value comes back; the end of the region
-// publishes the results.
+// What is left of a thread's part of a loop. It takes steps from the front; idle threads take them from the back, so
+// that two seldom fault in the same page. Begin only grows and end only shrinks, so no value comes back; the region's
+// end publishes results.
 class alignas(64) Portion {
  public:
   void set(int64_t begin, int64_t end) { steps = packed(static_cast<uint32_t>(begin), static_cast<uint32_t>(end)); }
 
-  // [first, last): a quarter of the rest, because last steps should be small; empty at the end.
+  // [first, last): a quarter of the rest, because last steps should be small.
   std::pair<int64_t, int64_t> take(bool from_back) {
     for (uint64_t old = steps.load(std::memory_order_relaxed);;) {
       const auto begin = static_cast<uint32_t>(old), end = static_cast<uint32_t>(old >> 32), some = (end - begin + 3) / 4;
@@ -46,9 +45,9 @@ class alignas(64) Portion {
   std::atomic<uint64_t> steps = 0;
 };
 
-// Calls make() in each thread, and its result f(begin, end) for parts of [0, count), indices of `elements_each` elements. One
-// thread takes a small call. In a large one, threads take `step` indices at a time and then help others: other programs slow
-// some of them down.
+// Calls make() in each thread, and its result f(begin, end) for parts of [0, count), indices of `elements_each`
+// elements. In a large call, threads take `step` indices at a time and then help others, which other programs may slow
+// down.
 template <class Make> void share_by(int64_t count, int64_t elements_each, int64_t step, Make&& make) {
   constexpr int64_t kLeast = 2048, kMuch = 32768;  // elements of a thread
   const int64_t least = std::max<int64_t>(1, kLeast / std::max<int64_t>(1, elements_each));
@@ -72,7 +71,7 @@ template <class Make> void share_by(int64_t count, int64_t elements_each, int64_
   });
 }
 
-// Indices of some thousand elements.
+// Some thousand elements.
 inline int64_t step_of(int64_t elements_each) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, elements_each)); }
 
 // The same without make().
@@ -87,7 +86,7 @@ inline void store_sums(const double* sums, int64_t n, double divisor, at::Tensor
   cpu::kernels().store_sums(sums, n, divisor, cpu_dtype(out.scalar_type()), p);
 }
 
-// Rows of `type`, float or double, whose sums go to `out` from element `first`.
+// Rows of float or double, whose sums go to `out` from `first` on.
 struct RowsToSum {
   const void* rows;
   at::ScalarType type;
@@ -96,9 +95,9 @@ struct RowsToSum {
 };
 
 // out[first + i] = (sum over r of rows[r * cols + i]) / divisor, over `count` rows, in double, for rows_to_sum(0),
-// rows_to_sum(1), ... in one region of threads.
+// rows_to_sum(1), ... in one region.
 template <class F> void sum_rows(int64_t outputs, int64_t count, int64_t cols, double divisor, F&& rows_to_sum) {
-  constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: small, so that many threads have tiles
+  constexpr int64_t kLeast = 64, kElements = 4096;  // of a tile: small, for many threads
   const int64_t width = std::clamp(kElements / count / kLeast * kLeast, kLeast, cpu::kMaxColumns),
                 tiles = (cols + width - 1) / width;
   share(outputs * tiles, width * count, [&](int64_t begin, int64_t end) {

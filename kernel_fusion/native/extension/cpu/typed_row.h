@@ -1,4 +1,4 @@
-// Contiguous elements of a type known at run time. Compiled once per instruction set.
+// Contiguous elements of a type known at run time.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,7 @@ template <class A> struct Source {
 
   static bool reads(Dtype type) { return (type == Dtype::kDouble) == std::is_same_v<A, double>; }
 
-  // T: the type, if the loop knows it. Else each pair has a branch, which is predicted because it always goes the same way.
+  // T: the type, if the loop knows it. Else each pair has a branch, which always goes the same way.
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i) const {
     if constexpr (!std::is_same_v<T, AnyType>) {
       return load_pair(static_cast<const T*>(data) + i);
@@ -48,7 +48,7 @@ template <class A> struct Source {
   template <class T = AnyType> KF_INLINE Pair<A> load(int64_t i, Part part) const { return load_part<T>(*this, i, part); }
 
  private:
-  // It is a value: a loop would read the type again for every pair once its address is known elsewhere.
+  // It is a value: a loop would read the type for every pair once its address is known elsewhere.
   template <class T> [[gnu::noinline]] static Pair<A> load_part(Source from, int64_t i, Part part) {
     A copy[Pair<A>::kStep] = {};
     std::memcpy(copy, static_cast<const char*>(from.data) + i * size_of(from.type), part.count * size_of(from.type));

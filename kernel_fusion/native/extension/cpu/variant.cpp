@@ -1,6 +1,6 @@
-// Chooses the build of the CPU kernels that PyTorch names for this processor, within ATEN_CPU_CAPABILITY. native/build.py asks
-// PyTorch too, so a library for this processor alone has it. Our builds use only instructions of PyTorch's kernels of the same
-// name, so they run where PyTorch's do.
+// Chooses the build of the CPU kernels that PyTorch names for this processor, within ATEN_CPU_CAPABILITY.
+// native/build.py asks PyTorch too. Our builds use only instructions of PyTorch's kernels of the same name, so they run
+// where PyTorch's do.
 #include <ATen/Version.h>
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace kf::cpu {
 
-// One table per variant, which kernels/dispatch_table.cpp defines. At address 0 if the library lacks it.
+// A variant's table (kernels/dispatch_table.cpp), at address 0 if the library lacks it.
 #if defined(__x86_64__)
 namespace AVX512 {
 extern const Kernels kernels __attribute__((weak));
@@ -33,7 +33,7 @@ struct Variant {
   const Kernels* kernels;  // null: not in this library
 };
 
-// The best one first; the last one serves all other names.
+// Best first; the last serves all other names.
 const std::array kVariants{
 #if defined(__x86_64__)
     Variant{"AVX512", &AVX512::kernels},
@@ -49,7 +49,7 @@ const Variant* best() {
   return &kVariants.back();
 }
 
-// Set when the library is loaded, and read by every call without a guard.
+// Set when the library is loaded.
 std::atomic<const Variant*> in_use = best();
 
 }  // namespace
@@ -61,7 +61,7 @@ const Kernels& kernels() { return *in_use.load(std::memory_order_relaxed)->kerne
 // Called from Python through ctypes.
 extern "C" __attribute__((visibility("default"))) const char* kf_cpu_variant() { return kf::cpu::in_use.load()->name; }
 
-// Makes all threads run a variant. Returns false, without effect, if this machine cannot run it or this library lacks it.
+// Makes all threads run a variant. Returns false, without effect, if the machine or the library lacks it.
 extern "C" __attribute__((visibility("default"))) bool kf_use_cpu_variant(const char* name) {
   for (const auto* v = kf::cpu::best(); v != kf::cpu::kVariants.end(); ++v) {
     if (!v->kernels || std::string_view(v->name) != name) continue;

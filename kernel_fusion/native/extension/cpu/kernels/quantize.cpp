@@ -21,14 +21,14 @@ KF_INLINE uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7f
 struct Int8 {
   static constexpr float kLargest = 127;
   static KF_INLINE uint8_t code(float y) {
-    // The sum has no digits behind the point, and its last byte is the code. NaN has the code 0.
+    // The sum is whole, and its last byte is the code. NaN has the code 0.
     const uint32_t bits = std::bit_cast<uint32_t>(y + 12582912.0f);  // 1.5 * 2^23
     return static_cast<uint8_t>(magnitude(y) > 0x7f800000 ? 0 : bits);
   }
 };
 
-// Floats of one byte with so many bits of exponent and of mantissa: rounded in integers, where a carry goes where it belongs;
-// those that have no leading 1 by a sum whose last digit is theirs.
+// Floats of one byte, rounded in integers, where a carry goes where it belongs; without a leading 1, by a sum whose last digit
+// is theirs.
 template <int exponent_bits, int mantissa_bits, int largest> struct Float8 {
   static constexpr float kLargest = largest;
   static KF_INLINE uint8_t code(float y) {
