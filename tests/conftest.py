@@ -20,6 +20,7 @@ from hypothesis import settings
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import interpreter
 from covering import mark_slow
 from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
@@ -32,6 +33,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kerne
 
 # Seconds of all threads and of processes that a test starts and waits for.
 _CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.speed_up()
 
 # The same examples in each run; `--hypothesis-profile=random` draws others, which test_random_search.py does.
 settings.register_profile("fixed", derandomize=True, deadline=None)

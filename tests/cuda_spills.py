@@ -1,9 +1,9 @@
 """Whether compiled kernels keep everything in registers: the compiler's own count, which needs no GPU.
 
 A grid gives, for an architecture, the kernels to look at. One that several architectures of a generation plan is
-compiled for the first of them. Of norms without stages and of other operations so few are compiled as have every pair
-of what spec, access and plan say. Stages were seen to spill by three and more of these together, so all their kernels
-are compiled. Verdicts are kept in the cache folder, by all that they depend on.
+compiled for the first of them. So few are compiled as have every pair of what spec, access, plan and architecture say.
+Stages were seen to spill by three and more of these together on sm_90, whose plans are tightest, so all their kernels
+are compiled there. Verdicts are kept in the cache folder, by all that they depend on.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ Kernel = tuple[Any, Any]  # spec and access
 Grid = Callable[[int], Iterable[Kernel]]
 Planned = tuple[Kernel, int, Any, str]  # with an architecture, the plan and the source
 
-# Architectures whose compilers give out registers alike; sm_90, whose plans are tightest, first.
+# Architectures whose compilers give out registers alike.
 _GENERATIONS = {"hopper": (90,), "blackwell": (100, 120), "ampere": (80, 86, 89)}
+GENERATIONS = tuple(_GENERATIONS)
 _VERDICTS = Cache("spills", ".txt")
 _LOG = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
-# The kernels of a generation, or few of all that have each value of the grid once.
-each_generation = pytest.mark.parametrize(
-    "generation", ["some", *(pytest.param(name, marks=pytest.mark.slow) for name in _GENERATIONS)]
-)
+# Each value once is for the quick set.
+each_strength = pytest.mark.parametrize("strength", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
 def local_memory(source: str, name: str, arch: int) -> str | None:
@@ -53,38 +52,39 @@ def local_memory(source: str, name: str, arch: int) -> str | None:
     return f"{name} on sm_{arch}: stack frame, spill stores, spill loads = {kept.decode()} bytes" if kept else None
 
 
-def assert_no_local_memory(grid: Grid, generation: str, *, every: bool = False) -> None:
-    """The chosen kernels of the grid for the generation compile and use no local memory.
+def assert_no_local_memory(grid: Grid, strength: int | None, generations: Iterable[str] = GENERATIONS) -> None:
+    """The chosen kernels of the grid for the generations compile and use no local memory.
 
     Args:
-        every: choose each kernel that no earlier generation plans; else, and of the others, those that have every pair.
+        strength: choose so few that each value is there (1), or each pair of values (2); None: choose all.
     """
-    if generation == "some":
-        kernels = [kernel for name in _GENERATIONS for kernel in _planned(grid, name)]
-        rows = [factors({"spec": spec, "access": access, "arch": arch}) for (spec, access), arch, *_ in kernels]
-        kernels = [kernels[index] for index in covering(rows, 1)]
+    if strength == 1:
+        wanted = [(kernel, arch) for name in generations for arch in _GENERATIONS[name] for kernel in grid(arch)]
+        rows = [factors({"spec": spec, "access": access, "arch": arch}) for (spec, access), arch in wanted]
+        kernels = [_planned(*wanted[index]) for index in covering(rows, 1)]
     else:
-        kernels = _planned(grid, generation)
-        names = [*_GENERATIONS]
-        earlier = {source for name in names[: names.index(generation)] for *_, source in _planned(grid, name)}
-        rows = [_demands(kernel) for kernel in kernels]
-        own = {index for index, (*_, source) in enumerate(kernels) if every and source not in earlier}
-        kernels = [kernels[index] for index in sorted(own.union(covering(rows)))]
+        kernels = [kernel for name in generations for kernel in _distinct(grid, name)]
+    if strength == 2:
+        kernels = [kernels[index] for index in covering([*map(_demands, kernels)])]
     verdicts = (local_memory(source, f"{spec} {access}", arch) for (spec, access), arch, _, source in kernels)
     bad = [line for line in verdicts if line]
     assert not bad, f"{len(bad)} of {len(kernels)} kernels use local memory:\n" + "\n".join(bad)
 
 
-def _planned(grid: Grid, generation: str) -> list[Planned]:
+def _planned(kernel: Kernel, arch: int) -> Planned:
+    plan = planner.plan_for(*kernel, KNOWN_DEVICES[arch])
+    return kernel, arch, plan, planner.source_of(*kernel, plan).text()
+
+
+def _distinct(grid: Grid, generation: str) -> Iterable[Planned]:
     """The different kernels of a generation, each with the first architecture that plans it."""
     found: dict[str, Planned] = {}
     for arch in _GENERATIONS[generation]:
-        for spec, access in grid(arch):
-            plan = planner.plan_for(spec, access, KNOWN_DEVICES[arch])
-            source = planner.source_of(spec, access, plan).text()
-            found.setdefault(source, ((spec, access), arch, plan, source))
+        for kernel in grid(arch):
+            planned = _planned(kernel, arch)
+            found.setdefault(planned[-1], planned)
     assert found
-    return [*found.values()]
+    return found.values()
 
 
 def _demands(kernel: Planned) -> dict[str, Hashable]:

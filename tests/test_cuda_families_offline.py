@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_spills import Kernel, assert_no_local_memory, each_generation
+from cuda_spills import Kernel, assert_no_local_memory, each_strength
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import PACKAGE
@@ -161,11 +161,11 @@ def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
     assert plan.per_block == plan.threads * plan.vec * plan.unroll
 
 
-@each_generation
+@each_strength
 @pytest.mark.parametrize("grid", [_pointwise_kernels, _reduce_kernels, _softmax_kernels])
-def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], generation: str) -> None:
-    """Kernels with every pair of values compile and keep all in registers, on one architecture of each generation."""
-    assert_no_local_memory(lambda arch: grid() if arch in (80, 90, 120) else (), generation)
+def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], strength: int) -> None:
+    """Kernels with every pair of values, an architecture of each generation among these, keep all in registers."""
+    assert_no_local_memory(lambda arch: grid() if arch in (80, 90, 120) else (), strength)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cuda_plans import anywhere, assert_sound, executors, tree
-from cuda_spills import Grid, Kernel, assert_no_local_memory, each_generation, local_memory
+from cuda_spills import GENERATIONS, Grid, Kernel, assert_no_local_memory, local_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -131,11 +131,22 @@ def _staged_norms(arch: int) -> Iterator[Kernel]:
             yield from _with_helpers(spec, planner.contiguous_access(spec), arch)
 
 
-@each_generation
-@pytest.mark.parametrize("grid", [_norms, _staged_norms])
-def test_no_kernel_spills(grid: Grid, generation: str) -> None:
-    """With stages every kernel, else those with every pair of values, compiles and keeps everything in registers."""
-    assert_no_local_memory(grid, generation, every=grid is _staged_norms)
+_OTHERS = [name for name in GENERATIONS if name != "hopper"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "strength", "generations"),
+    [
+        pytest.param(_norms, 1, GENERATIONS, id="norms-some"),
+        pytest.param(_norms, 2, GENERATIONS, id="norms-pairs", marks=pytest.mark.slow),
+        pytest.param(_staged_norms, 1, GENERATIONS, id="staged-some"),
+        pytest.param(_staged_norms, None, ["hopper"], id="staged-hopper", marks=pytest.mark.slow),
+        pytest.param(_staged_norms, 2, _OTHERS, id="staged-pairs", marks=pytest.mark.slow),
+    ],
+)
+def test_no_kernel_spills(grid: Grid, strength: int | None, generations: list[str]) -> None:
+    """With stages on sm_90 every kernel, else those with every pair of values, compiles without local memory."""
+    assert_no_local_memory(grid, strength, generations)
 
 
 def test_a_spill_is_found() -> None:
@@ -144,55 +155,49 @@ def test_a_spill_is_found() -> None:
 
 
 # Grid rationale. Beside dtype and length, alignment of the rows and strides decide the code of a load.
-@pytest.mark.covering(1)
+_COLS = (255, 4096, 32768)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("cols", _COLS)
 @pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
 @pytest.mark.parametrize(
     "access", [Access(2, 2, 2, 2), Access(4, 8, 16, 2, True, False), Access(strided_x=True, strided_y=True)], ids=str
 )
-def test_every_access_compiles(direction: str, access: Access) -> None:
+def test_every_access_compiles(direction: str, access: Access, cols: int, rms: bool) -> None:
     """Unaligned and strided rows have kernels too, for LayerNorm and RMSNorm."""
-    for rms, cols in product((False, True), (255, 4096, 32768)):
-        spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
-        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
-        assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+    spec = RowNormSpec(direction, rms, cols, "bf16", "f32", "f32", None, True, (True, True, False))
+    _assert_compiles(spec, access, 90)
 
 
-@pytest.mark.covering(1)
+def _assert_compiles(spec: RowNormSpec, access: Access, arch: int) -> None:
+    source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[arch]))
+    assert compile_source(source.text(), arch)[0].startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arriving", [False, True])
+@pytest.mark.parametrize("cols", _COLS)
 @pytest.mark.parametrize("direction", ["forward", "backward", "backward_weight"])
 @pytest.mark.parametrize(
     "access", [Access(2, 2, 2, 2, True, True, 4, 2, True, True), Access(4, 8, 16, 2, residual=8)], ids=str
 )
-def test_every_access_compiles_with_stages(direction: str, access: Access) -> None:
+def test_every_access_compiles_with_stages(direction: str, access: Access, cols: int, arriving: bool) -> None:
     """Residuals, arriving gradients and x beside h may be unaligned and strided too."""
-    for cols, dh in product((255, 4096, 32768), (False, True)):
-        spec = RowNormSpec(
-            direction,
-            False,
-            cols,
-            *("bf16", "f32", "f32", "bf16", True),
-            residual="f32",
-            pre_activation="silu",
-            activation="tanh",
-            dropout=True,
-            dh=dh,
-            dresidual=not dh,
-        )
-        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[90]))
-        assert compile_source(source.text(), 90)[0].startswith(b"\x7fELF")
+    stages = {"residual": "f32", "pre_activation": "silu", "activation": "tanh", "dropout": True}
+    spec = RowNormSpec(direction, False, cols, "bf16", "f32", "f32", "bf16", True, **stages)
+    _assert_compiles(replace(spec, dh=arriving, dresidual=not arriving), access, 90)
 
 
 # Grid rationale. As above; a gate of fp32 may begin anywhere, and every kernel that knows groups has them once.
-@pytest.mark.covering(1)
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("cols", _COLS)
 @pytest.mark.parametrize("direction", ["inference", "forward", "backward", "backward_weight"])
 @pytest.mark.parametrize("gate_first", [False, True])
-def test_every_access_compiles_with_a_gate(direction: str, gate_first: bool) -> None:
+def test_every_access_compiles_with_a_gate(direction: str, gate_first: bool, cols: int, arch: int) -> None:
     """Gates may be unaligned and strided, in groups of columns or without, and their gradient need not be wanted."""
-    for cols, arch in product((255, 4096, 32768), (80, 90)):
-        gate = {"gate": "f32", "gate_activation": "silu", "gate_first": gate_first, "grouped": arch == 90}
-        spec = RowNormSpec(direction, False, cols, "bf16", "f32", "bf16", "bf16", dresidual=cols != 255, **gate)
-        access = anywhere(spec)
-        source = planner.source_of(spec, access, plan_row_norm(spec, access, KNOWN_DEVICES[arch]))
-        assert compile_source(source.text(), arch)[0].startswith(b"\x7fELF")
+    gate = {"gate": "f32", "gate_activation": "silu", "gate_first": gate_first, "grouped": arch == 90}
+    spec = RowNormSpec(direction, False, cols, "bf16", "f32", "bf16", "bf16", dresidual=cols != 255, **gate)
+    _assert_compiles(spec, anywhere(spec), arch)
 
 
 def test_compile_error_holds_the_log() -> None:
