@@ -282,12 +282,17 @@ def chain(cols: int | None, warp_size: int) -> Plan:
 
 
 def quantize(cols: int, itemsize: int, divided: bool, warp_size: int) -> Plan:
-    """For codes: a row in one block, as for softmax, or in independent parts, `divided`."""
-    if not divided:
-        return row_plan(cols, itemsize > 4, warp_size)
-    block = max(128, min(4096, _power_of_two(cols)))
-    rows = max(1, _SHORT_TILE // block)
-    return Plan(rows, block, _warps(rows * block, _PER_THREAD, warp_size), looped=cols > block)
+    """For codes: a row in one block, as for softmax, or in independent parts, `divided`.
+
+    A thread has 128 bytes of a row: codes take instructions more than bandwidth, and a thread's own cost many.
+    """
+    layout = row_plan(cols, itemsize > 4, warp_size)
+    block, rows = layout.block, layout.rows
+    if divided:
+        block = max(128, min(4096, _block(cols)))
+        rows = max(1, _SHORT_TILE // block)
+    warps = max(1, min(_MAX_WARPS, rows * block * itemsize // (128 * 32)))
+    return Plan(rows, block, _narrow(warps, warp_size), looped=cols > block)
 
 
 @dataclass(frozen=True)
