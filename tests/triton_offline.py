@@ -287,12 +287,13 @@ def all_launches(arch: str) -> list[Launch]:
 
 
 def each_kernel(arch: str) -> list[Launch]:
-    """One launch of each kernel, and of each that loops over a row."""
+    """One launch of each kernel, and of each that loops over a row or makes codes."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
         calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized, parts)]
         for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
-            found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
+            kind = (getattr(launch.constants, name, "") for name in ("looped", "codes"))
+            found.setdefault((launch.kernel, *map(bool, kind)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
         found.setdefault((launch.kernel, False), launch)
     return [*found.values()]

@@ -54,7 +54,7 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
         require_forward("triton_row_norm_moments", input, residual, num_dims, None, None, input.dtype, s)
-        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums], stats=True, part=True)
+        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums, None], stats=True, part=True)
     return sums, h
 
 
@@ -84,7 +84,7 @@ def apply(
         require_forward("triton_row_norm_apply", h, None, num_dims, weight, bias, out_dtype, s)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
         layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size)
-        launch_forward(kernels.row_norm_apply, h, None, norm, s, [sums, y, stats], layout, stats=True)
+        launch_forward(kernels.row_norm_apply, h, None, norm, s, [y, sums, stats], layout, stats=True)
     return y, stats
 
 
@@ -153,18 +153,14 @@ def backward_apply(
     if h.numel() > 0:
         call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
         call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes)
-        given, (lengths, strides), of, constants = call.arguments()
-        cols = lengths[1] * constants["unit"]
+        given, numbers, groups, constants = call.arguments()
+        cols = numbers[1] * constants["unit"]
         layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
-        per_group = -(-lengths[0] // layout.rows) * -(-cols // layout.block)
-        launch(
-            kernels.row_norm_bwd_apply, (per_group * of.groups.count,), *given, sums, dx, dother, *lengths, *strides,
-            *of.numbers(per_group, constants["unit"]), warps=layout.warps,
-            constants=RowNormBackward(
-                has_dh=dh is not None, dx=wants[0], dother=wants[1], dweight=False, dbias=False,
-                **row_tile(layout, cols), **constants,
-            ),
-        )  # fmt: skip
+        per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
+        constants |= {"has_dh": dh is not None, "dx": wants[0], "dother": wants[1], "dweight": False, "dbias": False}
+        compiled = RowNormBackward(**row_tile(layout, cols), **constants)
+        args = *given, dx, dother, sums, per_group, *numbers
+        launch(kernels.row_norm_bwd_apply, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
     return dx, dother
 
 
