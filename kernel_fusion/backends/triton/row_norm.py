@@ -275,6 +275,9 @@ def _bytes(*tensors: Tensor | None) -> int:
     return sum(t.dtype.itemsize for t in tensors if t is not None)
 
 
+_GRADIENTS = "dx", "dother", "dweight", "dbias", "dgate"
+
+
 class Backward(NamedTuple):
     """The arguments of the operator for backward, which explains them."""
 
@@ -325,40 +328,62 @@ class Backward(NamedTuple):
 
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
         """Fill the wanted gradients: of x, the other row and vectors. `parts` are constants of parts of rows."""
-        given, numbers, groups, constants = self.arguments()
+        given, numbers, groups, constants = arguments = self.arguments()
         device = plan.device_of(self.h.device)
-        dx, dother, dweight, dbias, dgate = results
         count, cols = numbers[0], numbers[1] * constants["unit"]
         itemsize, staged = self.h.dtype.itemsize, around(constants)
         sizes = self.fetched, device.shared_bytes
         layout = plan.norm_backward(cols, itemsize, device.warp_size, self.rms, staged, *sizes)
         # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
-        sums = any(wants[2:])
-        whole = sums and layout.resident > 0
-        columns = plan.norm_columns(itemsize, device.warp_size)
-        beside = 1 if whole else -(-cols // columns.block)
-        programs = device.programs(layout if whole else columns, count, beside * groups)
-        partials, of_gate = (
-            torch.empty(several * programs * cols * groups, dtype=self.stats.dtype, device=dx.device)
-            for several in (wants[2] + wants[3], int(wants[4]))
-        )
-        tensors = *given, dx, dother, partials, of_gate
-        wanted: dict[str, Any] = dict(zip(("dweight", "dbias", "dgate"), wants[2:], strict=True))
+        whole = any(wants[2:]) and layout.resident > 0
+        programs = device.programs(layout, count, groups) if whole else 0
+        partials = self._partials(programs * groups * cols, wants)
         if wants[0] or wants[1] or whole:
             laid = {name: getattr(layout, name) for name in ("pieces", "again", "looped", "stages")}
             laid |= {"chained": device.chained and whole and layout.chained, **row_tile(layout, cols)}
-            of_rows: dict[str, Any] = {"has_dh": self.dh is not None, "dx": wants[0], "dother": wants[1]}
-            of_rows |= {name: asked and whole for name, asked in wanted.items()}
-            compiled = RowNormBackward(**of_rows, **laid, **constants, **parts)
+            asked = [*wants[:2], *(whole and wanted for wanted in wants[2:])]
+            found: dict[str, Any] = dict(zip(_GRADIENTS, asked, strict=True))
+            compiled = RowNormBackward(has_dh=self.dh is not None, **found, **laid, **constants, **parts)
             per_group = programs if whole else -(-count // layout.rows)
+            args = *given, *results[:2], *partials, per_group, *numbers
             registers = None if staged else device.registers_of(layout)
-            rest: dict[str, Any] = {"constants": compiled, "warps": layout.warps, "registers": registers}
-            launch(row_norm_bwd, (per_group * groups,), *tensors, per_group, *numbers, **rest)
-        if sums and not whole:
-            compiled = RowNormBackward(**wanted, **row_tile(columns, cols), **constants)
-            grid = beside * groups, programs
-            launch(row_norm_bwd_columns, grid, *tensors, beside, *numbers, constants=compiled, warps=columns.warps)
-        if outputs := [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted]:
-            sum_partials(partials, programs, outputs, groups > 1)
-        if wants[4]:
-            sum_partials(of_gate, programs, [dgate], groups > 1)
+            launch(
+                row_norm_bwd, (per_group * groups,), *args, constants=compiled, warps=layout.warps, registers=registers
+            )
+        if whole:
+            _add_up(partials, programs, results, wants, groups > 1)
+        elif any(wants[2:]):
+            self.sum_columns(arguments, results, wants)
+
+    def sum_columns(
+        self,
+        arguments: tuple[list[Tensor | None], list[int], int, dict[str, Any]],
+        results: Sequence[Tensor],
+        wants: Sequence[bool],
+    ) -> None:
+        """Fill the wanted gradients of vectors by a kernel of their own, which makes dgate of the other row's."""
+        given, numbers, groups, constants = arguments
+        device, cols = plan.device_of(self.h.device), numbers[1] * constants["unit"]
+        layout = plan.norm_columns(self.h.dtype.itemsize, device.warp_size)
+        beside = -(-cols // layout.block)
+        programs = device.programs(layout, numbers[0], beside * groups)
+        partials = self._partials(programs * groups * cols, wants)
+        asked: dict[str, Any] = dict(zip(_GRADIENTS[2:], wants[2:], strict=True))
+        compiled = RowNormBackward(**asked, **row_tile(layout, cols), **constants)
+        args = *given, *results[:2], *partials, beside, *numbers
+        launch(row_norm_bwd_columns, (beside * groups, programs), *args, constants=compiled, warps=layout.warps)
+        _add_up(partials, programs, results, wants, groups > 1)
+
+    def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
+        """Memory for partial sums of dweight and dbias, of so many numbers each, and of dgate."""
+        counts = wants[2] + wants[3], int(wants[4])
+        return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
+
+
+def _add_up(
+    partials: Sequence[Tensor], programs: int, results: Sequence[Tensor], wants: Sequence[bool], many: bool
+) -> None:
+    if outputs := [result for result, wanted in zip(results[2:4], wants[2:4], strict=True) if wanted]:
+        sum_partials(partials[0], programs, outputs, many)
+    if wants[4]:
+        sum_partials(partials[1], programs, results[4:], many)
