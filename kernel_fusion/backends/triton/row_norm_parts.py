@@ -181,7 +181,8 @@ class NormOfParts(torch.autograd.Function):
         grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
         first = s.gate if s.gate_first else None
         before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
-        after = s if residual is None else _after_h(s)
+        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
+        after = s if residual is None else after_h
         sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, residual, num_dims, rms, *before)
         join(sums)
         affine = weight, bias, eps, offset, out_dtype or input.dtype, rms
@@ -200,17 +201,11 @@ class NormOfParts(torch.autograd.Function):
         return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
 
 
-def _after_h(s: Given) -> Given:
-    """The stages that follow an h that is stored."""
-    after: Given = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
-    return after
-
-
 def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the operator `triton_row_norm_bwd`, with its arguments; sums are joined if the gradient of a row is wanted."""
     dy, dh, h, x, stats, num_dims, weight, bias, input_dtype, bias_dtype, offset, rms, stored, wants, *stages = args
     ops, of_rows, how = torch.ops.kernel_fusion, any([*wants[:2], wants[4]]), (offset, rms, stored)
-    of_sums = _after_h(Given(*stages)) if stored else stages
+    of_sums = Given(*stages)._replace(residual_gate=None)  # what it multiplies is in h
     sums, dweight, dbias = ops.triton_row_norm_bwd_sums(
         dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:4]], *of_sums
     )
