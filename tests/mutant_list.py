@@ -178,12 +178,12 @@ _OF_TRITON = (
         "tests/test_triton.py::test_within_budget -k add_layer_norm",
     ),
     Mutant(
-        "triton: the last partial row is skipped", f"{_TRITON}/row_norm_bwd.py",
+        "triton: the last partial row is skipped", f"{_TRITON}/reduce.py",
         "mask = (partial < num_partials) &", "mask = (partial < num_partials - 1) &",
         "tests/test_triton.py::test_within_budget",
     ),
     Mutant(
-        "triton: memory is read before the wait", f"{_TRITON}/row_norm_bwd.py",
+        "triton: memory is read before the wait", f"{_TRITON}/reduce.py",
         "    wait_for_previous_kernel(C.chained)\n    let_next_kernel_start(C.chained)\n", "",
         "tests/test_triton_offline.py::test_every_kernel_compiles",
     ),

@@ -189,19 +189,32 @@ def test_gates(ranks: Ranks, backend: str) -> None:
 
 
 def _check_modulated(device: str, backend: str) -> None:
-    plain = [torch.randn(*shape, device=device).requires_grad_() for shape in ((2, 3, 32), (2, 1, 32), (2, 1, 32))]
+    shapes = (2, 3, 32), (2, 1, 32), (2, 1, 32), (2, 3, 32), (2, 1, 32)
+    plain = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes]
     spreads = [spread(t, Shard(2)) for t in plain]
-    dy = torch.randn(2, 3, 32, device=device)
-    y = kf.modulated_layer_norm(spreads[0], 32, *spreads[1:], backend=backend)
-    grads = torch.autograd.grad(y, spreads, spread(dy, Shard(2)))
-    expected = kf.modulated_layer_norm(plain[0], 32, *plain[1:])
-    for one, other in zip((y, *grads), (expected, *torch.autograd.grad(expected, plain, dy)), strict=True):
+    dy, dh = torch.randn(2, 2, 3, 32, device=device)
+    y = kf.modulated_layer_norm(spreads[0], 32, *spreads[1:3], backend=backend)
+    grads = torch.autograd.grad(y, spreads[:3], spread(dy, Shard(2)))
+    expected = kf.modulated_layer_norm(plain[0], 32, *plain[1:3])
+    for one, other in zip((y, *grads), (expected, *torch.autograd.grad(expected, plain[:3], dy)), strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+    def added(tensors: list[Tensor], backend: str | None) -> Any:
+        x, scale, shift, residual, gate = tensors
+        return kf.add_modulated_rms_norm(
+            x, residual, 32, scale, shift, gate=gate, pre_activation="gelu", backend=backend
+        )
+
+    results, expected = added(spreads, backend), added(plain, None)
+    grads = torch.autograd.grad(results, spreads, [spread(dy, Shard(2)), spread(dh, Shard(2))])
+    theirs = torch.autograd.grad(expected, plain, [dy, dh])
+    for one, other in zip((*results, *grads), (*expected, *theirs), strict=True):
         torch.testing.assert_close(whole(one), other)
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_modulation(ranks: Ranks, backend: str) -> None:
-    """Scale and shift of each example are spread as its rows are."""
+    """Scale, shift and the gate of the residual, of each example, are spread as its rows are."""
     ranks(_check_modulated, backend)
 
 

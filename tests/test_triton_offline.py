@@ -29,7 +29,6 @@ _KERNELS = {
     ("softmax_fwd", False),
     ("softmax_bwd", False),
     ("row_norm_fwd", True),
-    ("row_norm_codes", False),
     ("row_norm_apply", False),
     ("row_norm_bwd_apply", False),
     ("quantize_rows", False),
@@ -41,7 +40,7 @@ _KERNELS = {
     ("softmax_fwd", True),
     ("softmax_bwd", True),
 }
-_CHAINED = {"row_norm_fwd", "row_norm_codes", "row_norm_bwd", "sum_partials"}
+_CHAINED = {"row_norm_fwd", "row_norm_bwd", "sum_partials"}
 
 
 # Grid rationale. Three NVIDIA generations and one AMD: every kernel in bf16, fp16 and fp64, every activation. sm_90

@@ -244,6 +244,17 @@ def parts(rows: int, cols: int, dtype: torch.dtype) -> None:
             torch.autograd.grad(y, [x, w], torch.zeros_like(y))
 
 
+def modulated(cols: int, dtype: torch.dtype) -> None:
+    """Both norms with a gated residual and vectors of each example, of whole rows and of parts, in both directions."""
+    x, r = torch.zeros(2, 2, 3, cols, dtype=dtype).requires_grad_().unbind()
+    w = torch.zeros(2, 1, cols, dtype=dtype, requires_grad=True)
+    stages = Given(grouped=True, residual_gate=w, dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
+    for rms in (False, True):
+        args = x, r, 1, w, w, 1e-5, 1.0, None, rms, *stages
+        for results in (serve("staged_row_norm", *args), row_norm_parts.staged_row_norm(lambda sums: None, *args)):
+            torch.autograd.grad(results, [x, r, w], [torch.zeros_like(y) for y in results])
+
+
 def activations() -> None:
     """Value and slope of every activation, in one chain each."""
     from kernel_fusion.core.activations import ACTIVATIONS
@@ -271,6 +282,7 @@ def all_launches(arch: str) -> list[Launch]:
         launches += recorded(partial(parts, 3, cols, dtype))
     for cols, dtype in ((1024, torch.bfloat16), (2520, torch.float32)):
         launches += recorded(partial(gated, 3, cols, dtype))
+        launches += recorded(partial(modulated, cols, dtype))
     for cols, dtype in ((320, torch.float16), (4096, torch.bfloat16), (40000, torch.bfloat16), (2048, torch.float32)):
         launches += recorded(partial(quantized, 3, cols, dtype))
     if arch == "90":
@@ -287,12 +299,13 @@ def all_launches(arch: str) -> list[Launch]:
 
 
 def each_kernel(arch: str) -> list[Launch]:
-    """One launch of each kernel, and of each that loops over a row."""
+    """One launch of each kernel, and of each that loops over a row or makes codes."""
     found: dict[Any, Launch] = {}
     for rows, cols in ((48, 1024), (3, 40000)):
         calls = [partial(each, rows, cols, torch.bfloat16) for each in (verbs, quantized, parts)]
         for launch in (launch for call in calls for launch in record(call, _DEVICES[arch])):
-            found.setdefault((launch.kernel, getattr(launch.constants, "looped", False)), launch)
+            kind = (getattr(launch.constants, name, "") for name in ("looped", "codes"))
+            found.setdefault((launch.kernel, *map(bool, kind)), launch)
     for launch in record(partial(heads, 2, 128, 64, torch.bfloat16), _DEVICES[arch]):
         found.setdefault((launch.kernel, False), launch)
     return [*found.values()]

@@ -98,8 +98,7 @@ def _staged_row_norm(
     others = (num_dims, weight, bias, eps, offset, out_dtype, rms, *stages)
     tensors = [t for t in (input, residual, weight, bias) if t is not None]
     on_gpu = input.device.type in ("cuda", "xpu") and why_not_triton(input.device) is None
-    plain = Given(*stages).residual_gate is None  # the kernels of parts of rows know no gate of the residual
-    if backend == "triton" or (backend is None and plain and on_gpu and not any(map(refusal, tensors))):
+    if backend == "triton" or (backend is None and on_gpu and not any(map(refusal, tensors))):
         from kernel_fusion.backends.triton import row_norm_parts
 
         return row_norm_parts.staged_row_norm(partial(_all_reduce, groups), input, residual, *others)

@@ -137,10 +137,8 @@ def qk_norm_rope(
         torch.Size([1, 5, 2, 8])
     """
     if not interop.is_tensor(query):
-        options: dict[str, Any] = {
-            "interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "weight_offset": weight_offset,
-            "rounding": rounding, "backend": backend,
-        }  # fmt: skip
+        options: dict[str, Any] = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
+        options |= {"weight_offset": weight_offset, "rounding": rounding}
         given = query, key, query_weight, key_weight, cos, sin
         if interop.records(query):
             return interop.recorded(qk_norm_rope, *given, eps, positions=positions, **options)  # type: ignore[no-any-return]

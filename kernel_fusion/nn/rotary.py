@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from kernel_fusion.core import checks
 from kernel_fusion.functional import qk_norm_rope
 
+# Of the verb, with their defaults.
+_OPTIONS: dict[str, Any] = {"interleaved": False, "unsqueeze_dim": 1, "weight_offset": 0.0, "rounding": "once"}
+
 
 class FusedQKNormRope(nn.Module):
     r"""RMSNorm of each head of query and key, then the rotary embedding, of both in one pass.
@@ -71,16 +74,11 @@ class FusedQKNormRope(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Query and key, normalised and rotated by the angles of their tokens."""
         weights = self.query_weight, self.key_weight
-        return qk_norm_rope(
-            query, key, *weights, cos, sin, self.eps, interleaved=self.interleaved, positions=positions,
-            unsqueeze_dim=self.unsqueeze_dim, weight_offset=self.weight_offset, rounding=self.rounding,
-        )  # fmt: skip
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return qk_norm_rope(query, key, *weights, cos, sin, self.eps, positions=positions, **options)
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        extras = {
-            "interleaved": (self.interleaved, False), "unsqueeze_dim": (self.unsqueeze_dim, 1),
-            "weight_offset": (self.weight_offset, 0.0), "rounding": (self.rounding, "once"),
-        }  # fmt: skip
-        shown = [f"{name}={value!r}" for name, (value, default) in extras.items() if value != default]
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        shown = [f"{name}={value!r}" for name, value in options.items() if value != _OPTIONS[name]]
         return ", ".join([f"{self.head_dim}, eps={self.eps}", *shown])

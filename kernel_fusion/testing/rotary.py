@@ -107,10 +107,8 @@ class RotaryCase(Case):
 
     def ours(self, inputs: Heads, backend: str | None) -> Results:
         """The results by the verb."""
-        options: dict[str, Any] = {
-            "interleaved": self.interleaved, "positions": inputs.positions, "unsqueeze_dim": self.unsqueeze_dim,
-            "backend": backend,
-        }  # fmt: skip
+        options: dict[str, Any] = {"interleaved": self.interleaved, "positions": inputs.positions}
+        options |= {"unsqueeze_dim": self.unsqueeze_dim, "backend": backend}
         if not self._normed:
             return {"y": kf.rope(inputs.query, inputs.cos, inputs.sin, **options)}
         assert inputs.key is not None

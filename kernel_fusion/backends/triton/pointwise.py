@@ -14,7 +14,7 @@ from kernel_fusion.backends.triton.kernels import pointwise as kernels
 from kernel_fusion.backends.triton.kernels.constants import Pointwise as Constants
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import Rows, dense_strides, memory_order, merge, outer_rows, unit
-from kernel_fusion.backends.triton.row_norm import sum_partials
+from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.activations import CODES
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
@@ -166,10 +166,9 @@ def backward(
         db = _like(walk, dy.shape, b.dtype if b.shape == dy.shape else dtype, dy.device)
     layout, grid = _plan_and_grid(walk, a.device)
     numbers, meaning = _numbers(walk)
-    launch(
-        kernels.pointwise_bwd, grid, cotangent, walk.a, walk.b, seed, da, db, *numbers, warps=layout.warps,
-        constants=Constants(**meaning, **tile(layout), da=wants[0], db=b is not None and wants[1], **constants),
-    )  # fmt: skip
+    constants |= {"da": wants[0], "db": b is not None and wants[1], **meaning, **tile(layout)}
+    args = cotangent, walk.a, walk.b, seed, da, db, *numbers
+    launch(kernels.pointwise_bwd, grid, *args, constants=Constants(**constants), warps=layout.warps)
     return da, db
 
 
@@ -192,11 +191,9 @@ def _backward_columns(
     da = _like(walk, dy.shape, walk.a.dtype, dy.device) if wants_da else dy.new_empty(0, dtype=walk.a.dtype)
     db = torch.empty(walk.cols, dtype=walk.b.dtype, device=dy.device)
     size = unit(walk.cols)
-    launch(
-        kernels.pointwise_bwd_columns, (tiles, programs),
-        dy, walk.a, walk.b, seed, da, partials, walk.rows.count, walk.cols // size,
-        constants=Constants(da=wants_da, unit=size, **tile(layout), **constants), warps=layout.warps,
-    )  # fmt: skip
+    args = dy, walk.a, walk.b, seed, da, partials, walk.rows.count, walk.cols // size
+    compiled = Constants(da=wants_da, unit=size, **tile(layout), **constants)
+    launch(kernels.pointwise_bwd_columns, (tiles, programs), *args, constants=compiled, warps=layout.warps)
     sum_partials(partials, programs, [db])
     return da, db
 

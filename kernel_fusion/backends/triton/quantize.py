@@ -10,7 +10,7 @@ from torch import Tensor
 from kernel_fusion.backends.triton import plan
 from kernel_fusion.backends.triton.kernels.constants import Codes
 from kernel_fusion.backends.triton.kernels.quantize import quantize_rows
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_codes
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
 from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import rows_of, unit
 from kernel_fusion.backends.triton.row_norm import forward, forward_plan, launch_forward, require_forward, with_stages
@@ -76,11 +76,9 @@ def quantized_row_norm(
     values, scales = _empty(input, dtype, scale, block)
     y = torch.empty(input.shape if keeps else (0,), dtype=out_dtype, device=input.device)
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
-    results = y, h, values.view(torch.uint8), scales if scale is None else scale
-    launch_forward(
-        row_norm_codes, input, residual, norm, s, results, stats=False, **_codes(input, dtype, scale, group),
-        keeps=keeps,
-    )  # fmt: skip
+    results = y, h, scales if scale is None else scale, values.view(torch.uint8)
+    codes = _codes(input, dtype, scale, group)
+    launch_forward(row_norm_fwd, input, residual, norm, s, results, stats=False, keeps=keeps, **codes)
     return values, scales, y, h
 
 
@@ -119,13 +117,11 @@ def _launch(
     layout = plan.quantize(int(cols), first.dtype.itemsize, group > 0 or scale is not None, device.warp_size)
     strides = [stride for of in (rows.strides * 2)[:2] for stride in of]
     size = unit(cols, *strides)
-    constants = Codes(
-        **source, **row_tile(layout, cols), **_codes(first, dtype, scale, group), keeps=keeps, unit=size,
-        flat=rows.simple, looped=layout.looped, wide=first.dtype == torch.float64,
-    )  # fmt: skip
-    launch(
-        quantize_rows, (-(-rows.count // layout.rows),),
-        tensors[0], tensors[-1], scale, y, values.view(torch.uint8), scales, rows.count, cols // size, rows.middle,
-        rows.inner, *(stride // size for stride in strides), constants=constants, warps=layout.warps,
-    )  # fmt: skip
+    source |= {"keeps": keeps, "looped": layout.looped, "wide": first.dtype == torch.float64}
+    source |= row_tile(layout, cols) | _codes(first, dtype, scale, group)
+    constants = Codes(unit=size, flat=rows.simple, **source)
+    lengths = rows.count, cols // size, rows.middle, rows.inner
+    args = tensors[0], tensors[-1], scale, y, values.view(torch.uint8), scales, *lengths
+    grid = (-(-rows.count // layout.rows),)
+    launch(quantize_rows, grid, *args, *(s // size for s in strides), constants=constants, warps=layout.warps)
     return values, scales, y

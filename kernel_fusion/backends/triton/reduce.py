@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.backends.triton import autograd, plan
-from kernel_fusion.backends.triton.kernels.constants import Reduction
-from kernel_fusion.backends.triton.kernels.reduce import reduce_columns, reduce_rows
+from kernel_fusion.backends.triton.kernels import reduce as kernels
+from kernel_fusion.backends.triton.kernels.constants import Reduction, SumPartials
 from kernel_fusion.backends.triton.launch import launch, tile
 from kernel_fusion.backends.triton.layout import product
 from kernel_fusion.core import checks
@@ -93,11 +93,9 @@ def _reduce_rows(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, cou
     out = torch.empty((rows, sections), dtype=dtype if final else wide, device=x.device)
     # A row is added up by chunks, so that only the shortest rows' plans depend on their length.
     layout = plan.row_plan(min(length, plan.CHUNK), wide == torch.float64, plan.device_of(x.device).warp_size)
-    launch(
-        reduce_rows, (-(-rows // layout.rows), sections),
-        x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count,
-        constants=_constants(layout, map, final and count is not None, wide), warps=layout.warps,
-    )  # fmt: skip
+    args = x, out, rows, length, plan.ROW_SECTION, x.stride(0), 1 if count is None else count
+    constants = _constants(layout, map, final and count is not None, wide)
+    launch(kernels.reduce_rows, (-(-rows // layout.rows), sections), *args, constants=constants, warps=layout.warps)
     return out if final else _reduce_rows(out, "none", wide, dtype, count)
 
 
@@ -107,12 +105,28 @@ def _reduce_columns(x: Tensor, map: str, wide: torch.dtype, dtype: torch.dtype, 
     final = sections == 1
     out = torch.empty((outer, sections, cols), dtype=dtype if final else wide, device=x.device)
     layout = plan.columns(cols, plan.device_of(x.device).warp_size)
-    launch(
-        reduce_columns, (-(-cols // layout.block) * outer, sections),
-        x, out, length, plan.COLUMN_SECTION, cols, x.stride(0), x.stride(1), 1 if count is None else count,
-        constants=_constants(layout, map, final and count is not None, wide), warps=layout.warps,
-    )  # fmt: skip
+    args = x, out, length, plan.COLUMN_SECTION, cols, *x.stride()[:2], 1 if count is None else count
+    constants = _constants(layout, map, final and count is not None, wide)
+    grid = -(-cols // layout.block) * outer, sections
+    launch(kernels.reduce_columns, grid, *args, constants=constants, warps=layout.warps)
     return out if final else _reduce_columns(out, "none", wide, dtype, count)
+
+
+def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
+    """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
+
+    They lie in a flat tensor. Inductor would copy one with a dimension of programs, whose number depends on that of the
+    rows, because it cannot know the strides.
+    """
+    cols, pair = outputs[0].numel(), len(outputs) == 2
+    device = plan.device_of(partials.device)
+    layout = plan.partial_sums(device.warp_size)
+    constants = SumPartials(
+        **tile(layout), pair=pair, many=many, wide=partials.dtype == torch.float64, chained=device.chained
+    )
+    grid = -(-cols // layout.block), len(outputs)
+    args = partials, outputs[0], outputs[1] if pair else None, programs, cols
+    launch(kernels.sum_partials, grid, *args, constants=constants, warps=layout.warps)
 
 
 class Reduce(torch.autograd.Function):

@@ -13,7 +13,7 @@ from kernel_fusion.backends.triton.kernels import rotary as kernels
 from kernel_fusion.backends.triton.kernels.constants import Rotary as Constants
 from kernel_fusion.backends.triton.launch import launch
 from kernel_fusion.backends.triton.layout import unit
-from kernel_fusion.backends.triton.row_norm import sum_partials
+from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core.arguments import floating, require, shaped
 from kernel_fusion.core.rotary import Rotary, result_like, served_by_kernels
 from kernel_fusion.core.spec import compute_dtype
@@ -107,13 +107,12 @@ def forward(
     strides = [stride for t in (q, k, y, z) for stride in _strides(t)]
     size = unit(q.shape[-1], *strides)
     layout = _layout(c)
-    launch(
-        kernels.rotary_fwd, (q.shape[0] * q.shape[1] * layout.tiles,),
-        q, k, _flat(query_weight), _flat(key_weight), cos, sin, positions, y, z,
-        q.shape[1], q.shape[2], 0 if k is None else k.shape[2], cos.shape[1], *table_strides,
-        *_position_strides(positions), *(stride // size for stride in strides),
-        constants=Constants(**_constants(c, layout, size, table_unit)), warps=layout.warps,
-    )  # fmt: skip
+    tensors = q, k, _flat(query_weight), _flat(key_weight), cos, sin, positions, y, z
+    lengths = q.shape[1], q.shape[2], 0 if k is None else k.shape[2], cos.shape[1]
+    numbers = *lengths, *table_strides, *_position_strides(positions), *(stride // size for stride in strides)
+    constants = Constants(**_constants(c, layout, size, table_unit))
+    grid = (q.shape[0] * q.shape[1] * layout.tiles,)
+    launch(kernels.rotary_fwd, grid, *tensors, *numbers, constants=constants, warps=layout.warps)
     return y, query.new_empty(0) if z is None else z
 
 
@@ -172,17 +171,12 @@ def _launch_backward(
     wanted = [row for row in rows if row is not None]
     programs = device.programs(layout.persistent, items) if wanted else items
     partials = torch.empty(len(wanted) * programs * cols, dtype=compute_dtype(c.query.dtype), device=c.query.device)
-    gradients: dict[str, Any] = {
-        "dquery": dx is not None, "dkey": dx_key is not None, "dweight": rows[0] is not None,
-        "dkey_weight": rows[1] is not None,
-    }  # fmt: skip
-    launch(
-        kernels.rotary_bwd, (programs,),
-        *read, _flat(c.query_weight), _flat(c.key_weight), cos, sin, c.positions, dx, dx_key, partials,
-        batch * tokens, tokens, heads, 0 if c.key is None else c.key.shape[2], cos.shape[1], *table_strides,
-        *_position_strides(c.positions), *(stride // size for stride in strides),
-        constants=Constants(**_constants(c, layout, size, table_unit), **gradients), warps=layout.warps,
-    )  # fmt: skip
+    results = {"dquery": dx, "dkey": dx_key, "dweight": rows[0], "dkey_weight": rows[1]}
+    compiled = _constants(c, layout, size, table_unit) | {name: t is not None for name, t in results.items()}
+    tensors = *read, _flat(c.query_weight), _flat(c.key_weight), cos, sin, c.positions, dx, dx_key, partials
+    lengths = batch * tokens, tokens, heads, 0 if c.key is None else c.key.shape[2], cos.shape[1]
+    numbers = *lengths, *table_strides, *_position_strides(c.positions), *(stride // size for stride in strides)
+    launch(kernels.rotary_bwd, (programs,), *tensors, *numbers, constants=Constants(**compiled), warps=layout.warps)
     if wanted:
         sum_partials(partials, programs, wanted)
 

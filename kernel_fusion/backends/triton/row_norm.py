@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from kernel_fusion.backends.triton import plan
-from kernel_fusion.backends.triton.kernels import row_norm_bwd as bwd
-from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward, SumPartials
+from kernel_fusion.backends.triton.kernels.constants import RowNormBackward, RowNormForward
+from kernel_fusion.backends.triton.kernels.row_norm_bwd import row_norm_bwd
 from kernel_fusion.backends.triton.kernels.row_norm_bwd_columns import row_norm_bwd_columns
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd as fwd_kernel
-from kernel_fusion.backends.triton.launch import launch, row_tile, tile
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import row_norm_fwd
+from kernel_fusion.backends.triton.launch import launch, row_tile
 from kernel_fusion.backends.triton.layout import Rows, product, rows_of, unit
+from kernel_fusion.backends.triton.reduce import sum_partials
 from kernel_fusion.core import checks, dropout
 from kernel_fusion.core.arguments import floating, is_seed, require, shaped
 from kernel_fusion.core.groups import Groups, groups_of
@@ -63,9 +64,9 @@ class _Grouped(NamedTuple):
     parameters: list[Tensor | None]
     pitches: list[int]
 
-    def numbers(self, per_group: int, unit: int) -> list[int]:
-        """The kernels' numbers, for `per_group` programs per group."""
-        return [per_group, self.groups.step, self.groups.inner, *(pitch // unit for pitch in self.pitches)]
+    def numbers(self, unit: int) -> list[int]:
+        """The kernels' numbers: steps between rows, and pitches in units."""
+        return [self.groups.step, self.groups.inner, *(pitch // unit for pitch in self.pitches)]
 
 
 def _grouped(input: Tensor, num_dims: int, parameters: Sequence[Tensor | None], grouped: bool) -> _Grouped:
@@ -87,12 +88,12 @@ def _grouped(input: Tensor, num_dims: int, parameters: Sequence[Tensor | None], 
     return _Grouped(groups, found, pitches)
 
 
-def _in_units(rows: Rows, cols: int, of: _Grouped) -> tuple[int, list[int], list[int]]:
-    """The unit, and in it the lengths (samples, columns, middle, inner) and all strides, of at least two tensors."""
+def _in_units(rows: Rows, cols: int, of: _Grouped) -> tuple[int, list[int]]:
+    """The unit, and in it the kernels' numbers: lengths, strides of at least two tensors, and those of groups."""
     strides = [stride for of in (rows.strides * 2)[: max(2, len(rows.strides))] for stride in of]
     size = unit(cols, *strides, *of.pitches)
     lengths = [rows.count // of.groups.count, cols // size, rows.middle, rows.inner]
-    return size, lengths, [stride // size for stride in strides]
+    return size, [*lengths, *(stride // size for stride in strides), *of.numbers(size)]
 
 
 def _takes(
@@ -163,7 +164,7 @@ def forward(
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     stats = input.new_empty(((1 if rms else 2) * wants_stats, count), dtype=compute_dtype(input.dtype))
     norm = num_dims, weight, bias, eps, weight_offset, rms
-    launch_forward(fwd_kernel, input, residual, norm, s, [y, h, stats], stats=wants_stats)
+    launch_forward(row_norm_fwd, input, residual, norm, s, [y, h, stats, None], stats=wants_stats)
     bare = other_row(s, residual) is None and not around(compiled_in(s._asdict()))
     if rms and bare and input.dim() > 3:  # PyTorch's LayerNorm gives a contiguous result
         y = y.contiguous(memory_format=suggest_memory_format(input))
@@ -254,30 +255,27 @@ def launch_forward(
     num_dims, weight, bias, eps, weight_offset, rms = norm
     other, wide = other_row(s, residual), input.dtype == torch.float64
     of = _grouped(input, num_dims, [weight, bias, s.residual_gate], s.grouped)
-    *affine, gate = of.parameters
     tensors, rows = rows_of([input] if other is None else [input, other], num_dims)
     cols = product(input.shape[input.dim() - num_dims :])
     device = plan.device_of(input.device)
     beside, chained = (1, device.chained) if layout is None else (-(-cols // layout.block), False)
     layout = layout or forward_plan(input, num_dims, rms)
-    size, lengths, strides = _in_units(rows, cols, of)
-    compiled = RowNormForward(
-        eps=eps, **_constants(weight, bias, weight_offset, rms, wide, s), **constants,
-        has_residual=residual is not None, flat=rows.simple, unit=size,
-        **row_tile(layout, cols), pieces=layout.pieces, looped=layout.looped, slices=layout.slices, early=layout.early,
-        chained=chained, releases=layout.releases,
-    )  # fmt: skip
-    per_group = -(-lengths[0] // layout.rows) * beside
-    launch(
-        kernel, (per_group * of.groups.count,),
-        tensors[0], tensors[-1], *affine, s.seed, *results, *lengths, *strides, *of.numbers(per_group, size), gate,
-        constants=compiled, warps=layout.warps,
-    )  # fmt: skip
+    size, numbers = _in_units(rows, cols, of)
+    constants |= _constants(weight, bias, weight_offset, rms, wide, s)
+    constants |= {name: getattr(layout, name) for name in ("pieces", "looped", "slices", "early", "releases")}
+    constants |= {"eps": eps, "has_residual": residual is not None, "chained": chained}
+    compiled = RowNormForward(flat=rows.simple, unit=size, **row_tile(layout, cols), **constants)
+    per_group = -(-numbers[0] // layout.rows) * beside
+    args = tensors[0], tensors[-1], *of.parameters, s.seed, *results, per_group, *numbers
+    launch(kernel, (per_group * of.groups.count,), *args, constants=compiled, warps=layout.warps)
 
 
 def _bytes(*tensors: Tensor | None) -> int:
     """Bytes per element of all given tensors together."""
     return sum(t.dtype.itemsize for t in tensors if t is not None)
+
+
+_GRADIENTS = "dx", "dother", "dweight", "dbias", "dgate"
 
 
 class Backward(NamedTuple):
@@ -306,18 +304,18 @@ class Backward(NamedTuple):
         tensors = [self.dy, self.dh, h, self.x, self.stats, self.weight, self.bias]
         require(operator, [*tensors, *(getattr(s, name) for name in TENSORS)], takes)
 
-    def arguments(self) -> tuple[list[Tensor | None], list[list[int]], _Grouped, dict[str, Any]]:
-        """Tensors (dy, h, the other row, dh, weight, bias, seed, statistics), numbers and constants of kernels."""
+    def arguments(self) -> tuple[list[Tensor | None], list[int], int, dict[str, Any]]:
+        """The kernels' tensors, which are read, and numbers; how many groups; and constants."""
         s, h, x, other = self.stages, self.h, self.x, other_row(self.stages, None)
         of = _grouped(h, self.num_dims, [self.weight, self.bias, s.residual_gate], s.grouped)
         read, rows = rows_of([self.dy, h, other if other is not None else h if x is None else x], self.num_dims)
-        size, *numbers = _in_units(rows, product(h.shape[h.dim() - self.num_dims :]), of)
+        size, numbers = _in_units(rows, product(h.shape[h.dim() - self.num_dims :]), of)
         constants = _constants(
             self.weight, self.bias, self.weight_offset, self.rms, self.stats.dtype == torch.float64, s
         )
         constants |= {"stored": self.stored, "flat": rows.simple, "unit": size}
         dh = None if self.dh is None else self.dh.contiguous()
-        return [*read, dh, *of.parameters[:2], s.seed, self.stats], numbers, of, constants
+        return [*read, dh, *of.parameters, s.seed, self.stats], numbers, of.groups.count, constants
 
     @property
     def fetched(self) -> int:
@@ -330,65 +328,62 @@ class Backward(NamedTuple):
 
     def launch(self, results: Sequence[Tensor], wants: Sequence[bool], **parts: Any) -> None:
         """Fill the wanted gradients: of x, the other row and vectors. `parts` are constants of parts of rows."""
-        given, (lengths, strides), of, constants = self.arguments()
+        given, numbers, groups, constants = arguments = self.arguments()
         device = plan.device_of(self.h.device)
-        dx, dother, dweight, dbias, dgate = results
-        count, cols, groups = lengths[0], lengths[1] * constants["unit"], of.groups.count
+        count, cols = numbers[0], numbers[1] * constants["unit"]
         itemsize, staged = self.h.dtype.itemsize, around(constants)
         sizes = self.fetched, device.shared_bytes
         layout = plan.norm_backward(cols, itemsize, device.warp_size, self.rms, staged, *sizes)
         # Whether the row kernel has registers for the sums; a column kernel sums those of long rows.
-        sums = any(wants[2:])
-        whole = sums and layout.resident > 0
-        columns = plan.norm_columns(itemsize, device.warp_size)
-        beside = 1 if whole else -(-cols // columns.block)
-        programs = device.programs(layout if whole else columns, count, beside * groups)
-        partials, of_gate = (
-            torch.empty(several * programs * cols * groups, dtype=self.stats.dtype, device=dx.device)
-            for several in (wants[2] + wants[3], int(wants[4]))
-        )
+        whole = any(wants[2:]) and layout.resident > 0
+        programs = device.programs(layout, count, groups) if whole else 0
+        partials = self._partials(programs * groups * cols, wants)
         if wants[0] or wants[1] or whole:
-            of_rows = RowNormBackward(
-                has_dh=self.dh is not None, dx=wants[0], dother=wants[1], dweight=wants[2] and whole,
-                dbias=wants[3] and whole, dgate=wants[4] and whole, **row_tile(layout, cols), pieces=layout.pieces,
-                again=layout.again, looped=layout.looped, stages=layout.stages,
-                chained=device.chained and whole and layout.chained, **constants, **parts,
-            )  # fmt: skip
+            laid = {name: getattr(layout, name) for name in ("pieces", "again", "looped", "stages")}
+            laid |= {"chained": device.chained and whole and layout.chained, **row_tile(layout, cols)}
+            asked = [*wants[:2], *(whole and wanted for wanted in wants[2:])]
+            found: dict[str, Any] = dict(zip(_GRADIENTS, asked, strict=True))
+            compiled = RowNormBackward(has_dh=self.dh is not None, **found, **laid, **constants, **parts)
             per_group = programs if whole else -(-count // layout.rows)
+            args = *given, *results[:2], *partials, per_group, *numbers
+            registers = None if staged else device.registers_of(layout)
             launch(
-                bwd.row_norm_bwd, (per_group * groups,), *given, dx, dother, partials, *lengths, *strides,
-                *of.numbers(per_group, constants["unit"]), of.parameters[2], of_gate,
-                constants=of_rows, warps=layout.warps, registers=None if staged else device.registers_of(layout),
-            )  # fmt: skip
-        if sums and not whole:
-            dy, h, other, _, *parameters, seed, stats = given
-            launch(
-                row_norm_bwd_columns, (beside * groups, programs),
-                dy, h, *parameters, seed, stats, partials, *lengths, *strides[:6], other, *strides[6:],
-                *of.numbers(beside, constants["unit"]), dother, of_gate, warps=columns.warps,
-                constants=RowNormBackward(
-                    dweight=wants[2], dbias=wants[3], dgate=wants[4], **row_tile(columns, cols), **constants
-                ),
-            )  # fmt: skip
-        if outputs := [t for t, wanted in ((dweight, wants[2]), (dbias, wants[3])) if wanted]:
-            sum_partials(partials, programs, outputs, groups > 1)
-        if wants[4]:
-            sum_partials(of_gate, programs, [dgate], groups > 1)
+                row_norm_bwd, (per_group * groups,), *args, constants=compiled, warps=layout.warps, registers=registers
+            )
+        if whole:
+            _add_up(partials, programs, results, wants, groups > 1)
+        elif any(wants[2:]):
+            self.sum_columns(arguments, results, wants)
+
+    def sum_columns(
+        self,
+        arguments: tuple[list[Tensor | None], list[int], int, dict[str, Any]],
+        results: Sequence[Tensor],
+        wants: Sequence[bool],
+    ) -> None:
+        """Fill the wanted gradients of vectors by a kernel of their own, which makes dgate of the other row's."""
+        given, numbers, groups, constants = arguments
+        device, cols = plan.device_of(self.h.device), numbers[1] * constants["unit"]
+        layout = plan.norm_columns(self.h.dtype.itemsize, device.warp_size)
+        beside = -(-cols // layout.block)
+        programs = device.programs(layout, numbers[0], beside * groups)
+        partials = self._partials(programs * groups * cols, wants)
+        asked: dict[str, Any] = dict(zip(_GRADIENTS[2:], wants[2:], strict=True))
+        compiled = RowNormBackward(**asked, **row_tile(layout, cols), **constants)
+        args = *given, *results[:2], *partials, beside, *numbers
+        launch(row_norm_bwd_columns, (beside * groups, programs), *args, constants=compiled, warps=layout.warps)
+        _add_up(partials, programs, results, wants, groups > 1)
+
+    def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
+        """Memory for partial sums of dweight and dbias, of so many numbers each, and of dgate."""
+        counts = wants[2] + wants[3], int(wants[4])
+        return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
 
 
-def sum_partials(partials: Tensor, programs: int, outputs: Sequence[Tensor], many: bool = False) -> None:
-    """Add partial rows, the first sum's before the second's, into one or two outputs of one row.
-
-    They lie in a flat tensor. Inductor would copy one with a dimension of programs, whose number depends on that of the
-    rows, because it cannot know the strides.
-    """
-    cols, pair = outputs[0].numel(), len(outputs) == 2
-    device = plan.device_of(partials.device)
-    layout = plan.partial_sums(device.warp_size)
-    constants = SumPartials(
-        **tile(layout), pair=pair, many=many, wide=partials.dtype == torch.float64, chained=device.chained
-    )
-    launch(
-        bwd.sum_partials, (-(-cols // layout.block), len(outputs)),
-        partials, outputs[0], outputs[1] if pair else None, programs, cols, constants=constants, warps=layout.warps,
-    )  # fmt: skip
+def _add_up(
+    partials: Sequence[Tensor], programs: int, results: Sequence[Tensor], wants: Sequence[bool], many: bool
+) -> None:
+    if outputs := [result for result, wanted in zip(results[2:4], wants[2:4], strict=True) if wanted]:
+        sum_partials(partials[0], programs, outputs, many)
+    if wants[4]:
+        sum_partials(partials[1], programs, results[4:], many)

@@ -93,10 +93,9 @@ def kernel_backward(
     asked = [False, True, *wants[2:]] if same else wants
     # The kernels take groups from the shape of a parameter.
     reads_bias = s.grouped or s.activation != IDENTITY or other_row(s, None) is not None
-    results = backward(
-        dy, dh, normalised, x if ctx.stored else None, stats, num_dims, weight, bias if reads_bias else None,
-        ctx.input_dtype, None if bias is None else bias.dtype, offset, rms, ctx.stored, asked, *s,
-    )  # fmt: skip
+    affine = weight, bias if reads_bias else None, ctx.input_dtype, None if bias is None else bias.dtype, offset
+    rows = dy, dh, normalised, x if ctx.stored else None, stats, num_dims
+    results = backward(*rows, *affine, rms, ctx.stored, asked, *s)
     dx, dother, *sums = (t if wanted else None for t, wanted in zip(results, asked, strict=True))
     return [dother if same else dx, dother if wants[1] else None, *sums]
 

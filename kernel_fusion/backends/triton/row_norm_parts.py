@@ -54,7 +54,7 @@ def moments(input: Tensor, residual: Tensor | None, num_dims: int, rms: bool, *s
     h = input.new_empty(0) if residual is None else input.new_empty(input.shape, dtype=residual.dtype)
     if input.numel() > 0:
         require_forward("triton_row_norm_moments", input, residual, num_dims, None, None, input.dtype, s)
-        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums], stats=True, part=True)
+        launch_forward(row_norm_fwd, input, residual, norm, s, [None, h, sums, None], stats=True, part=True)
     return sums, h
 
 
@@ -84,7 +84,7 @@ def apply(
         require_forward("triton_row_norm_apply", h, None, num_dims, weight, bias, out_dtype, s)
         cols, device = product(h.shape[h.dim() - num_dims :]), plan.device_of(h.device)
         layout = plan.norm_apply(cols, h.dtype.itemsize, device.warp_size)
-        launch_forward(kernels.row_norm_apply, h, None, norm, s, [sums, y, stats], layout, stats=True)
+        launch_forward(kernels.row_norm_apply, h, None, norm, s, [y, sums, stats], layout, stats=True)
     return y, stats
 
 
@@ -141,31 +141,32 @@ def backward_apply(
     stored: bool,
     wants: Sequence[bool],
     *stages: Any,
-) -> tuple[Tensor, Tensor]:
-    """dx and the other row's gradient, from sums over all ranks. Arguments as for `triton_row_norm_bwd`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, the other row's gradient and dgate, from sums over all ranks. Arguments as for `triton_row_norm_bwd`."""
     s = Given(*stages)
-    other = other_row(s, None)
-    dtypes = input_dtype, (h if other is None else other).dtype
-    dx, dother = (
-        torch.empty(h.shape if wanted else (0,), dtype=dtype, device=h.device)
-        for dtype, wanted in zip(dtypes, wants, strict=True)
+    other, gate = other_row(s, None), s.residual_gate
+    shape = checks.parameter_shape(h, num_dims, s.grouped, weight, bias, gate)
+    dtypes = input_dtype, (h if other is None else other).dtype, input_dtype if gate is None else gate.dtype
+    made = [wants[0], wants[1] or wants[2], wants[2]]  # dgate is made of the gradient of the residual
+    dx, dother, dgate = (
+        _memory(h, *(of if wanted else [0]), dtype=dtype)
+        for of, dtype, wanted in zip((h.shape, h.shape, shape), dtypes, made, strict=True)
     )
     if h.numel() > 0:
         call = Backward(dy, dh, h, x, stats, num_dims, weight, bias, weight_offset, rms, stored, s)
-        call.require("triton_row_norm_bwd_apply", [*wants, False, False, False], *dtypes)
-        given, (lengths, strides), of, constants = call.arguments()
-        cols = lengths[1] * constants["unit"]
+        asked = [*made[:2], False, False, made[2]]
+        call.require("triton_row_norm_bwd_apply", asked, *dtypes)
+        given, numbers, groups, constants = arguments = call.arguments()
+        cols = numbers[1] * constants["unit"]
         layout = plan.norm_apply(cols, h.dtype.itemsize, plan.device_of(h.device).warp_size)
-        per_group = -(-lengths[0] // layout.rows) * -(-cols // layout.block)
-        launch(
-            kernels.row_norm_bwd_apply, (per_group * of.groups.count,), *given, sums, dx, dother, *lengths, *strides,
-            *of.numbers(per_group, constants["unit"]), warps=layout.warps,
-            constants=RowNormBackward(
-                has_dh=dh is not None, dx=wants[0], dother=wants[1], dweight=False, dbias=False,
-                **row_tile(layout, cols), **constants,
-            ),
-        )  # fmt: skip
-    return dx, dother
+        per_group = -(-numbers[0] // layout.rows) * -(-cols // layout.block)
+        wanted: dict[str, Any] = {"dx": made[0], "dother": made[1], "dweight": False, "dbias": False}
+        compiled = RowNormBackward(has_dh=dh is not None, **wanted, **row_tile(layout, cols), **constants)
+        args = *given, dx, dother, sums, per_group, *numbers
+        launch(kernels.row_norm_bwd_apply, (per_group * groups,), *args, constants=compiled, warps=layout.warps)
+        if wants[2]:
+            call.sum_columns(arguments, (dx, dother, h, h, dgate), asked)  # h is not written
+    return dx, dother, dgate
 
 
 class NormOfParts(torch.autograd.Function):
@@ -177,8 +178,11 @@ class NormOfParts(torch.autograd.Function):
         *args_of_norm, join = args
         input, residual, num_dims, weight, bias, eps, offset, out_dtype, rms, *stages = args_of_norm
         s = Given(*stages)
-        before = s._replace(activation=IDENTITY, rounding="once", grouped=False, gate=s.gate if s.gate_first else None)
-        after = s if residual is None else s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None)
+        grouped = s.grouped and s.residual_gate is not None  # no other vector stands before the norm
+        first = s.gate if s.gate_first else None
+        before = s._replace(activation=IDENTITY, rounding="once", grouped=grouped, gate=first)
+        after_h = s._replace(pre_activation=IDENTITY, dropout_p=0.0, seed=None, residual_gate=None)
+        after = s if residual is None else after_h
         sums, h = torch.ops.kernel_fusion.triton_row_norm_moments(input, residual, num_dims, rms, *before)
         join(sums)
         affine = weight, bias, eps, offset, out_dtype or input.dtype, rms
@@ -191,7 +195,7 @@ class NormOfParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Gradients of input, the other row, weight and bias."""
+        """Gradients of input, the other row, weight, bias and the residual's gate."""
         dy, dh = grads
         of_results = dy, dh if ctx.stored else None  # Dynamo has a gradient for an h that is nothing
         return *gradients(ctx, of_results, partial(kernel_backward, partial(_backward, ctx.join))), None
@@ -200,15 +204,16 @@ class NormOfParts(torch.autograd.Function):
 def _backward(join: Join, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the operator `triton_row_norm_bwd`, with its arguments; sums are joined if the gradient of a row is wanted."""
     dy, dh, h, x, stats, num_dims, weight, bias, input_dtype, bias_dtype, offset, rms, stored, wants, *stages = args
-    ops, of_rows, how = torch.ops.kernel_fusion, wants[0] or wants[1], (offset, rms, stored)
+    ops, of_rows, how = torch.ops.kernel_fusion, any([*wants[:2], wants[4]]), (offset, rms, stored)
+    of_sums = Given(*stages)._replace(residual_gate=None)  # what it multiplies is in h
     sums, dweight, dbias = ops.triton_row_norm_bwd_sums(
-        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:4]], *stages
+        dy, h, stats, num_dims, weight, bias, bias_dtype, *how, [of_rows, *wants[2:4]], *of_sums
     )
-    dx = dother = dgate = sums[:0]  # there is no gate of the residual
+    dx = dother = dgate = sums[:0]
     if of_rows:
         join(sums)
-        norm = num_dims, weight, bias, input_dtype
-        dx, dother = ops.triton_row_norm_bwd_apply(dy, dh, h, x, stats, sums, *norm, *how, wants[:2], *stages)
+        norm, asked = (num_dims, weight, bias, input_dtype), [*wants[:2], wants[4]]
+        dx, dother, dgate = ops.triton_row_norm_bwd_apply(dy, dh, h, x, stats, sums, *norm, *how, asked, *stages)
     return dx, dother, dweight, dbias, dgate
 
 

@@ -46,16 +46,12 @@ def forward(input: Tensor, mask: Tensor | None, scale: float, causal: bool) -> T
     layout = plan.row_plan(cols, wide, plan.device_of(input.device).warp_size)
     size = unit(cols, *rows.strides[0])
     kind = "none" if by is None else "bool" if by.dtype == torch.bool else "additive"
-    constants = Constants(
-        scale=scale, mask=kind, causal=causal, leaves_out=causal or kind == "bool", wide=wide, flat=rows.simple,
-        unit=size, **tile(layout), looped=layout.looped,
-    )  # fmt: skip
-    launch(
-        kernels.softmax_fwd, (-(-rows.count // layout.rows),),
-        x, by, y, rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner,
-        *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1),
-        constants=constants, warps=layout.warps,
-    )  # fmt: skip
+    asked: dict[str, Any] = {"scale": scale, "mask": kind, "causal": causal, "leaves_out": causal or kind == "bool"}
+    laid: dict[str, Any] = {"wide": wide, "flat": rows.simple, "unit": size, "looped": layout.looped}
+    lengths = rows.count, cols // size, input.shape[-2] if causal else 1, rows.middle, rows.inner
+    strides = *(stride // size for stride in rows.strides[0]), *rows.strides[1], 0 if by is None else by.stride(-1)
+    grid, constants = (-(-rows.count // layout.rows),), Constants(**asked, **laid, **tile(layout))
+    launch(kernels.softmax_fwd, grid, x, by, y, *lengths, *strides, constants=constants, warps=layout.warps)
     return y
 
 
@@ -72,10 +68,8 @@ def backward(dy: Tensor, y: Tensor, scale: float, leaves_out: bool) -> Tensor:
     constants = Constants(
         scale=scale, leaves_out=leaves_out, wide=wide, unit=size, **tile(layout), looped=layout.looped
     )
-    launch(
-        kernels.softmax_bwd, (-(-num_rows // layout.rows),),
-        dy, y, dx, num_rows, cols // size, constants=constants, warps=layout.warps,
-    )  # fmt: skip
+    args, grid = (dy, y, dx, num_rows, cols // size), (-(-num_rows // layout.rows),)
+    launch(kernels.softmax_bwd, grid, *args, constants=constants, warps=layout.warps)
     return dx
 
 

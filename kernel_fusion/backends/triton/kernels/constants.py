@@ -1,15 +1,35 @@
-"""The constants of a kernel, all in one object `C`.
+"""What a kernel is, and its constants, all in one object `C`.
 
 Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
+
+Pointers and numbers come one by one. Triton would take tuples, but Inductor (PyTorch 2.11 and 2.13) raises for numbers
+in one, and drops a kernel that writes to a pointer in one.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
+import triton
 import triton.language as tl
 
 from kernel_fusion.core.spec import Stages
+
+
+def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator of kernels, which are compiled once for any numbers, lengths and strides, but those `specialised`.
+
+    A name that ends in `_ptr` is a pointer's. Lengths and outer strides count in steps of the constant `unit`.
+    """
+
+    def of(function: Callable[..., Any]) -> Any:
+        numbers = [name for name in inspect.signature(function).parameters if name != "C" and not name.endswith("_ptr")]
+        return triton.jit(function, do_not_specialize=[name for name in numbers if name not in specialised])
+
+    return of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, scalar, store
-
-# They may differ between calls of a compiled kernel, and count units.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 @triton.jit
@@ -76,7 +74,7 @@ def _forward_tile(pointers, offsets, y_row, col, mask, C: tl.constexpr):
     store(y_ptr, y_row + col, y, mask)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel("a_step", "b_step")
 def pointwise_fwd(
     a_ptr,
     b_ptr,
@@ -142,7 +140,7 @@ def _backward_tile(sources, targets, offsets, y_row, col, mask, C: tl.constexpr)
         store(targets[1], y_row + col, db, mask)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel("a_step", "b_step")
 def pointwise_bwd(
     dy_ptr,
     a_ptr,
@@ -188,7 +186,7 @@ def pointwise_bwd(
         _backward_tile(sources, targets, (a_offset, b_offset), y_row, col, (row < num_rows) & (at < num_cols), C)
 
 
-@triton.jit(do_not_specialize=["num_rows", "col_units"])
+@kernel()
 def pointwise_bwd_columns(dy_ptr, a_ptr, b_ptr, seed_ptr, da_ptr, partials_ptr, num_rows, col_units, C: tl.constexpr):
     """Write da, and partial sums of the row db: a program has a block of columns and some rows."""
     ROWS: tl.constexpr = C.rows

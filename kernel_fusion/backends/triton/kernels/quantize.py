@@ -10,11 +10,9 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import fma
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store, within
-
-# They may differ between calls of a compiled kernel, and count units.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
 @triton.jit
@@ -147,7 +145,7 @@ def _quantize_blocks(
     return tl.reshape(codes, [ROWS, WIDTH])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel()
 def quantize_rows(
     a_ptr,
     b_ptr,

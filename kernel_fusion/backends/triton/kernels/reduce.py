@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import divide
 from kernel_fusion.backends.triton.kernels.rows import load, scalar, store
 
@@ -33,7 +35,7 @@ def _finish(total, count, C: tl.constexpr):
         return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "length", "section", "stride", "count"])
+@kernel()
 def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl.constexpr):
     """out[row][s], the sum over section s (axis 1 of the grid), a multiple of BLOCK long."""
     ROWS: tl.constexpr = C.rows
@@ -51,7 +53,7 @@ def reduce_rows(in_ptr, out_ptr, num_rows, length, section, stride, count, C: tl
     store(out_ptr, row * tl.num_programs(1) + tl.program_id(1), sums, row_mask)
 
 
-@triton.jit(do_not_specialize=["length", "section", "num_cols", "outer_stride", "stride", "count"])
+@kernel()
 def reduce_columns(in_ptr, out_ptr, length, section, num_cols, outer_stride, stride, count, C: tl.constexpr):
     """out[o][s][col]; the grid is (blocks of columns times o, s)."""
     ROWS: tl.constexpr = C.rows
@@ -70,3 +72,36 @@ def reduce_columns(in_ptr, out_ptr, length, section, num_cols, outer_stride, str
     sums = _finish(tl.sum(total, axis=0)[None, :], count, C)
     out_row = outer * tl.num_programs(1) + tl.program_id(1)
     store(out_ptr, out_row * num_cols + col, sums, col < num_cols)
+
+
+@kernel("num_cols")
+def sum_partials(partials_ptr, first_ptr, second_ptr, num_partials, num_cols, C: tl.constexpr):
+    """Adds the partial rows of a block of columns, in order, and rounds once.
+
+    C.pair: of two sums; axis 1 of the grid says which. A constant, because Inductor must know which tensors are
+    written.
+    """
+    ROWS: tl.constexpr = C.rows
+    BLOCK: tl.constexpr = C.block
+    wait_for_previous_kernel(C.chained)
+    let_next_kernel_start(C.chained)
+    which = tl.program_id(1)
+    block = tl.program_id(0)
+    if C.many:
+        block = block.to(tl.int64)
+    col = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], C.acc)
+    for start in range(0, num_partials, ROWS):
+        partial = start + tl.arange(0, ROWS)[:, None]
+        if C.many:
+            partial = partial.to(tl.int64)
+        mask = (partial < num_partials) & (col < num_cols)[None, :]
+        total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, C.wide)
+    sums = tl.sum(total, axis=0)
+    if C.pair:
+        if which == 0:
+            store(first_ptr, col, sums, col < num_cols)
+        else:
+            store(second_ptr, col, sums, col < num_cols)
+    else:
+        store(first_ptr, col, sums, col < num_cols)

@@ -21,12 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.rows import load, scalar, shifted, store, within
-
-# They may differ between calls of a compiled kernel; strides count units.
-LENGTHS = ["num_tokens", "tokens", "query_heads", "key_heads", "table_rows", "t0", "t1", "p0", "p1"]
-LENGTHS += [f"{of}{dim}" for of in "qkyzgh" for dim in (0, 1, 2)]
 
 
 @triton.jit
@@ -152,13 +149,24 @@ def _all_rounded(columns, TYPE: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def _heads_fwd(pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr):
-    """`pointers` are those of x, weight, y, `at` where the token begins in x and y."""
+def _begin(example, token, strides, C: tl.constexpr):
+    """Where a token begins in a tensor."""
+    return (example * strides[0] + token * strides[1]) * C.unit
+
+
+@triton.jit
+def _heads_fwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr):
+    """`pointers` are those of x, weight, y, and `strides` those of x and y."""
     x_ptr, weight_ptr, y_ptr = pointers
+    of_x, of_y = strides
+    example, token, tile = place
+    ROWS: tl.constexpr = C.rows
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    x_at = _begin(example, token, of_x, C)
+    y_at = _begin(example, token, of_y, C)
     head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     mask = head < heads
-    columns = _load_columns(x_ptr, at[0] + head * (strides[0] * C.unit), mask, ROWS, C)
+    columns = _load_columns(x_ptr, x_at + head * (of_x[2] * C.unit), mask, ROWS, C)
     rounds: tl.constexpr = C.rounding == "hf"
     product: tl.constexpr = rounds and (not WEIGHT or weight_ptr.dtype.element_ty == TYPE)
     if C.norm:
@@ -171,36 +179,31 @@ def _heads_fwd(pointers, at, strides, heads, tile, angles, C: tl.constexpr, ROWS
     cos, sin = angles
     y1 = _rounded(n1 * cos, TYPE, turns) - _rounded(n2 * sin, TYPE, turns)
     y2 = _rounded(n2 * cos, TYPE, turns) + _rounded(n1 * sin, TYPE, turns)
-    _store_columns(y_ptr, at[1] + head * (strides[1] * C.unit), mask, (y1, y2, rest), ROWS, C)
+    _store_columns(y_ptr, y_at + head * (of_y[2] * C.unit), mask, (y1, y2, rest), ROWS, C)
 
 
 @triton.jit
-def _heads_bwd(
-    pointers,
-    at,
-    strides,
-    heads,
-    tile,
-    angles,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    DX: tl.constexpr,
-):
+def _heads_bwd(pointers, strides, heads, place, angles, C: tl.constexpr, WEIGHT: tl.constexpr, DX: tl.constexpr):
     """dx of a tile of heads, if wanted, and what they add to dweight.
 
-    `pointers` are those of dy, x, weight, dx, `at` where the token begins in dy, x and dx.
+    `pointers` are those of dy, x, weight, dx, and `strides` those of dy, x and dx.
     """
     dy_ptr, x_ptr, weight_ptr, dx_ptr = pointers
+    of_dy, of_x, of_dx = strides
+    example, token, tile = place
+    ROWS: tl.constexpr = C.rows
+    dy_at = _begin(example, token, of_dy, C)
+    x_at = _begin(example, token, of_x, C)
+    dx_at = _begin(example, token, of_dx, C)
     head = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     mask = head < heads
-    dy1, dy2, rest = _load_columns(dy_ptr, at[0] + head * (strides[0] * C.unit), mask, ROWS, C)
+    dy1, dy2, rest = _load_columns(dy_ptr, dy_at + head * (of_dy[2] * C.unit), mask, ROWS, C)
     cos, sin = angles
     g = (dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin, rest)
     dx = g
     terms = g
     if C.norm:
-        x = _load_columns(x_ptr, at[1] + head * (strides[1] * C.unit), mask, ROWS, C)
+        x = _load_columns(x_ptr, x_at + head * (of_x[2] * C.unit), mask, ROWS, C)
         rstd = _rstd(x[0], x[1], x[2], C)
         n = _times(x, (rstd, rstd, rstd))
         gw = _times(g, _weights(weight_ptr, C, WEIGHT))
@@ -208,7 +211,7 @@ def _heads_bwd(
         dx = ((gw[0] - n[0] * mean) * rstd, (gw[1] - n[1] * mean) * rstd, (gw[2] - n[2] * mean) * rstd)
         terms = _times(g, _all_rounded(n, x_ptr.dtype.element_ty, C.rounding == "hf"))
     if DX:
-        _store_columns(dx_ptr, at[2] + head * (strides[2] * C.unit), mask, dx, ROWS, C)
+        _store_columns(dx_ptr, dx_at + head * (of_dx[2] * C.unit), mask, dx, ROWS, C)
     # A missing head may have an infinite n.
     return tl.where(mask, terms[0], 0.0), tl.where(mask, terms[1], 0.0), tl.where(mask, terms[2], 0.0)
 
@@ -220,7 +223,7 @@ def _place(item, tiles, tokens):
     return number // tokens, number % tokens, item % tiles
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel()
 def rotary_fwd(
     query_ptr,
     key_ptr,
@@ -262,13 +265,13 @@ def rotary_fwd(
     example, token, tile = _place(tl.program_id(0).to(tl.int64), tiles, tokens)
     angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
     if tile < query_tiles:
-        at = ((example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
         pointers = (query_ptr, query_weight_ptr, query_out_ptr)
-        _heads_fwd(pointers, at, (q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight)
+        strides = ((q0, q1, q2), (y0, y1, y2))
+        _heads_fwd(pointers, strides, query_heads, (example, token, tile), angles, C, C.has_weight)
     elif C.has_key:
-        at = ((example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
         pointers = (key_ptr, key_weight_ptr, key_out_ptr)
-        _heads_fwd(pointers, at, (k2, z2), key_heads, tile - query_tiles, angles, C, ROWS, C.has_key_weight)
+        strides = ((k0, k1, k2), (z0, z1, z2))
+        _heads_fwd(pointers, strides, key_heads, (example, token, tile - query_tiles), angles, C, C.has_key_weight)
 
 
 @triton.jit
@@ -279,7 +282,7 @@ def _write_partial(ptr, sums, C: tl.constexpr):
     _store_columns(ptr, tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1), columns, 1, C)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel()
 def rotary_bwd(
     dy_ptr,
     dy_key_ptr,
@@ -342,24 +345,20 @@ def rotary_bwd(
         angles = _angles((cos_ptr, sin_ptr, positions_ptr), example, token, (t0, t1, p0, p1), table_rows, C)
         if tile < query_tiles:
             if C.dquery or C.dweight:
-                dy_at = (example * g0 + token * g1) * C.unit
-                at = (dy_at, (example * q0 + token * q1) * C.unit, (example * y0 + token * y1) * C.unit)
                 pointers = (dy_ptr, query_ptr, query_weight_ptr, dquery_ptr)
-                d1, d2, d3 = _heads_bwd(
-                    pointers, at, (g2, q2, y2), query_heads, tile, angles, C, ROWS, C.has_weight, C.dquery
-                )
+                strides = ((g0, g1, g2), (q0, q1, q2), (y0, y1, y2))
+                at = (example, token, tile)
+                d1, d2, d3 = _heads_bwd(pointers, strides, query_heads, at, angles, C, C.has_weight, C.dquery)
                 if C.dweight:
                     a1 += d1
                     a2 += d2
                     if C.rest > 0:
                         a3 += d3
         elif C.dkey or C.dkey_weight:
-            dy_at = (example * h0 + token * h1) * C.unit
-            at = (dy_at, (example * k0 + token * k1) * C.unit, (example * z0 + token * z1) * C.unit)
             pointers = (dy_key_ptr, key_ptr, key_weight_ptr, dkey_ptr)
-            d1, d2, d3 = _heads_bwd(
-                pointers, at, (h2, k2, z2), key_heads, tile - query_tiles, angles, C, ROWS, C.has_key_weight, C.dkey
-            )
+            strides = ((h0, h1, h2), (k0, k1, k2), (z0, z1, z2))
+            at = (example, token, tile - query_tiles)
+            d1, d2, d3 = _heads_bwd(pointers, strides, key_heads, at, angles, C, C.has_key_weight, C.dkey)
             if C.dkey_weight:
                 b1 += d1
                 b2 += d2

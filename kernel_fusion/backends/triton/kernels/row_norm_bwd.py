@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import times_slope, value
-from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
+from kernel_fusion.backends.triton.kernels.chain import wait_for_previous_kernel
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import OF_GROUPS, affine, normalised, weight_and_bias
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
     of_all,
@@ -41,9 +42,6 @@ from kernel_fusion.backends.triton.kernels.rows import (
     within,
 )
 from kernel_fusion.backends.triton.kernels.stages import factor, times_factor_slope
-
-# These may differ between calls of one compiled kernel, and count units.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "g0", "g1", "g2", "h0", "h1", "h2", "o0", "o1", "o2"]
 
 
 @triton.jit
@@ -76,25 +74,37 @@ def _row_means(gwn, gw, count, each, C: tl.constexpr):
 
 
 @triton.jit
-def statistics_of(stats_ptr, row, num_stats, row_mask, C: tl.constexpr):
-    """Mean and rstd of rows."""
+def rows_at(sample, place, stats_ptr, lengths, strides, steps, C: tl.constexpr):
+    """The rows of samples in a group: their numbers, where they begin in memory, statistics, and which exist.
+
+    They begin in dy, h and the other row, whose strides are given, and in dense results. The statistics are mean and
+    rstd; `place` is the group and how many there are.
+    """
+    num_rows, num_cols, middle, inner = lengths
+    group, groups = place
+    row_mask = sample < num_rows
+    row = row_of(sample, group, steps, C)
+    num_stats = of_all(num_rows, groups, C)
     if C.rms:
         rstd = load(stats_ptr, row, row_mask, C.wide)
         mean = tl.zeros_like(rstd)
     else:
         mean = load(stats_ptr, row, row_mask, C.wide)
         rstd = load(stats_ptr, num_stats + row, row_mask, C.wide)
-    return mean, rstd
+    dy_row = row_offset(row, (middle, inner), strides[0], C.unit, C.flat)
+    h_row = row_offset(row, (middle, inner), strides[1], C.unit, C.flat)
+    other_row = row_offset(row, (middle, inner), strides[2], C.unit, C.flat)
+    return row, (dy_row, h_row, other_row, row * num_cols), (mean, rstd), row_mask
 
 
 @triton.jit
 def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.constexpr, LAST: tl.constexpr):
     """n, n as it is rounded, g, g * w and the gradient of a last factor's row, of columns `at`, from `start` on.
 
-    `pointers` are dy, h, the other row, weight, bias and seed. Masked dy is read as zero, so g is zero there, and n
-    finite.
+    `pointers`, here and below, are dy, h, the other row (x where forward stored h), dh, weight, bias, gate, seed, dx
+    and dother. Masked dy is read as zero, so g is zero there, and n finite.
     """
-    dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr = pointers
+    dy_ptr, h_ptr, other_ptr, _, weight_ptr, bias_ptr, _, seed_ptr, _, _ = pointers
     dy_row, h_row, other_row, out_row = rows
     mean, rstd = statistics
     dy_offset = dy_row + at
@@ -103,8 +113,8 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
     if C.stored:
         h = load(h_ptr, h_offset, mask, C.wide, LAST)
     else:
-        pointers = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
-        h = normalised(pointers, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
+        of_forward = (h_ptr, other_ptr, seed_ptr, weight_ptr)  # without a residual there is no gate
+        h = normalised(of_forward, (h_offset, other_row + at), at, position, (mask, col_mask), C, C.block, LAST)
     n = (h - mean) * rstd
     g = load(dy_ptr, dy_offset, mask, C.wide, LAST)
     weight, bias = weight_and_bias((weight_ptr, bias_ptr), at, col_mask, C)
@@ -128,20 +138,17 @@ def gradient(pointers, rows, start, at, statistics, mask, col_mask, C: tl.conste
 
 @triton.jit
 def before_gate(pointers, other_row, at, position, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies; `pointers`: x, seed."""
-    u = value(load(pointers[0], other_row + at, mask, C.wide, LAST), C.pre_activation)
+    """A tile of dropout(pre_activation(x)), which the residual's gate multiplies."""
+    u = value(load(pointers[2], other_row + at, mask, C.wide, LAST), C.pre_activation)
     if C.threshold > 0:
-        u = tl.where(kept(pointers[1], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
+        u = tl.where(kept(pointers[7], position, C.threshold, C.aligned, C.block), u * C.kept_scale, 0.0)
     return u
 
 
 @triton.jit
 def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr, LAST: tl.constexpr):
-    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up.
-
-    `pointers` are dh, h, the other row (x where forward stored h), seed, the two, and the gate.
-    """
-    dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, gate_ptr = pointers
+    """dx, and the gradient of the residual or of a first factor's row, of a tile; returns what dgate sums up."""
+    _, h_ptr, other_ptr, dh_ptr, _, _, gate_ptr, seed_ptr, dx_ptr, dother_ptr = pointers
     mask, col_mask = masks
     _, h_row, other_row, out_row = rows
     mean_gwn, mean_gw = means
@@ -161,7 +168,7 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
         store(dother_ptr, out_offset, dh, mask, LAST)
     of_gate = dh
     if C.dgate:
-        u = before_gate((other_ptr, seed_ptr), other_row, at, position, mask, C, LAST)
+        u = before_gate(pointers, other_row, at, position, mask, C, LAST)
         of_gate = tl.where(mask, dh * u, 0.0)
     if C.dx:
         if C.gates_residual:
@@ -176,13 +183,13 @@ def write(pointers, rows, start, at, n, gw, means, rstd, masks, C: tl.constexpr,
 
 @triton.jit
 def write_factor(pointers, rows, at, dfactor, mask, C: tl.constexpr, LAST: tl.constexpr):
-    """The gradient of a last factor, of a tile; `pointers` as for `write`."""
+    """The gradient of a last factor, of a tile."""
     if C.last_factor and C.dother:
-        store(pointers[5], rows[3] + at, dfactor, mask, LAST)
+        store(pointers[9], rows[3] + at, dfactor, mask, LAST)
 
 
 @triton.jit
-def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
+def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C: tl.constexpr):
     """dx and dother of rows that are read a block at a time, twice; of parts of rows, the sums of gwn and gw."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
@@ -191,7 +198,7 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
     for start in range(0, num_cols, BLOCK):
         at = start + col
         col_mask = within(at, num_cols, C.exact)
-        n, _, _, gw, _ = gradient(sources, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
+        n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, row_mask & col_mask, col_mask, C, False)
         sum_gwn += gw * n
         sum_gw += gw
     if C.part:
@@ -201,14 +208,14 @@ def _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, coun
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, _, _, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
-        write_factor(targets, rows, at, dfactor, mask, C, True)
-        write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
+        n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
+        write_factor(pointers, rows, at, dfactor, mask, C, True)
+        write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
     return means
 
 
 @triton.jit
-def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
+def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
     """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs.
 
     Of parts of rows: no dx and dother, but the sums of gwn and gw.
@@ -226,8 +233,8 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
         at = start + col
         col_mask = within(at, num_cols, C.exact)
         mask = row_mask & col_mask
-        n, rounded, g, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, False)
-        write_factor(targets, rows, at, dfactor, mask, C, AGAIN)
+        n, rounded, g, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, False)
+        write_factor(pointers, rows, at, dfactor, mask, C, AGAIN)
         if not AGAIN:
             ns = ns + (n,)
             gws = gws + (gw,)
@@ -250,18 +257,42 @@ def _whole_rows(sources, targets, rows, col, statistics, row_mask, sums, num_col
             col_mask = within(at, num_cols, C.exact)
             mask = row_mask & col_mask
             if AGAIN:
-                n, _, _, gw, _ = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
+                n, _, _, gw, _ = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
             else:
                 n = ns[i]
                 gw = gws[i]
-            of_gate = write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, AGAIN)
+            of_gate = write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, AGAIN)
             dgate_now = dgate_now + (dgate[i] + tl.sum(of_gate, axis=0) if C.dgate else dgate[i],)
     if not C.dgate:
         dgate_now = dgate
     return dweight_now, dbias_now, dgate_now, row_sums
 
 
-@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
+@triton.jit
+def store_partials(pointers, program, programs, at, sums, num_cols, width, C: tl.constexpr):
+    """A program's partial rows of dweight, of dbias, which lie behind those of dweight, and of dgate, at columns `at`.
+
+    A row of all groups is `width` long. Sums by rows of a tile are added up.
+    """
+    partials_ptr, of_gate_ptr = pointers
+    dweight, dbias, dgate = sums
+    if C.dweight:
+        tl.store(partials_ptr + program * width + at, _down(dweight), mask=at < num_cols)
+    if C.dbias:
+        first = programs if C.dweight else 0
+        tl.store(partials_ptr + (first + program) * width + at, _down(dbias), mask=at < num_cols)
+    if C.dgate:
+        tl.store(of_gate_ptr + program * width + at, _down(dgate), mask=at < num_cols)
+
+
+@triton.jit
+def _down(sums):
+    if len(sums.shape) == 2:
+        sums = tl.sum(sums, axis=0)
+    return sums
+
+
+@kernel()
 def row_norm_bwd(
     dy_ptr,
     h_ptr,
@@ -269,11 +300,14 @@ def row_norm_bwd(
     dh_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     seed_ptr,
     stats_ptr,
     dx_ptr,
     dother_ptr,
     partials_ptr,
+    dgate_partials_ptr,
+    per_group,
     num_rows,
     col_units,
     middle,
@@ -287,14 +321,11 @@ def row_norm_bwd(
     o0,
     o1,
     o2,
-    per_group,
     sample_step,
     group_step,
     weight_pitch,
     bias_pitch,
     gate_pitch,
-    gate_ptr,
-    dgate_partials_ptr,
     C: tl.constexpr,
 ):
     """dx and dother; unless rows are looped over, partial sums too. `num_rows` counts samples: rows in every group.
@@ -314,11 +345,12 @@ def row_norm_bwd(
     if C.grouped:
         programs = per_group
     col = tl.arange(0, BLOCK)[None, :]
-    weight_ptr = of_group(weight_ptr, group, weight_pitch * C.unit, C)
-    bias_ptr = of_group(bias_ptr, group, bias_pitch * C.unit, C)
-    sources = (dy_ptr, h_ptr, other_ptr, weight_ptr, bias_ptr, seed_ptr)
-    gate_ptr = of_group(gate_ptr, group, gate_pitch * C.unit, C)
-    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, gate_ptr)
+    weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
+    bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
+    gate = of_group(gate_ptr, group, gate_pitch * C.unit, C)
+    pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr)
+    lengths = (num_rows, num_cols, middle, inner)
+    strides = ((g0, g1, g2), (h0, h1, h2), (o0, o1, o2))
     dweight = ()
     dbias = ()
     dgate = ()
@@ -329,65 +361,19 @@ def row_norm_bwd(
     wait_for_previous_kernel(C.chained)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), programs, num_stages=C.stages):
         sample = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        row_mask = sample < num_rows
-        row = row_of(sample, group, (sample_step, group_step), C)
-        statistics = statistics_of(stats_ptr, row, of_all(num_rows, groups, C), row_mask, C)
-        dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
-        h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
-        other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
-        rows = (dy_row, h_row, other_row, row * num_cols)
+        steps = (sample_step, group_step)
+        row, rows, statistics, row_mask = rows_at(sample, (group, groups), stats_ptr, lengths, strides, steps, C)
         if C.looped:
-            sums = _long_rows(sources, targets, rows, col, statistics, row_mask, num_cols, count, each, C)
+            sums = _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each, C)
         else:
             kept_sums = (dweight, dbias, dgate)
             dweight, dbias, dgate, sums = _whole_rows(
-                sources, targets, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
+                pointers, rows, col, statistics, row_mask, kept_sums, num_cols, count, each, C
             )
         if C.part and C.dx:
             store_sums(dx_ptr, row, of_all(num_rows, groups, C), num_cols, row_mask, sums, C)
-    # Partial rows, of all groups: those of dweight, one per program, then those of dbias.
-    partials_ptr = of_group(partials_ptr, group, num_cols, C)
-    dgate_partials_ptr = of_group(dgate_partials_ptr, group, num_cols, C)
+    partials = (of_group(partials_ptr, group, num_cols, C), of_group(dgate_partials_ptr, group, num_cols, C))
     width = of_all(num_cols, groups, C)
     for i in tl.static_range(PIECES):
         at = i * BLOCK + tl.arange(0, BLOCK)
-        if C.dweight:
-            tl.store(partials_ptr + program * width + at, dweight[i], mask=at < num_cols)
-        if C.dbias:
-            first = programs if C.dweight else 0
-            tl.store(partials_ptr + (first + program) * width + at, dbias[i], mask=at < num_cols)
-        if C.dgate:
-            tl.store(dgate_partials_ptr + program * width + at, dgate[i], mask=at < num_cols)
-
-
-@triton.jit(do_not_specialize=["num_partials"])
-def sum_partials(partials_ptr, first_ptr, second_ptr, num_partials, num_cols, C: tl.constexpr):
-    """Adds the partial rows of a block of columns, in order, and rounds once.
-
-    C.pair: of two sums; axis 1 of the grid says which. A constant, because Inductor must know which tensors are
-    written.
-    """
-    ROWS: tl.constexpr = C.rows
-    BLOCK: tl.constexpr = C.block
-    wait_for_previous_kernel(C.chained)
-    let_next_kernel_start(C.chained)
-    which = tl.program_id(1)
-    block = tl.program_id(0)
-    if C.many:
-        block = block.to(tl.int64)
-    col = block * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], C.acc)
-    for start in range(0, num_partials, ROWS):
-        partial = start + tl.arange(0, ROWS)[:, None]
-        if C.many:
-            partial = partial.to(tl.int64)
-        mask = (partial < num_partials) & (col < num_cols)[None, :]
-        total += load(partials_ptr, (which * num_partials + partial) * num_cols + col[None, :], mask, C.wide)
-    sums = tl.sum(total, axis=0)
-    if C.pair:
-        if which == 0:
-            store(first_ptr, col, sums, col < num_cols)
-        else:
-            store(second_ptr, col, sums, col < num_cols)
-    else:
-        store(first_ptr, col, sums, col < num_cols)
+        store_partials(partials, program, programs, at, (dweight[i], dbias[i], dgate[i]), num_cols, width, C)

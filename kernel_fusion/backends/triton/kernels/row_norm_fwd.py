@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
 from kernel_fusion.backends.triton.kernels.chain import let_next_kernel_start, wait_for_previous_kernel
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.dropout import kept
 from kernel_fusion.backends.triton.kernels.elementary import divide, quotient, reciprocal_sqrt
 from kernel_fusion.backends.triton.kernels.quantize import store_codes
@@ -37,11 +38,6 @@ from kernel_fusion.backends.triton.kernels.rows import (
     within,
 )
 from kernel_fusion.backends.triton.kernels.stages import factor
-
-# These may differ between calls of one compiled kernel. They count in steps of the constant `unit`.
-LENGTHS = ["num_rows", "col_units", "middle", "inner", "x0", "x1", "x2", "o0", "o1", "o2"]
-# Those that groups of rows have beside them.
-OF_GROUPS = ["per_group", "sample_step", "group_step", "weight_pitch", "bias_pitch", "gate_pitch"]
 
 
 @triton.jit
@@ -138,6 +134,17 @@ def weight_and_bias(pointers, col, mask, C: tl.constexpr):
     if C.has_bias:
         bias = tl.load(pointers[1] + col, mask=mask, other=0.0)
     return weight, bias
+
+
+@triton.jit
+def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
+    """Mean and rstd of rows, one after the other; for RMSNorm rstd alone."""
+    mean, rstd = statistics
+    if C.rms:
+        store(ptr, row, rstd, row_mask)
+    else:
+        store(ptr, row, mean, row_mask)
+        store(ptr, num_rows + row, rstd, row_mask)
 
 
 @triton.jit
@@ -286,16 +293,19 @@ def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_c
     return mean, rstd
 
 
-@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
+@kernel()
 def row_norm_fwd(
     x_ptr,
     other_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     seed_ptr,
     y_ptr,
     h_ptr,
     stats_ptr,
+    codes_ptr,
+    per_group,
     num_rows,
     col_units,
     middle,
@@ -306,70 +316,19 @@ def row_norm_fwd(
     o0,
     o1,
     o2,
-    per_group,
     sample_step,
     group_step,
     weight_pitch,
     bias_pitch,
     gate_pitch,
-    gate_ptr,
     C: tl.constexpr,
 ):
     """y, h where there is a residual, and the statistics if C.stats. Lengths and strides count units.
 
     `num_rows` is that of samples, each of which has a row in every group. C.part: h, and instead of statistics the sums
-    of squares and of values, for `row_norm_apply`.
+    of squares and of values, for `row_norm_apply`. C.codes: codes of y, and instead of statistics their scales, which
+    may be given; y, if C.keeps.
     """
-    pointers = (x_ptr, other_ptr, seed_ptr, gate_ptr)
-    results = (y_ptr, h_ptr, (y_ptr, y_ptr))
-    lengths = (num_rows, col_units, middle, inner)
-    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch)
-    _forward(pointers, (weight_ptr, bias_ptr), results, stats_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
-
-
-@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
-def row_norm_codes(
-    x_ptr,
-    other_ptr,
-    weight_ptr,
-    bias_ptr,
-    seed_ptr,
-    y_ptr,
-    h_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    col_units,
-    middle,
-    inner,
-    x0,
-    x1,
-    x2,
-    o0,
-    o1,
-    o2,
-    per_group,
-    sample_step,
-    group_step,
-    weight_pitch,
-    bias_pitch,
-    gate_pitch,
-    gate_ptr,
-    C: tl.constexpr,
-):
-    """Codes of y, their scales unless they are given, and h; y, if C.keeps. Rows are whole."""
-    pointers = (x_ptr, other_ptr, seed_ptr, gate_ptr)
-    results = (y_ptr, h_ptr, (codes_ptr, scales_ptr))
-    lengths = (num_rows, col_units, middle, inner)
-    of_groups = (per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch)
-    _forward(pointers, (weight_ptr, bias_ptr), results, y_ptr, lengths, (x0, x1, x2), (o0, o1, o2), of_groups, C)
-
-
-@triton.jit
-def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, o_strides, of_groups, C: tl.constexpr):
-    """The body of both kernels."""
-    num_rows, col_units, middle, inner = lengths
-    per_group, sample_step, group_step, weight_pitch, bias_pitch, gate_pitch = of_groups
     ROWS: tl.constexpr = C.rows
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
@@ -381,18 +340,15 @@ def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, 
     sample = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = sample < num_rows
     row = row_of(sample, group, (sample_step, group_step), C)
+    all_rows = of_all(num_rows, groups, C)
     start = tl.arange(0, SLICES)[:, None] * WIDTH
     col = start + tl.arange(0, WIDTH)[None, :]
-    x_row = row_offset(row, (middle, inner), x_strides, C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), o_strides, C.unit, C.flat)
+    x_row = row_offset(row, (middle, inner), (x0, x1, x2), C.unit, C.flat)
+    other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
     rows = (x_row, other_row, row * num_cols)
-    y_ptr, h_ptr, codes = results
-    results = (y_ptr, h_ptr, codes + (of_all(num_rows, groups, C), row))
-    weight_ptr, bias_ptr = affine_pointers
+    results = (y_ptr, h_ptr, (codes_ptr, stats_ptr, all_rows, row))
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
-    bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
-    parameters = (weight, bias)
-    x_ptr, other_ptr, seed_ptr, gate_ptr = pointers
+    parameters = (weight, of_group(bias_ptr, group, bias_pitch * C.unit, C))
     pointers = (x_ptr, other_ptr, seed_ptr, of_group(gate_ptr, group, gate_pitch * C.unit, C))
     wait_for_previous_kernel(C.chained)
     let_next_kernel_start(C.chained and C.releases)
@@ -404,12 +360,6 @@ def _forward(pointers, affine_pointers, results, stats_ptr, lengths, x_strides, 
         # The variance takes the place of rstd. In float64 no digits are lost where moments are moved to zero.
         shift = mean.to(tl.float64)
         squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
-        all_rows = of_all(num_rows, groups, C)
         store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)
     elif C.stats:
-        # Mean and rstd, one after the other; for RMSNorm rstd alone.
-        if C.rms:
-            store(stats_ptr, row, rstd, row_mask)
-        else:
-            store(stats_ptr, row, mean, row_mask)
-            store(stats_ptr, of_all(num_rows, groups, C) + row, rstd, row_mask)
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)

@@ -12,16 +12,10 @@ import triton
 import triton.language as tl
 
 from kernel_fusion.backends.triton.kernels.activations import value
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import reciprocal_sqrt
-from kernel_fusion.backends.triton.kernels.row_norm_bwd import LENGTHS as BWD_LENGTHS
-from kernel_fusion.backends.triton.kernels.row_norm_bwd import gradient, statistics_of, write, write_factor
-from kernel_fusion.backends.triton.kernels.row_norm_fwd import (
-    LENGTHS,
-    OF_GROUPS,
-    affine,
-    normalised,
-    weight_and_bias,
-)
+from kernel_fusion.backends.triton.kernels.row_norm_bwd import gradient, rows_at, write, write_factor
+from kernel_fusion.backends.triton.kernels.row_norm_fwd import affine, normalised, store_statistics, weight_and_bias
 from kernel_fusion.backends.triton.kernels.rows import (
     load,
     means_over_ranks,
@@ -37,27 +31,27 @@ from kernel_fusion.backends.triton.kernels.stages import factor
 
 
 @triton.jit
-def _tile(num_rows, num_cols, of_groups, C: tl.constexpr):
-    """This program's rows; the first of its columns; its group; how many rows all groups have; and what rows exist."""
+def _tile(num_cols, per_group, C: tl.constexpr):
+    """This program's samples; the first of its columns; its group; and how many groups there are."""
     ROWS: tl.constexpr = C.rows
-    per_group, sample_step, group_step = of_groups
     number, group, groups = place(per_group, C, True)
     blocks = tl.cdiv(num_cols, C.block)
     sample = (number // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    row = row_of(sample, group, (sample_step, group_step), C)
-    return row, number % blocks * C.block, group, of_all(num_rows, groups, C), sample < num_rows
+    return sample, number % blocks * C.block, group, groups
 
 
-@triton.jit(do_not_specialize=LENGTHS + OF_GROUPS)
+@kernel()
 def row_norm_apply(
     h_ptr,
     other_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     seed_ptr,
-    sums_ptr,
     y_ptr,
+    sums_ptr,
     stats_ptr,
+    per_group,
     num_rows,
     col_units,
     middle,
@@ -68,19 +62,20 @@ def row_norm_apply(
     o0,
     o1,
     o2,
-    per_group,
     sample_step,
     group_step,
     weight_pitch,
     bias_pitch,
     gate_pitch,
-    gate_ptr,
     C: tl.constexpr,
 ):
     """y and the statistics, from h as it was written, or else from x. Lengths and strides count units."""
     BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
-    row, start, group, all_rows, row_mask = _tile(num_rows, num_cols, (per_group, sample_step, group_step), C)
+    sample, start, group, groups = _tile(num_cols, per_group, C)
+    row_mask = sample < num_rows
+    row = row_of(sample, group, (sample_step, group_step), C)
+    all_rows = of_all(num_rows, groups, C)
     at = start + tl.arange(0, BLOCK)[None, :]
     col_mask = within(at, num_cols, C.exact)
     mask = row_mask & col_mask
@@ -103,14 +98,10 @@ def row_norm_apply(
         y = y * factor(load(other_ptr, other_offset, mask, C.wide, True), C)
     store(y_ptr, row * num_cols + at, y, mask, LAST=True)
     if start == 0:
-        if C.rms:
-            store(stats_ptr, row, rstd, row_mask)
-        else:
-            store(stats_ptr, row, mean, row_mask)
-            store(stats_ptr, all_rows + row, rstd, row_mask)
+        store_statistics(stats_ptr, row, all_rows, row_mask, (mean, rstd), C)
 
 
-@triton.jit(do_not_specialize=BWD_LENGTHS + OF_GROUPS)
+@kernel()
 def row_norm_bwd_apply(
     dy_ptr,
     h_ptr,
@@ -118,11 +109,13 @@ def row_norm_bwd_apply(
     dh_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     seed_ptr,
     stats_ptr,
-    sums_ptr,
     dx_ptr,
     dother_ptr,
+    sums_ptr,
+    per_group,
     num_rows,
     col_units,
     middle,
@@ -136,7 +129,6 @@ def row_norm_bwd_apply(
     o0,
     o1,
     o2,
-    per_group,
     sample_step,
     group_step,
     weight_pitch,
@@ -145,23 +137,21 @@ def row_norm_bwd_apply(
     C: tl.constexpr,
 ):
     """dx and dother. Lengths and strides count units."""
-    BLOCK: tl.constexpr = C.block
     num_cols = col_units * C.unit
-    row, start, group, all_rows, row_mask = _tile(num_rows, num_cols, (per_group, sample_step, group_step), C)
-    at = start + tl.arange(0, BLOCK)[None, :]
+    sample, start, group, groups = _tile(num_cols, per_group, C)
+    at = start + tl.arange(0, C.block)[None, :]
     col_mask = within(at, num_cols, C.exact)
+    lengths = (num_rows, num_cols, middle, inner)
+    strides = ((g0, g1, g2), (h0, h1, h2), (o0, o1, o2))
+    steps = (sample_step, group_step)
+    row, rows, statistics, row_mask = rows_at(sample, (group, groups), stats_ptr, lengths, strides, steps, C)
     mask = row_mask & col_mask
-    dy_row = row_offset(row, (middle, inner), (g0, g1, g2), C.unit, C.flat)
-    h_row = row_offset(row, (middle, inner), (h0, h1, h2), C.unit, C.flat)
-    other_row = row_offset(row, (middle, inner), (o0, o1, o2), C.unit, C.flat)
-    rows = (dy_row, h_row, other_row, row * num_cols)
-    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, all_rows, row_mask, C)
+    mean_gwn, mean_gw = means_over_ranks(sums_ptr, row, of_all(num_rows, groups, C), row_mask, C)
     means = (mean_gwn.to(C.acc), mean_gw.to(C.acc))
-    statistics = statistics_of(stats_ptr, row, all_rows, row_mask, C)
     weight = of_group(weight_ptr, group, weight_pitch * C.unit, C)
     bias = of_group(bias_ptr, group, bias_pitch * C.unit, C)
-    sources = (dy_ptr, h_ptr, other_ptr, weight, bias, seed_ptr)
-    targets = (dh_ptr, h_ptr, other_ptr, seed_ptr, dx_ptr, dother_ptr, weight)  # no gate
-    n, _, _, gw, dfactor = gradient(sources, rows, start, at, statistics, mask, col_mask, C, True)
-    write_factor(targets, rows, at, dfactor, mask, C, True)
-    write(targets, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)
+    gate = of_group(gate_ptr, group, gate_pitch * C.unit, C)
+    pointers = (dy_ptr, h_ptr, other_ptr, dh_ptr, weight, bias, gate, seed_ptr, dx_ptr, dother_ptr)
+    n, _, _, gw, dfactor = gradient(pointers, rows, start, at, statistics, mask, col_mask, C, True)
+    write_factor(pointers, rows, at, dfactor, mask, C, True)
+    write(pointers, rows, start, at, n, gw, means, statistics[1], (mask, col_mask), C, True)

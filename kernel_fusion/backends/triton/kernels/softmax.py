@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernel_fusion.backends.triton.kernels.constants import kernel
 from kernel_fusion.backends.triton.kernels.elementary import exp
 from kernel_fusion.backends.triton.kernels.rows import load, row_offset, store
-
-LENGTHS = ["num_rows", "col_units", "matrix_rows", "middle", "inner", "x0", "x1", "x2", "m0", "m1", "m2"]
 
 
 @triton.jit
@@ -79,7 +78,7 @@ def _long_rows(pointers, y_ptr, row, rows, mask_step, col, row_mask, num_cols, C
         store(y_ptr, row * num_cols + at, y, inside)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel("mask_step")
 def softmax_fwd(
     x_ptr,
     mask_ptr,
@@ -128,7 +127,7 @@ def _gradient(dy, y, total, C: tl.constexpr):
     return dx
 
 
-@triton.jit(do_not_specialize=["num_rows", "col_units"])
+@kernel()
 def softmax_bwd(dy_ptr, y_ptr, dx_ptr, num_rows, col_units, C: tl.constexpr):
     """Write dx from contiguous dy and y; 0 if y is, with left out elements."""
     ROWS: tl.constexpr = C.rows
