@@ -1,0 +1,274 @@
+"""Rotary embeddings: finds modules that make angles and functions that apply them, by calling both.
+
+Transformers repeats each angle for both columns of a pair, and ours takes it once. Nothing about a tensor shows that it
+was repeated, so a patched module marks the tensors it makes. A call whose angles carry no mark runs its own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernel_fusion.functional.rotary import rotate
+from kernel_fusion.patching.agree import differing_bits, disagreement
+from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.swap import is_bare
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MARK = "_kf_angles"
+ONCE, HALVES, PAIRS = "once", "halves", "pairs"
+# How the columns of cos and sin stand for the pairs of columns of a head.
+_REPEAT: dict[str, Callable[[Tensor], Tensor]] = {
+    ONCE: lambda t: t,
+    HALVES: lambda t: torch.cat((t, t), -1),
+    PAIRS: lambda t: t.repeat_interleave(2, -1),
+}
+_HALVE: dict[str, Callable[[Tensor], Tensor]] = {
+    HALVES: lambda t: t[..., : t.shape[-1] // 2],
+    PAIRS: lambda t: t[..., ::2],
+}
+
+
+class Mark(NamedTuple):
+    """One angle per pair, beside the tensor that repeats them."""
+
+    layout: str
+    once: Tensor
+    version: int
+
+
+def _version(t: Tensor) -> int:
+    """A number that changes when somebody writes into the tensor; inference mode does not count."""
+    return 0 if t.is_inference() else t._version
+
+
+@dataclass(frozen=True)
+class AnglesForm:
+    """A module that makes cos and sin, each angle twice."""
+
+    layout: str
+
+    def __deepcopy__(self, memo: Any) -> AnglesForm:
+        return self
+
+    def __str__(self) -> str:
+        return f"cos and sin for rope, from {self.layout}"
+
+    def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
+        """A forward that also keeps one of each two columns."""
+        halve = _HALVE[self.layout]
+
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = original.forward(self_, *args, **kwargs)
+            if isinstance(found, tuple) and not torch.compiler.is_compiling():  # the compiler sees the rotation itself
+                for t in found:
+                    if type(t) is Tensor and not t.requires_grad:
+                        setattr(t, _MARK, Mark(self.layout, halve(t).contiguous(), _version(t)))
+            return found
+
+        return {"forward": forward}
+
+
+def fit_angles(module: nn.Module) -> AnglesForm | None:
+    """The form of a module that makes cos and sin from an example and positions; others get None."""
+    positional = arguments(type(module).forward)
+    if module._parameters or not positional or not 2 <= sum(p.default is p.empty for p in positional) <= 3:
+        return None
+    kinds = getattr(module, "layer_types", None)
+    layouts = {_layout(_made_up(module), *kind) for kind in ([(kind,) for kind in kinds] if kinds else [()])}
+    layout = layouts.pop()
+    return AnglesForm(layout) if layout and not layouts else None
+
+
+def _made_up(module: nn.Module) -> StandIn:
+    """A stand-in with other frequencies, so that no two are equal."""
+    stand_in, random = StandIn(module), generator()
+    buffers: dict[str, Any] = stand_in.module._buffers
+    for name, b in buffers.items():
+        if isinstance(b, Tensor) and b.is_floating_point():
+            buffers[name] = torch.rand(b.shape, generator=random, dtype=torch.float32).to(b.dtype)
+    return stand_in
+
+
+def _layout(stand_in: StandIn, *kind: Any) -> str | None:
+    """How cos and sin repeat their angles, at positions of one and of three axes."""
+    x = torch.ones(2, 5, 8)
+    for axes in ((), (3,)):
+        positions = torch.randint(40, (*axes, 2, 5), generator=generator())
+        try:
+            found = stand_in(x, positions, *kind)
+        except Exception:  # unknown code may raise anything for unexpected positions
+            continue
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(t, Tensor) for t in found):
+            return None
+        for layout, halve in _HALVE.items():
+            if all(t.shape[-1] % 2 == 0 and torch.equal(_REPEAT[layout](halve(t)), t) for t in found):
+                return layout
+    return None
+
+
+class RotaryForm(NamedTuple):
+    """A function of query, key, cos and sin as arguments of ours."""
+
+    layout: str
+    interleaved: bool
+    partial: bool  # whether it leaves columns for which there are no angles
+    heads: int  # the dimension of heads
+    moves: bool  # whether `unsqueeze_dim` may say another
+    rounding: Mapping[tuple[torch.dtype, torch.dtype], str]  # by the dtypes of query and cos
+
+    def call(self, *args: Any, unsqueeze_dim: Any = None) -> Any:
+        """The result of our operator; None if the function was not examined with such arguments."""
+        *heads, cos, sin = args
+        dim = self.heads if unsqueeze_dim is None else unsqueeze_dim
+        if dim != self.heads and not (self.moves and dim in (1, 2)):
+            return None
+        tables = [self._once(t) for t in (cos, sin)]
+        if not all(type(t) is Tensor for t in (*heads, *tables)):
+            return None
+        q, (c, s) = heads[0], tables
+        rounding = self.rounding.get((q.dtype, cos.dtype))
+        if rounding is None or not self._fits(heads, c, s, dim):
+            return None
+        found = rotate(heads, c, s, interleaved=self.interleaved, unsqueeze_dim=dim, rounding=rounding)
+        return found if len(heads) == 2 else found[0]
+
+    def _once(self, t: Any) -> Any:
+        """One angle per pair, if it is known; else None."""
+        if not isinstance(t, Tensor) or t.requires_grad or self.layout == ONCE:
+            return None if not isinstance(t, Tensor) or t.requires_grad else t
+        mark = getattr(t, _MARK, None)
+        known = mark is not None and mark.layout == self.layout and mark.version == _version(t)
+        return mark.once if known else None
+
+    def _fits(self, heads: list[Tensor], cos: Tensor, sin: Tensor, dim: int) -> bool:
+        """Whether heads have the sizes and dtype of each other and of the angles."""
+        q = heads[0]
+        if q.dim() != 4 or cos.dim() != 3 or sin.shape != cos.shape or sin.dtype != cos.dtype:
+            return False
+        batch, tokens, columns = q.shape[0], q.shape[3 - dim], q.shape[3]
+        return (
+            cos.shape[0] in (1, batch)
+            and cos.shape[1] == tokens
+            and (2 * cos.shape[2] == columns or (self.partial and 2 * cos.shape[2] < columns))
+            and all(
+                (t.dtype, t.device, t.dim(), t.shape[0], t.shape[3 - dim], t.shape[3])
+                == (q.dtype, cos.device, 4, batch, tokens, columns)
+                for t in heads
+            )
+        )
+
+
+@functools.cache
+def fit_rotary(function: Any, count: int) -> RotaryForm | None:
+    """The form of a function of `count` tensors of heads, cos and sin, or None; the function may be a module."""
+    for layout, interleaved, dim in itertools.product(_REPEAT, (False, True), (1, 2)):
+        trial = _Trial(function, count, layout, interleaved, dim)
+        if not trial.same(8):
+            continue
+        rounding = {key: found for key in itertools.product(_DTYPES, _DTYPES) if (found := trial.rounding(*key))}
+        if rounding:
+            moved = _Trial(function, count, layout, interleaved, 3 - dim)
+            moves = moved.same(8, unsqueeze_dim=3 - dim)
+            return RotaryForm(layout, interleaved, trial.same(6), dim, moves, rounding)
+    return None
+
+
+def confirm_rotary(
+    function: Any, count: int, form: RotaryForm, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why the kernels of a device should not replace the function after all, or None."""
+    if device.type not in ("cpu", "cuda") or (dtype, dtype) not in form.rounding:
+        return None  # as on `meta`: nothing to try
+    trial = _Trial(function, count, form.layout, form.interleaved, form.heads, device)
+    worse = trial.worse(dtype, dtype, form.rounding[dtype, dtype], backend=None)
+    return worse and f"{worse} differs from ours in {dtype} on {device.type}"
+
+
+class _Trial:
+    """A function with made-up heads and angles, beside our operator."""
+
+    def __init__(
+        self, function: Any, count: int, layout: str, interleaved: bool, dim: int, device: Any = "cpu"
+    ) -> None:
+        self.function, self.count, self.repeat = function, count, _REPEAT[layout]
+        self.interleaved, self.dim, self.device = interleaved, dim, device
+
+    def heads(self, dtype: torch.dtype) -> list[Tensor]:
+        """Query and key of other numbers of heads, as views of (B, L, H, D) where heads come first."""
+        random = generator(1)
+        shaped = [torch.randn(2, 5, heads, 16, generator=random).to(self.device, dtype) for heads in (3, 2)]
+        return [t.transpose(1, 2) if self.dim == 1 else t for t in shaped[: self.count]]
+
+    def angles(self, pairs: int, dtype: torch.dtype) -> list[Tensor]:
+        """cos and sin, once."""
+        values = torch.randn(2, 5, pairs, generator=generator(2)) * 3
+        return [t.to(self.device, dtype) for t in (values.cos(), values.sin())]
+
+    def theirs(self, pairs: int, dtype: torch.dtype, **options: Any) -> Callable[..., Tensor]:
+        """The function of heads, its results in a row."""
+        angles = [self.repeat(t) for t in self.angles(pairs, dtype)]
+        return lambda *heads: _joined(self.function(*(t.clone() for t in heads), *angles, **options))
+
+    def ours(self, pairs: int, dtype: torch.dtype, rounding: str, backend: str | None = "eager") -> Any:
+        """The same by our operator; in float64 for such heads."""
+        angles = self.angles(pairs, dtype)
+
+        def call(*heads: Tensor) -> Tensor:
+            tables = [t.to(torch.float64) if heads[0].dtype == torch.float64 else t for t in angles]
+            options: dict[str, Any] = {"interleaved": self.interleaved, "unsqueeze_dim": self.dim}
+            return _joined(rotate(heads, *tables, rounding=rounding, backend=backend, **options))
+
+        return call
+
+    def same(self, pairs: int, **options: Any) -> bool:
+        """Whether both compute the same in fp32."""
+        heads = self.heads(torch.float32)
+        found = _attempt(self.theirs(pairs, torch.float32, **options), heads)
+        ours = self.ours(pairs, torch.float32, "once")(*heads)
+        return found is not None and found.shape == ours.shape and torch.allclose(found, ours, 0, 1e-4)
+
+    def rounding(self, dtype: torch.dtype, angles: torch.dtype) -> str | None:
+        """The rounding in which both agree for these dtypes, forward and backward, or None."""
+        heads = self.heads(dtype)
+        found = _attempt(self.theirs(8, angles), heads)
+        if found is None or found.dtype != dtype:
+            return None
+        candidates = ("once", "hf") if dtype == angles != torch.float32 else ("once",)
+        rounding = min(candidates, key=lambda r: differing_bits(self.ours(8, angles, r)(*heads), found))
+        return None if self.worse(dtype, angles, rounding, "eager") else rounding
+
+    def worse(self, dtype: torch.dtype, angles: torch.dtype, rounding: str, backend: str | None) -> str | None:
+        """The result or gradient in which ours is worse."""
+        ours = self.ours(8, angles, rounding, backend)
+        return disagreement(ours, self.theirs(8, angles), self.ours(8, angles, "once"), self.heads(dtype))
+
+
+def _joined(results: Any) -> Tensor:
+    """One tensor of all results."""
+    many = (results,) if isinstance(results, Tensor) else results
+    return torch.cat([t.reshape(-1) for t in many])
+
+
+def _attempt(function: Callable[..., Tensor], heads: list[Tensor]) -> Tensor | None:
+    try:
+        with torch.no_grad():
+            return function(*heads)
+    except Exception:  # unknown code may raise anything for unexpected shapes
+        return None
+
+
+def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Called by rewritten methods: query and key turned in one pass if that is the same, else by `function`."""
+    if not torch.compiler.is_compiling() and (not isinstance(function, nn.Module) or is_bare(function)):
+        form = fit_rotary(function, len(args) - 2)
+        if form is not None and (found := form.call(*args, **kwargs)) is not None:
+            return found
+    return function(*args, **kwargs)
