@@ -354,6 +354,51 @@ class SoftmaxBwdSpec:
         return "f64" if "f64" in (self.dy, self.y, self.dx) else "f32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RotarySpec:
+    """Heads turned by angles, forward or backward.
+
+    Attributes:
+        x, angles: dtypes of heads, and of cos and sin.
+        cols, half: columns of a head, and how many pairs of them turn.
+        interleaved: whether a pair's columns are neighbours.
+        rounds: whether products are rounded to x, too.
+        backward: whether heads turn the other way.
+    """
+
+    x: Dtype = "f32"
+    angles: Dtype = "f32"
+    cols: int = 0
+    half: int = 0
+    interleaved: bool = False
+    rounds: bool = False
+    backward: bool = False
+
+    @property
+    def acc(self) -> str:
+        """The compute type."""
+        return "f64" if self.x == "f64" else "f32"
+
+
+@dataclass(frozen=True)
+class RotaryAccess:
+    """How heads and angles lie.
+
+    Attributes:
+        vec: elements per vector; it divides the pairs and the other columns.
+        threads: of a block.
+        positions: bytes of a position; 0: there are none.
+        align, align_out, align_angles: alignment of vectors in bytes.
+    """
+
+    vec: int = 1
+    threads: int = 32
+    positions: int = 0
+    align: int = VECTOR_BYTES
+    align_out: int = VECTOR_BYTES
+    align_angles: int = VECTOR_BYTES
+
+
 @dataclass(frozen=True)
 class RowAccess:
     """As in `Access`."""
