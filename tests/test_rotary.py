@@ -154,7 +154,7 @@ def test_no_bit_depends_on_threads_or_other_tokens() -> None:
 
 @pytest.mark.parametrize("rounding", ["once", "hf"])
 def test_both_turn_in_one_launch(rounding: str, target: Target) -> None:
-    """Query and key that `kf.patch` gives together take a kernel in each direction, in bf16 with the bits of the chain."""
+    """Query and key together take a kernel in each direction, and "hf" gives the bits of the definition in bf16."""
     x = torch.randn(2, 5, 5 * 16, device=target.device).to(BF16).requires_grad_()
     heads = [t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in (x[..., :64], x[..., 64:])]
     tables = angles(5, 8, BF16, target.device)

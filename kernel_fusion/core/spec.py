@@ -356,13 +356,13 @@ class SoftmaxBwdSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """Heads turned by angles, forward or backward.
+    """Heads turned by angles.
 
     Attributes:
         x, angles: dtypes of heads, and of cos and sin.
         cols, half: columns of a head, and how many pairs of them turn.
         interleaved: whether a pair's columns are neighbours.
-        rounds: whether products are rounded to x, too.
+        rounds: whether products are rounded.
         backward: whether heads turn the other way.
     """
 
@@ -385,9 +385,9 @@ class RotaryAccess:
     """How heads and angles lie.
 
     Attributes:
-        vec: elements per vector; it divides the pairs and the other columns.
+        vec: elements per vector; it divides pairs and other columns.
         threads: of a block.
-        positions: bytes of a position; 0: there are none.
+        positions: bytes of a position, or 0.
         align, align_out, align_angles: alignment of vectors in bytes.
     """
 

@@ -75,6 +75,5 @@ for _name in schemas.QUANTIZED:
     schemas.library.impl(_name, _quantized_stub(_name), "CompositeExplicitAutograd")
 for _name in schemas.PARTS:
     schemas.library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")
-# What C++ calls for the norm of heads on a GPU, which has no kernels there.
 schemas.library.define(f"qk_norm_rope_on_gpu{schemas.VERBS['qk_norm_rope']}", tags=torch.Tag.pt2_compliant_tag)
 schemas.library.impl("qk_norm_rope_on_gpu", partial(fallback.serve_on_gpu, "qk_norm_rope"), "CompositeImplicitAutograd")

@@ -1,7 +1,7 @@
 """Rewrites methods that gate, add or rotate: `act(gate) * value`, `h = a + b` before `norm(h)`, `f(q, k, cos, sin)`.
 
-A method's source is parsed, these expressions become calls of `sites.py` and `rotary.py`, and the result is compiled with the method's
-own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
+A method's source is parsed, these expressions become calls of `sites.py` and `rotary.py`, and the result is compiled
+with the method's own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Rotary embeddings: finds modules that make angles and functions that apply them, by calling both.
 
-Transformers repeats each angle for both columns of a pair, and ours takes it once. Nothing about a tensor shows that it
-was repeated, so a patched module marks the tensors it makes. A call whose angles carry no mark runs its own code.
+Transformers repeats each angle for both columns of a pair; ours takes it once. No tensor shows that it was repeated, so
+a patched module marks those it makes. A call whose angles have no mark runs its own code.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 
 from kernel_fusion.functional.rotary import rotate
 from kernel_fusion.patching.agree import differing_bits, disagreement
-from kernel_fusion.patching.stand_in import StandIn, arguments, generator
+from kernel_fusion.patching.stand_in import StandIn, arguments, examining, generator
 from kernel_fusion.patching.swap import is_bare
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MARK = "_kf_angles"
+_COLUMNS = 16  # of made-up heads
 ONCE, HALVES, PAIRS = "once", "halves", "pairs"
 # How the columns of cos and sin stand for the pairs of columns of a head.
 _REPEAT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 
 def _version(t: Tensor) -> int:
-    """A number that changes when somebody writes into the tensor; inference mode does not count."""
+    """Changes when somebody writes into the tensor, if that was not made in inference mode."""
     return 0 if t.is_inference() else t._version
 
 
@@ -62,7 +62,7 @@ class AnglesForm:
         return f"cos and sin for rope, from {self.layout}"
 
     def methods(self, original: type[nn.Module]) -> Mapping[str, Callable[..., Any]]:
-        """A forward that also keeps one of each two columns."""
+        """A marking forward."""
         halve = _HALVE[self.layout]
 
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class RotaryForm(NamedTuple):
     rounding: Mapping[tuple[torch.dtype, torch.dtype], str]  # by the dtypes of query and cos
 
     def call(self, *args: Any, unsqueeze_dim: Any = None) -> Any:
-        """The result of our operator; None if the function was not examined with such arguments."""
+        """The result of our operator; None for arguments that were not examined."""
         *heads, cos, sin = args
         dim = self.heads if unsqueeze_dim is None else unsqueeze_dim
         if dim != self.heads and not (self.moves and dim in (1, 2)):
@@ -142,14 +142,15 @@ class RotaryForm(NamedTuple):
 
     def _once(self, t: Any) -> Any:
         """One angle per pair, if it is known; else None."""
-        if not isinstance(t, Tensor) or t.requires_grad or self.layout == ONCE:
-            return None if not isinstance(t, Tensor) or t.requires_grad else t
+        if not isinstance(t, Tensor) or t.requires_grad:  # the kernels have no gradients of angles
+            return None
+        if self.layout == ONCE:
+            return t
         mark = getattr(t, _MARK, None)
-        known = mark is not None and mark.layout == self.layout and mark.version == _version(t)
-        return mark.once if known else None
+        return mark.once if mark and mark.layout == self.layout and mark.version == _version(t) else None
 
     def _fits(self, heads: list[Tensor], cos: Tensor, sin: Tensor, dim: int) -> bool:
-        """Whether heads have the sizes and dtype of each other and of the angles."""
+        """Whether heads and angles fit together."""
         q = heads[0]
         if q.dim() != 4 or cos.dim() != 3 or sin.shape != cos.shape or sin.dtype != cos.dtype:
             return False
@@ -168,23 +169,21 @@ class RotaryForm(NamedTuple):
 
 @functools.cache
 def fit_rotary(function: Any, count: int) -> RotaryForm | None:
-    """The form of a function of `count` tensors of heads, cos and sin, or None; the function may be a module."""
-    for layout, interleaved, dim in itertools.product(_REPEAT, (False, True), (1, 2)):
-        trial = _Trial(function, count, layout, interleaved, dim)
-        if not trial.same(8):
-            continue
-        rounding = {key: found for key in itertools.product(_DTYPES, _DTYPES) if (found := trial.rounding(*key))}
-        if rounding:
+    """The form of a function of `count` tensors of heads, cos and sin, or None."""
+    with examining():
+        for layout, interleaved, dim in itertools.product(_REPEAT, (False, True), (1, 2)):
+            trial = _Trial(function, count, layout, interleaved, dim)
+            if not trial.same(_COLUMNS // 2):
+                continue
+            rounding = {key: found for key in itertools.product(_DTYPES, _DTYPES) if (found := trial.rounding(*key))}
             moved = _Trial(function, count, layout, interleaved, 3 - dim)
-            moves = moved.same(8, unsqueeze_dim=3 - dim)
-            return RotaryForm(layout, interleaved, trial.same(6), dim, moves, rounding)
+            moves = moved.same(_COLUMNS // 2, unsqueeze_dim=3 - dim)
+            return RotaryForm(layout, interleaved, trial.same(_COLUMNS // 2 - 2), dim, moves, rounding)
     return None
 
 
-def confirm_rotary(
-    function: Any, count: int, form: RotaryForm, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Why the kernels of a device should not replace the function after all, or None."""
+def confirm_rotary(function: Any, count: int, form: RotaryForm, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a device's kernels should not replace the function after all, or None."""
     if device.type not in ("cpu", "cuda") or (dtype, dtype) not in form.rounding:
         return None  # as on `meta`: nothing to try
     trial = _Trial(function, count, form.layout, form.interleaved, form.heads, device)
@@ -202,23 +201,19 @@ class _Trial:
         self.interleaved, self.dim, self.device = interleaved, dim, device
 
     def heads(self, dtype: torch.dtype) -> list[Tensor]:
-        """Query and key of other numbers of heads, as views of (B, L, H, D) where heads come first."""
         random = generator(1)
-        shaped = [torch.randn(2, 5, heads, 16, generator=random).to(self.device, dtype) for heads in (3, 2)]
+        shaped = [torch.randn(2, 5, heads, _COLUMNS, generator=random).to(self.device, dtype) for heads in (3, 2)]
         return [t.transpose(1, 2) if self.dim == 1 else t for t in shaped[: self.count]]
 
     def angles(self, pairs: int, dtype: torch.dtype) -> list[Tensor]:
-        """cos and sin, once."""
         values = torch.randn(2, 5, pairs, generator=generator(2)) * 3
         return [t.to(self.device, dtype) for t in (values.cos(), values.sin())]
 
     def theirs(self, pairs: int, dtype: torch.dtype, **options: Any) -> Callable[..., Tensor]:
-        """The function of heads, its results in a row."""
         angles = [self.repeat(t) for t in self.angles(pairs, dtype)]
         return lambda *heads: _joined(self.function(*(t.clone() for t in heads), *angles, **options))
 
     def ours(self, pairs: int, dtype: torch.dtype, rounding: str, backend: str | None = "eager") -> Any:
-        """The same by our operator; in float64 for such heads."""
         angles = self.angles(pairs, dtype)
 
         def call(*heads: Tensor) -> Tensor:
@@ -229,30 +224,28 @@ class _Trial:
         return call
 
     def same(self, pairs: int, **options: Any) -> bool:
-        """Whether both compute the same in fp32."""
         heads = self.heads(torch.float32)
         found = _attempt(self.theirs(pairs, torch.float32, **options), heads)
         ours = self.ours(pairs, torch.float32, "once")(*heads)
         return found is not None and found.shape == ours.shape and torch.allclose(found, ours, 0, 1e-4)
 
     def rounding(self, dtype: torch.dtype, angles: torch.dtype) -> str | None:
-        """The rounding in which both agree for these dtypes, forward and backward, or None."""
+        """The rounding in which both agree, forward and backward."""
         heads = self.heads(dtype)
-        found = _attempt(self.theirs(8, angles), heads)
+        found = _attempt(self.theirs(_COLUMNS // 2, angles), heads)
         if found is None or found.dtype != dtype:
             return None
         candidates = ("once", "hf") if dtype == angles != torch.float32 else ("once",)
-        rounding = min(candidates, key=lambda r: differing_bits(self.ours(8, angles, r)(*heads), found))
+        rounding = min(candidates, key=lambda r: differing_bits(self.ours(_COLUMNS // 2, angles, r)(*heads), found))
         return None if self.worse(dtype, angles, rounding, "eager") else rounding
 
     def worse(self, dtype: torch.dtype, angles: torch.dtype, rounding: str, backend: str | None) -> str | None:
-        """The result or gradient in which ours is worse."""
-        ours = self.ours(8, angles, rounding, backend)
-        return disagreement(ours, self.theirs(8, angles), self.ours(8, angles, "once"), self.heads(dtype))
+        pairs = _COLUMNS // 2
+        ours, exact = self.ours(pairs, angles, rounding, backend), self.ours(pairs, angles, "once")
+        return disagreement(ours, self.theirs(pairs, angles), exact, self.heads(dtype))
 
 
 def _joined(results: Any) -> Tensor:
-    """One tensor of all results."""
     many = (results,) if isinstance(results, Tensor) else results
     return torch.cat([t.reshape(-1) for t in many])
 
@@ -266,7 +259,7 @@ def _attempt(function: Callable[..., Tensor], heads: list[Tensor]) -> Tensor | N
 
 
 def turned(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called by rewritten methods: query and key turned in one pass if that is the same, else by `function`."""
+    """Called by rewritten methods: one pass if that is the same, else the function."""
     if not torch.compiler.is_compiling() and (not isinstance(function, nn.Module) or is_bare(function)):
         form = fit_rotary(function, len(args) - 2)
         if form is not None and (found := form.call(*args, **kwargs)) is not None:
