@@ -1,4 +1,4 @@
-"""`kf.patch` takes over rotary embeddings: functions of heads and angles, where a module of the model makes the angles."""
+"""`kf.patch` takes over rotary embeddings, where a module of the model makes the angles."""
 
 # ruff: noqa: D102 (the docstring of a module here says what its forward computes)
 from __future__ import annotations

@@ -119,7 +119,7 @@ class RotaryForm(NamedTuple):
 
     layout: str
     interleaved: bool
-    partial: bool  # whether it leaves columns for which there are no angles
+    partial: bool  # whether columns without angles stay
     heads: int  # the dimension of heads
     moves: bool  # whether `unsqueeze_dim` may say another
     rounding: Mapping[tuple[torch.dtype, torch.dtype], str]  # by the dtypes of query and cos
