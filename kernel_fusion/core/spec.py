@@ -356,15 +356,7 @@ class SoftmaxBwdSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """Heads turned by angles.
-
-    Attributes:
-        x, angles: dtypes of heads, and of cos and sin.
-        cols, half: columns of a head, and how many pairs of them turn.
-        interleaved: whether a pair's columns are neighbours.
-        rounds: whether products are rounded.
-        backward: whether heads turn the other way.
-    """
+    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way."""
 
     x: Dtype = "f32"
     angles: Dtype = "f32"
@@ -382,14 +374,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class RotaryAccess:
-    """How heads and angles lie.
-
-    Attributes:
-        vec: elements per vector; it divides pairs and other columns.
-        threads: of a block.
-        positions: bytes of a position, or 0.
-        align, align_out, align_angles: alignment of vectors in bytes.
-    """
+    """How heads and angles lie, and threads of a block; `positions` have so many bytes, or 0."""
 
     vec: int = 1
     threads: int = 32

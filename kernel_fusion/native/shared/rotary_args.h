@@ -1,9 +1,9 @@
-// The arguments of the rotary kernel. Plain data, as in row_norm_args.h.
+// The rotary kernel's arguments, as in row_norm_args.h.
 #pragma once
 
 namespace kf {
 
-// Heads that are turned, and where they go; strides, in elements, are those of examples, tokens and heads.
+// Strides, in elements, are those of examples, tokens and heads.
 struct RotaryHeads {
   const void* x;
   void* y;
@@ -11,7 +11,7 @@ struct RotaryHeads {
   long long y_stride[3];
 };
 
-// Query and key, the latter perhaps of no heads. Rows of cos and sin lie alike: example, then token or its position.
+// Query and key, perhaps of no heads. cos and sin lie alike: examples, then tokens or positions.
 struct RotaryArgs {
   RotaryHeads of[2];
   unsigned heads[2];
