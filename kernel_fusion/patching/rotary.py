@@ -128,21 +128,18 @@ class RotaryForm(NamedTuple):
         """The result of our operator; None for arguments that were not examined."""
         *heads, cos, sin = args
         dim = self.heads if unsqueeze_dim is None else unsqueeze_dim
-        if dim != self.heads and not (self.moves and dim in (1, 2)):
+        cos, sin = self._once(cos), self._once(sin)
+        if cos is None or sin is None or (dim != self.heads and not (self.moves and dim in (1, 2))):
             return None
-        tables = [self._once(t) for t in (cos, sin)]
-        if not all(type(t) is Tensor for t in (*heads, *tables)):
+        rounding = self.rounding.get((heads[0].dtype, cos.dtype)) if type(heads[0]) is Tensor else None
+        if rounding is None or not self._fits(heads, cos, sin, dim):
             return None
-        q, (c, s) = heads[0], tables
-        rounding = self.rounding.get((q.dtype, cos.dtype))
-        if rounding is None or not self._fits(heads, c, s, dim):
-            return None
-        found = rotate(heads, c, s, interleaved=self.interleaved, unsqueeze_dim=dim, rounding=rounding)
+        found = rotate(heads, cos, sin, interleaved=self.interleaved, unsqueeze_dim=dim, rounding=rounding)
         return found if len(heads) == 2 else found[0]
 
     def _once(self, t: Any) -> Any:
         """One angle per pair, if it is known; else None."""
-        if not isinstance(t, Tensor) or t.requires_grad:  # the kernels have no gradients of angles
+        if type(t) is not Tensor or t.requires_grad:  # the kernels have no gradients of angles
             return None
         if self.layout == ONCE:
             return t
@@ -151,20 +148,17 @@ class RotaryForm(NamedTuple):
 
     def _fits(self, heads: list[Tensor], cos: Tensor, sin: Tensor, dim: int) -> bool:
         """Whether heads and angles fit together."""
-        q = heads[0]
-        if q.dim() != 4 or cos.dim() != 3 or sin.shape != cos.shape or sin.dtype != cos.dtype:
+        shape, dtype, angles = heads[0].shape, heads[0].dtype, cos.shape
+        if len(shape) != 4 or len(angles) != 3 or sin.shape != angles or sin.dtype != cos.dtype:
             return False
-        batch, tokens, columns = q.shape[0], q.shape[3 - dim], q.shape[3]
-        return (
-            cos.shape[0] in (1, batch)
-            and cos.shape[1] == tokens
-            and (2 * cos.shape[2] == columns or (self.partial and 2 * cos.shape[2] < columns))
-            and all(
-                (t.dtype, t.device, t.dim(), t.shape[0], t.shape[3 - dim], t.shape[3])
-                == (q.dtype, cos.device, 4, batch, tokens, columns)
-                for t in heads
-            )
-        )
+        batch, tokens, columns = shape[0], shape[3 - dim], shape[3]
+        for t in heads[1:]:
+            other = t.shape if type(t) is Tensor and t.dtype == dtype else ()
+            if len(other) != 4 or (other[0], other[3 - dim], other[3]) != (batch, tokens, columns):
+                return False
+        turning = 2 * angles[2]
+        known = turning == columns or (self.partial and turning < columns)
+        return known and angles[1] == tokens and angles[0] in (1, batch)
 
 
 @functools.cache
