@@ -33,6 +33,8 @@ from kernel_fusion.core.spec import (
     PointwiseSpec,
     ReduceAccess,
     ReduceSpec,
+    RotaryAccess,
+    RotarySpec,
     RowAccess,
     SoftmaxAccess,
     SoftmaxBwdSpec,
@@ -127,6 +129,16 @@ def _softmax_kernels() -> Iterator[Kernel]:
     yield SoftmaxBwdSpec("f32", "bf16", "bf16"), SoftmaxAccess(8, 512)
 
 
+def _rotary_kernels() -> Iterator[Kernel]:
+    """Every dtype of heads and angles, whole vectors and single elements, positions, both kinds of pairs."""
+    for t, vec, interleaved, positions in product(_DTYPES, (1, 8), (False, True), (0, 8)):
+        vec = min(vec, _vec(t))
+        access = RotaryAccess(vec, 256, positions, *(min(16, vec * ITEMSIZE[t]),) * 3)
+        spec = RotarySpec(x=t, angles=t, cols=144, half=64, interleaved=interleaved)
+        yield replace(spec, rounds=t in ("bf16", "f16")), access
+        yield replace(spec, angles=t if t == "f64" else "f32", backward=True), access
+
+
 @pytest.mark.parametrize("dtypes", [("bf16", "f16"), ("f16", "bf16")])
 def test_arithmetic_of_unlike_gradients_suits_the_more_exact(dtypes: tuple[str, str]) -> None:
     """A bf16 and an fp16 gradient together take the formulas of fp16, whose results have more digits."""
@@ -162,7 +174,7 @@ def test_rows_that_are_not_whole_vectors(repeats: bool) -> None:
 
 
 @each_strength
-@pytest.mark.parametrize("grid", [_pointwise_kernels, _reduce_kernels, _softmax_kernels])
+@pytest.mark.parametrize("grid", [_pointwise_kernels, _reduce_kernels, _rotary_kernels, _softmax_kernels])
 def test_no_kernel_spills(grid: Callable[[], Iterator[Kernel]], strength: int) -> None:
     """Kernels with every pair of values, an architecture of each generation among these, keep all in registers."""
     assert_no_local_memory(lambda arch: grid() if arch in (80, 90, 120) else (), strength)

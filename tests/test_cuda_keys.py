@@ -24,6 +24,8 @@ from kernel_fusion.core.spec import (
     PointwiseSpec,
     ReduceAccess,
     ReduceSpec,
+    RotaryAccess,
+    RotarySpec,
     RowAccess,
     RowNormSpec,
     SoftmaxAccess,
@@ -73,6 +75,10 @@ KEYS: dict[str, tuple[Any, Any]] = {
         PointwiseAccess(1, 4, aligned_positions=False),
     ),
     "reduce": (ReduceSpec("abs", "bf16", "f16", "f32"), ReduceAccess(4, 8, 256, 64, False, True, False, 2, 4)),
+    "rotary": (
+        RotarySpec(x="bf16", angles="f32", cols=64, half=24, interleaved=True, backward=True),
+        RotaryAccess(8, 128, 4, 8, 16, 4),
+    ),
     "softmax": (SoftmaxSpec("bf16", "b8", True), SoftmaxAccess(8, 64, RowAccess(16), RowAccess(2, True), True)),
     "softmax_bwd": (
         SoftmaxBwdSpec("f32", "bf16", "f16", True),

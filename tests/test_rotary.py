@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import CPU, TRITON, Target, check
+from support import CPU, CUDA, TRITON, Target, check
 from torch import Tensor
 
 import kernel_fusion as kf
-from kernel_fusion.operators import stubs
+from kernel_fusion.backends.cuda.device import KNOWN_DEVICES
+from kernel_fusion.backends.cuda.rehearsal import rehearsal
+from kernel_fusion.core.spec import RotaryAccess, RotarySpec
+from kernel_fusion.functional.rotary import rotate
+from kernel_fusion.operators import loader
 from kernel_fusion.testing import cases
 from kernel_fusion.testing.oracle import Case
 
@@ -26,6 +30,13 @@ def angles(rows: int, pairs: int, dtype: torch.dtype = F32, device: str = "cpu")
 
 
 # Grid rationale. The list of `verify`: both verbs, roundings, offsets, every dtype, layout and kind of pairs.
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", [c for c in cases.rotary(quick=False) if c.verb == "rope"], ids=str)
+def test_within_budget_on_a_gpu(case: Case) -> None:
+    """The same of the rotation by CUDA's kernels."""
+    check(case, CUDA)
+
+
 @pytest.mark.covering(1, "case.verb", "case.dtype")
 @pytest.mark.parametrize("case", [*cases.rotary(quick=False)], ids=str)
 def test_within_budget(case: Case) -> None:
@@ -141,9 +152,32 @@ def test_no_bit_depends_on_threads_or_other_tokens() -> None:
     assert all(torch.equal(a[1:2], b) for a, b in zip(whole[:4], run(slice(1, 2))[:4], strict=True))
 
 
-def test_a_gpu_takes_triton() -> None:
-    """The operator waits for no extension on a GPU, where it has no kernels."""
-    assert [stubs._is_native("qk_norm_rope", device) for device in ("cpu", "cuda", "meta")] == [True, False, True]
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+def test_both_turn_in_one_launch(rounding: str, target: Target) -> None:
+    """Query and key together take a kernel in each direction, and "hf" gives the bits of the definition in bf16."""
+    x = torch.randn(2, 5, 5 * 16, device=target.device).to(BF16).requires_grad_()
+    heads = [t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in (x[..., :64], x[..., 64:])]
+    tables = angles(5, 8, BF16, target.device)
+    options: dict[str, Any] = {"interleaved": False, "unsqueeze_dim": 1, "rounding": rounding}
+    with target.ran(forward=1, backward=1):
+        results = rotate(heads, *tables, **options)
+        torch.cat(results, 1).square().sum().backward()
+    for y, expected in zip(results, rotate(heads, *tables, backend="eager", **options), strict=True):
+        share = (y != expected).float().mean()
+        assert share == 0 if rounding == "hf" else share < 0.01
+
+
+def test_the_norm_on_a_gpu_is_of_triton() -> None:
+    """CUDA's kernels are asked for the rotation alone: the key of its launch says how heads and angles lie."""
+    q, k = torch.randn(2, 5, 80).to(BF16)[..., 4:].split([48, 28], -1)
+    q, k = q.unflatten(-1, (3, 16)), k[..., :16].unflatten(-1, (1, 16))
+    tables = angles(5, 4)
+    with rehearsal(loader.library(), KNOWN_DEVICES[90]) as met:
+        kf.qk_norm_rope(q, k, None, None, *tables, unsqueeze_dim=2)
+        assert not met
+        rotate([q, k], *tables, torch.arange(5), interleaved=True, unsqueeze_dim=2)
+    spec = RotarySpec(x="bf16", angles="f32", cols=16, half=4, interleaved=True)
+    assert met == {(spec, RotaryAccess(4, 32, positions=8, align=8, align_out=8, align_angles=16)): None}
 
 
 def test_arrays() -> None:

@@ -10,11 +10,9 @@ CONDITIONS = {
     ("out_dtype", "group"): "quantises whole rows, and does not go with a `group`",
 }
 
-_ROTATES = "has no kernels in CUDA C++; those of 'triton' serve it on a GPU"
 # Why a backend lacks a verb or an option.
 WITHOUT_KERNELS = {
-    "rope": {"cuda": f"`rope` {_ROTATES}"},
-    "qk_norm_rope": {"cuda": f"`qk_norm_rope` {_ROTATES}"},
+    "qk_norm_rope": {"cuda": "`qk_norm_rope` has no kernels in CUDA C++; those of 'triton' serve it on a GPU"},
     "out_dtype=Quantize": {"cuda": "quantised results have no CUDA C++ kernels yet; those of 'triton' serve them"},
     "group": dict.fromkeys(("cuda", "cpu"), "it has no kernels for rows that are spread over ranks"),
 }

@@ -354,6 +354,36 @@ class SoftmaxBwdSpec:
         return "f64" if "f64" in (self.dy, self.y, self.dx) else "f32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RotarySpec:
+    """Heads of `cols` columns, of which `half` pairs turn; `rounds` products; `backward` the other way."""
+
+    x: Dtype = "f32"
+    angles: Dtype = "f32"
+    cols: int = 0
+    half: int = 0
+    interleaved: bool = False
+    rounds: bool = False
+    backward: bool = False
+
+    @property
+    def acc(self) -> str:
+        """The compute type."""
+        return "f64" if self.x == "f64" else "f32"
+
+
+@dataclass(frozen=True)
+class RotaryAccess:
+    """How heads and angles lie, and threads of a block; `positions` have so many bytes, or 0."""
+
+    vec: int = 1
+    threads: int = 32
+    positions: int = 0
+    align: int = VECTOR_BYTES
+    align_out: int = VECTOR_BYTES
+    align_angles: int = VECTOR_BYTES
+
+
 @dataclass(frozen=True)
 class RowAccess:
     """As in `Access`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -75,10 +76,26 @@ def rope(
 
         return interop.with_tensors("rope", with_tensors, input, cos, sin, positions)  # type: ignore[no-any-return]
     _check_tensors("rope", {"cos": cos, "sin": sin}, positions)
-    x = _tokens_first("rope", "input", input, unsqueeze_dim)
-    serve = operator("rope", "qk_norm_rope", backend, x, cos, sin)
-    y, _ = serve(x, None, None, None, *_tables(cos, sin, positions), None, 0.0, interleaved, "once")
-    return _as_given(y, input, unsqueeze_dim)
+    options = {"interleaved": interleaved, "unsqueeze_dim": unsqueeze_dim, "backend": backend}
+    return rotate([input], cos, sin, positions, **options)[0]
+
+
+def rotate(
+    heads: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool,
+    unsqueeze_dim: int,
+    rounding: str = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    """:func:`rope` of a query, or of query and key in one pass, with the roundings of :func:`qk_norm_rope`."""
+    q, k = (*(_tokens_first("rope", "input", x, unsqueeze_dim) for x in heads), None)[:2]
+    serve = operator("rope", "qk_norm_rope", backend, q, k, cos, sin)
+    results = serve(q, k, None, None, *_tables(cos, sin, positions), None, 0.0, interleaved, rounding)
+    return tuple(_as_given(y, x, unsqueeze_dim) for y, x in zip(results, heads, strict=False))
 
 
 def qk_norm_rope(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernel_fusion.core import arguments
-from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.errors import BuildError
 from kernel_fusion.operators import fallback, loader, quantized, schemas
 
@@ -22,16 +21,12 @@ from kernel_fusion.operators import fallback, loader, quantized, schemas
 _NATIVE_DEVICES = ("cpu", "cuda", "meta")
 
 
-def _is_native(name: str, device: str) -> bool:
-    return device in _NATIVE_DEVICES and not without_kernels(name, device)
-
-
 def _verb_stub(name: str) -> Callable[..., Any]:
     operator = schemas.overload(name)
 
     def stub(*args: Any, **kwargs: Any) -> Any:
         device, is_strided = args[0].device.type, args[0].layout == torch.strided
-        is_native, was_loaded = _is_native(name, device), loader.is_loaded()
+        is_native, was_loaded = device in _NATIVE_DEVICES, loader.is_loaded()
         if is_native and is_strided and not was_loaded and loader.load():
             return operator(*args, **kwargs)
         given = schemas.bind(operator, args, kwargs)
@@ -80,3 +75,5 @@ for _name in schemas.QUANTIZED:
     schemas.library.impl(_name, _quantized_stub(_name), "CompositeExplicitAutograd")
 for _name in schemas.PARTS:
     schemas.library.impl(_name, _part_stub(_name), "CompositeExplicitAutograd")
+schemas.library.define(f"qk_norm_rope_on_gpu{schemas.VERBS['qk_norm_rope']}", tags=torch.Tag.pt2_compliant_tag)
+schemas.library.impl("qk_norm_rope_on_gpu", partial(fallback.serve_on_gpu, "qk_norm_rope"), "CompositeImplicitAutograd")

@@ -17,6 +17,7 @@ from kernel_fusion.patching.confirm import confirm
 from kernel_fusion.patching.norms import NormForm
 from kernel_fusion.patching.report import Line, Report
 from kernel_fusion.patching.rewrite import RewriteForm
+from kernel_fusion.patching.rotary import ONCE, AnglesForm, confirm_rotary, fit_angles, fit_rotary
 from kernel_fusion.patching.sites import identity
 from kernel_fusion.patching.stand_in import StandIn, examining, settings
 from kernel_fusion.patching.swap import Plan, change, is_changed, original_class, plan_of, restore
@@ -33,6 +34,7 @@ def patch(
     mlps: bool = True,
     activations: bool = True,
     residuals: bool = True,
+    rotary: bool = True,
     rounding: str = "match",
 ) -> Report:
     r"""Make the modules of a model call this library's kernels where they compute the same.
@@ -51,6 +53,8 @@ def patch(
         activations: activations written as formulas, and `nn.Softmax` over the last dimension. Those that PyTorch
             computes in one kernel are left.
         residuals: additions whose sum the same method gives to a patched norm.
+        rotary: functions called as `f(query, key, cos, sin)` that turn heads, where a module of the model makes the
+            angles. The compiler sees the function itself.
         rounding: "match" rounds each norm as the module does; "once" or "hf" (see :func:`kernel_fusion.layer_norm`)
             applies to all norms.
 
@@ -85,8 +89,11 @@ def patch(
         for name, module in named:
             if next(module.children(), None) is None:
                 walk.leaf(name, module, norms, activations)
+                if rotary:
+                    walk.angles(name, module)
         for name, module in named:
-            walk.expressions(name, module, mlps, residuals)
+            walk.expressions(name, module, mlps, residuals, rotary)
+        walk.mark_angles()
     walk.report.seconds = time.perf_counter() - start
     return walk.report
 
@@ -130,6 +137,9 @@ class _Walk:
         self.rounding = rounding
         self.report = Report("")
         self.known: dict[Any, Any] = {}
+        self.makers: list[tuple[str, nn.Module, AnglesForm]] = []
+        self.layouts = {ONCE}  # of angles that functions can be given
+        self.turned: set[str] = set()  # of angles that they are given
 
     def once(self, key: Any, examine: Callable[[], T]) -> T:
         """The answer for a key, examined once."""
@@ -174,8 +184,24 @@ class _Walk:
                 return found
         return form if "norm" in kind.__name__.lower() else None
 
-    def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool) -> None:
-        """Rewrite gated products and additions before norms in a module's methods."""
+    def angles(self, name: str, module: nn.Module) -> None:
+        """Note a module that makes cos and sin."""
+        form: Any = plan_of(module)
+        if form is None and _may_be_ours(module) and not _hands_off(module):
+            form = self.once(("angles", _kind(module)), lambda: fit_angles(module))
+            if form is not None:
+                self.makers.append((name, module, form))
+        if isinstance(form, AnglesForm):
+            self.layouts.add(form.layout)
+
+    def mark_angles(self) -> None:
+        """Make the noted modules mark their angles, if some function is to be given such."""
+        for name, module, form in self.makers:
+            if form.layout in self.turned:
+                self._settle(name, module, form)
+
+    def expressions(self, name: str, module: nn.Module, mlps: bool, residuals: bool, rotary: bool) -> None:
+        """Rewrite gated products, additions before norms and rotations in a module's methods."""
         if plan_of(module) is not None:
             return
         found = rewrite.search(original_class(type(module)))
@@ -187,8 +213,9 @@ class _Walk:
             if residuals
             else set()
         )
-        if acts or norms:
-            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms))
+        turning = {key for f in found.values() for key in f.rotary if rotary and self._turns(name, module, f, *key)}
+        if acts or norms or turning:
+            form = RewriteForm(tuple(dict.fromkeys(acts)), frozenset(norms), frozenset(turning))
             self._settle(name, module, _hands_off(module) or form)
 
     def _adds(self, name: str, text: str, norm: Any) -> bool:
@@ -200,6 +227,26 @@ class _Walk:
         if reason is not None:
             self.report.left.append(Line(type(norm).__name__, f"addition before it: {reason}", f"{name}.{text}"))
         return reason is None
+
+    def _turns(self, name: str, module: nn.Module, found: rewrite.Found, text: str, count: int) -> bool:
+        """Whether a function of angles may become our operator; why not, the report says."""
+        function = _value(module, found, text)
+        if not isinstance(function, types.FunctionType | nn.Module):
+            return False
+        form = fit_rotary(function, count)
+        reason: str | None = "it turns heads in no way of ours"
+        if form is not None and form.layout not in self.layouts:
+            reason = "no module here makes its angles"
+        elif form is not None:
+            parameter = next(module.parameters(), None)
+            place = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
+            reason = self.once(("rotary", function, *place), lambda: confirm_rotary(function, count, form, *place))
+        if reason is not None:
+            self.report.left.append(Line(type(module).__name__, f"{text}: {reason}", name))
+            return False
+        assert form is not None
+        self.turned.add(form.layout)
+        return True
 
     def _act(self, module: nn.Module, found: rewrite.Found, text: str) -> tuple[str, Any, str] | None:
         """The activation that a text in a method refers to: its identity and its name."""

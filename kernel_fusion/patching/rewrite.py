@@ -1,7 +1,7 @@
-"""Rewrites methods that gate or add: `act(gate) * value`, and `h = a + b` before `norm(h)`.
+"""Rewrites methods that gate, add or rotate: `act(gate) * value`, `h = a + b` before `norm(h)`, `f(q, k, cos, sin)`.
 
-A method's source is parsed, these expressions become calls of `sites.py`, and the result is compiled with the method's
-own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
+A method's source is parsed, these expressions become calls of `sites.py` and `rotary.py`, and the result is compiled
+with the method's own globals. The rest stays as written. A method without source, or wrapped by somebody, is left.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from typing import Any
 from torch import nn
 
 from kernel_fusion.patching import sites
+from kernel_fusion.patching.rotary import turned
 from kernel_fusion.patching.swap import original_class
 
-_GATED, _ADD_NORM, _SUM = "_kf_gated", "_kf_add_norm", "_kf_normed"
+_GATED, _ADD_NORM, _TURNED, _SUM = "_kf_gated", "_kf_add_norm", "_kf_turned", "_kf_normed"
 
 
 @dataclass
 class Found:
-    """A method, the texts of its gating activations, and of its norms after an addition."""
+    """A method, the texts of its gating activations, of its norms after an addition, and of functions of angles.
+
+    The last come with the number of tensors that they turn.
+    """
 
     function: types.FunctionType
     acts: set[str] = field(default_factory=set)
     norms: set[str] = field(default_factory=set)
+    rotary: set[tuple[str, int]] = field(default_factory=set)
 
 
 def methods_of(kind: type[nn.Module]) -> dict[str, types.FunctionType]:
@@ -50,29 +55,30 @@ def search(kind: Any) -> dict[str, Found]:
         if name.startswith("__") or (tree := _parse(function)) is None:
             continue
         found = Found(function)
-        _Rewriter(found.acts.add, found.norms.add).body(tree)
-        if found.acts or found.norms:
+        _Rewriter(found.acts.add, found.norms.add, found.rotary.add).body(tree)
+        if found.acts or found.norms or found.rotary:
             result[name] = found
     return result
 
 
-def rewritten(function: types.FunctionType, acts: dict[str, tuple[Any, str]], norms: frozenset[str]) -> Any:
-    """The method with expressions replaced: those gated by `acts`, those normalised by `norms`."""
+def rewritten(function: types.FunctionType, form: RewriteForm) -> Any:
+    """The method with expressions replaced: those gated, normalised or turned by what the form names."""
+    acts = {text: (known, name) for text, known, name in form.acts}
     tree = _parse(function)
     assert tree is not None
-    _Rewriter(lambda text: text in acts, lambda text: text in norms).body(tree)
+    _Rewriter(*(members.__contains__ for members in (acts, form.norms, form.rotary))).body(tree)
     _strip(tree)
-    free = [*function.__code__.co_freevars, _GATED, _ADD_NORM]
+    free = [*function.__code__.co_freevars, _GATED, _ADD_NORM, _TURNED]
     factory = ast.parse(f"def factory({', '.join(free)}):\n    return None")
     outer = factory.body[0]
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
-    file = f"<kernel_fusion {function.__module__}.{function.__qualname__} {sorted(acts)} {sorted(norms)}>"
+    file = f"<kernel_fusion {function.__module__}.{function.__qualname__} {form}>"
     text = ast.unparse(ast.fix_missing_locations(factory))
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     code = next(c for c in compile(text, file, "exec").co_consts if isinstance(c, types.CodeType))
     closure = [cell.cell_contents for cell in function.__closure__ or ()]
-    made = types.FunctionType(code, function.__globals__)(*closure, sites.gated_by(acts), sites.add_norm)
+    made = types.FunctionType(code, function.__globals__)(*closure, sites.gated_by(acts), sites.add_norm, turned)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.__module__, made.__qualname__, made.__doc__ = function.__module__, function.__qualname__, function.__doc__
     made.__annotations__ = function.__annotations__
@@ -121,13 +127,15 @@ def _arguments(function: types.FunctionType) -> tuple[str, ...]:
 
 
 class _Rewriter:
-    """Replaces expressions in a function; asks `acts` and `norms`, with the callee's text, whether to.
+    """Replaces expressions in a function; asks `acts`, `norms` and `rotary`, with the callee's text, whether to.
 
     If `ask` returns None, nothing is replaced, so it may just collect.
     """
 
-    def __init__(self, acts: Callable[[str], Any], norms: Callable[[str], Any]) -> None:
-        self.acts, self.norms, self.count = acts, norms, 0
+    def __init__(
+        self, acts: Callable[[str], Any], norms: Callable[[str], Any], rotary: Callable[[tuple[str, int]], Any]
+    ) -> None:
+        self.acts, self.norms, self.rotary, self.count = acts, norms, rotary, 0
 
     def body(self, function: ast.FunctionDef) -> None:
         """Rewrite a function in place."""
@@ -146,6 +154,7 @@ class _Rewriter:
                 self._block(getattr(statement, name, []), loop)
         self._gates(block, in_loop)
         self._sums(block)
+        self._rotations(block)
 
     def _gates(self, block: list[ast.stmt], in_loop: bool) -> None:
         """`act(gate) * value`, even if the activated gate was named before."""
@@ -212,6 +221,14 @@ class _Rewriter:
         if not isinstance(statement, ast.Return):  # release it as early as before
             block.insert(block.index(statement) + 1, ast.Delete([ast.Name(name, ast.Del())]))
 
+    def _rotations(self, block: list[ast.stmt]) -> None:
+        """`f(q, k, cos, sin)` and `f(x, cos, sin)`, whatever f is; it is tried out before anything is replaced."""
+        for statement in block:
+            for holder, call in list(_children(statement, ast.Call)):
+                if _has_angles(call) and self.rotary((ast.unparse(call.func), len(call.args) - 2)):
+                    callee = ast.Name(_TURNED, ast.Load())
+                    self._put(holder, call, ast.Call(callee, [call.func, *call.args], call.keywords))
+
     @staticmethod
     def _put(holder: Any, old: ast.expr, new: ast.expr) -> None:
         parent, name, index = holder
@@ -242,6 +259,14 @@ def _call(node: ast.AST) -> ast.Call | None:
     while isinstance(callee, ast.Attribute | ast.Subscript):
         callee = callee.value
     return node if isinstance(callee, ast.Name) else None  # type: ignore[return-value]
+
+
+def _has_angles(call: ast.Call) -> bool:
+    """Whether a call of a plain name ends with `cos, sin`, except for `unsqueeze_dim`."""
+    last = [a.id for a in call.args[-2:] if isinstance(a, ast.Name)]
+    plain = isinstance(call.func, ast.Name) and not any(isinstance(a, ast.Starred) for a in call.args)
+    plain = plain and len(call.args) in (3, 4) and all(k.arg == "unsqueeze_dim" for k in call.keywords)
+    return plain and last == ["cos", "sin"]
 
 
 def _children(node: ast.AST, kind: type[Any]) -> Iterator[tuple[tuple[ast.AST, str, int | None], Any]]:
@@ -286,23 +311,25 @@ def _replace_value(block: list[ast.stmt], old: ast.expr, new: ast.expr) -> None:
 
 @dataclass(frozen=True)
 class RewriteForm:
-    """A class's expressions to replace: activations with identity and name, and norms."""
+    """A class's expressions to replace: activations with identity and name, norms, and functions of angles."""
 
     acts: tuple[tuple[str, Any, str], ...]
     norms: frozenset[str]
+    rotary: frozenset[tuple[str, int]]
 
     def __deepcopy__(self, memo: Any) -> RewriteForm:
         return self
 
     def __str__(self) -> str:
         gates = [f"gated_act, activation={name!r}" for name in sorted({name for _, _, name in self.acts})]
-        return "; ".join([*gates, *(f"addition before {norm}" for norm in sorted(self.norms))])
+        additions = [f"addition before {norm}" for norm in sorted(self.norms)]
+        return "; ".join([*gates, *additions, *(f"rope for {name}" for name, _ in sorted(self.rotary))])
 
     def methods(self, original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         """The rewritten methods."""
-        acts = {text: (known, name) for text, known, name in self.acts}
+        acts = {text for text, _, _ in self.acts}
         return {
-            name: rewritten(found.function, acts, self.norms)
+            name: rewritten(found.function, self)
             for name, found in search(original_class(original)).items()
-            if found.acts & acts.keys() or found.norms & self.norms
+            if found.acts & acts or found.norms & self.norms or found.rotary & self.rotary
         }

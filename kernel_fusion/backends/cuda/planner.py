@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kernel_fusion.backends.cuda import compile as compiler
-from kernel_fusion.backends.cuda import pointwise, reduce, softmax, sum_partials
+from kernel_fusion.backends.cuda import pointwise, reduce, rotary, softmax, sum_partials
 from kernel_fusion.backends.cuda.device import Device
 from kernel_fusion.backends.cuda.launch import Launch
 from kernel_fusion.backends.cuda.plan import Plan
@@ -30,6 +30,8 @@ from kernel_fusion.core.spec import (
     PointwiseSpec,
     ReduceAccess,
     ReduceSpec,
+    RotaryAccess,
+    RotarySpec,
     RowNormSpec,
     SoftmaxAccess,
     SoftmaxBwdSpec,
@@ -37,7 +39,7 @@ from kernel_fusion.core.spec import (
     SumPartialsSpec,
 )
 
-Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec
+Spec = RowNormSpec | SumPartialsSpec | PointwiseSpec | ReduceSpec | SoftmaxSpec | SoftmaxBwdSpec | RotarySpec
 
 
 class Kernel(NamedTuple):
@@ -56,6 +58,7 @@ KERNELS: dict[type, Kernel] = {
     ReduceSpec: Kernel(ReduceAccess, reduce.plan, reduce.source),
     SoftmaxSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source),
     SoftmaxBwdSpec: Kernel(SoftmaxAccess, softmax.plan, softmax.source_bwd),
+    RotarySpec: Kernel(RotaryAccess, rotary.plan, rotary.source),
 }
 
 # `Planner` of launcher.cpp: the key, then outputs.

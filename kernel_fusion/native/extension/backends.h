@@ -24,7 +24,7 @@ struct Backend {
   ReduceKernel* reduce = nullptr;
   SoftmaxKernel* softmax = nullptr;
   SoftmaxBwdKernel* softmax_bwd = nullptr;
-  RotaryKernel* rotary = nullptr;  // CUDA has none: Triton's serve it
+  RotaryKernel* rotary = nullptr;
   RotaryBwdKernel* rotary_bwd = nullptr;
 };
 // The CPU's kernel; in a rehearsal CUDA's is looked for before.
@@ -45,11 +45,12 @@ inline constexpr Backend kCpu{c10::DispatchKey::CPU,
                               Rehearsed<&reduce_cpu, &reduce_cuda>::run,
                               Rehearsed<&softmax_cpu, &softmax_cuda>::run,
                               Rehearsed<&softmax_bwd_cpu, &softmax_bwd_cuda>::run,
-                              rotary_cpu,
-                              rotary_bwd_cpu};
+                              Rehearsed<&rotary_cpu, &rotary_cuda>::run,
+                              Rehearsed<&rotary_bwd_cpu, &rotary_bwd_cuda>::run};
 // clang-format off
 inline constexpr Backend kCuda{c10::DispatchKey::CUDA, c10::DeviceType::CUDA, forward_cuda, backward_cuda, pointwise_cuda,
-                               pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda};
+                               pointwise_bwd_cuda, pointwise_bwd_columns_cuda, reduce_cuda, softmax_cuda, softmax_bwd_cuda,
+                               rotary_cuda, rotary_bwd_cuda};
 inline constexpr Backend kMeta{c10::DispatchKey::Meta, c10::DeviceType::Meta};
 // clang-format on
 

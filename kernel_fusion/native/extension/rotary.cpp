@@ -60,6 +60,11 @@ RotaryResult reference(const RotaryCall& c) {
   return call_operator(op, c);
 }
 
+RotaryResult by_other_kernels(const RotaryCall& c) {
+  static const auto op = find_op<RotaryResult>("kernel_fusion::qk_norm_rope_on_gpu", rotary_call);
+  return call_operator(op, c);
+}
+
 namespace {
 
 // As `result_like` in core/rotary.py.
@@ -81,7 +86,7 @@ RotaryResult rotary(const Backend& backend, const RotaryCall& c) {
 
 RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
   const OptionalTensor dy(c.dy), &query = c.eps ? c.query : dy, &key = c.eps ? c.key : c.dy_key;
-  TORCH_CHECK(present(query) && present(key) == present(c.dy_key) &&
+  TORCH_CHECK(present(query) && !(c.eps && query->is_cuda()) && present(key) == present(c.dy_key) &&
                   accepts({*query, key, c.query_weight, c.key_weight, c.cos, c.sin, c.positions, c.eps, c.weight_offset,
                            c.interleaved, c.rounding}) &&
                   goes_with(c.dy, *query) && c.dy.sizes().equals(query->sizes()) &&
@@ -99,14 +104,20 @@ RotaryGradients rotary_bwd(const Backend& backend, const RotaryBwdCall& c) {
 
 namespace {
 
-RotaryResult rotary_or_definition(const RotaryCall& call) { return accepts(call) ? rotary(kCpu, call) : reference(call); }
-RotaryGradients rotary_bwd_on_cpu(const RotaryBwdCall& call) { return rotary_bwd(kCpu, call); }
+template <const Backend& backend> RotaryResult rotary_or_definition(const RotaryCall& call) {
+  if (is_of_other_kernels(call)) return by_other_kernels(call);
+  return accepts(call) ? rotary(backend, call) : reference(call);
+}
+template <const Backend& backend> RotaryGradients rotary_bwd_on(const RotaryBwdCall& call) { return rotary_bwd(backend, call); }
+
+template <const Backend& backend> void implement_rotary(torch::Library& m) {
+  m.impl("qk_norm_rope", Implementation<rotary_call, rotary_or_definition<backend>>::run);
+  m.impl("qk_norm_rope_bwd", Implementation<rotary_bwd_call, rotary_bwd_on<backend>>::run);
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) {
-  m.impl("qk_norm_rope", Implementation<rotary_call, rotary_or_definition>::run);
-  m.impl("qk_norm_rope_bwd", Implementation<rotary_bwd_call, rotary_bwd_on_cpu>::run);
-}
+TORCH_LIBRARY_IMPL(kernel_fusion, CPU, m) { implement_rotary<kCpu>(m); }
+TORCH_LIBRARY_IMPL(kernel_fusion, CUDA, m) { implement_rotary<kCuda>(m); }
 
 }  // namespace kf

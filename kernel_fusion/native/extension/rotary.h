@@ -62,12 +62,18 @@ using RotaryGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 // They fill what was allocated; what is undefined nobody wants.
 using RotaryKernel = void(const RotaryCall& call, Tensor& query, Tensor& key);
 using RotaryBwdKernel = void(const RotaryBwdCall& call, RotaryGradients& gradients);
-RotaryKernel rotary_cpu;
-RotaryBwdKernel rotary_bwd_cpu;
+RotaryKernel rotary_cpu, rotary_cuda;  // CUDA's have no norm
+RotaryBwdKernel rotary_bwd_cpu, rotary_bwd_cuda;
 
 // Whether the kernels can serve a call; else the definition in backends/eager does, or says what is wrong.
 bool accepts(const RotaryCall& call);
 RotaryResult reference(const RotaryCall& call);
+
+// Whether the call is one of a GPU that CUDA's kernels don't serve; Python then looks for others.
+inline bool is_of_other_kernels(const RotaryCall& c) {
+  return c.query.is_cuda() && (c.eps || !cuda_enabled(c.query.device().index()));
+}
+RotaryResult by_other_kernels(const RotaryCall& call);
 
 // The operator on a device, and its backward.
 RotaryResult rotary(const Backend& backend, const RotaryCall& call);

@@ -112,6 +112,7 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, cons
                              const Tensor& sin, const OptionalTensor& positions, std::optional<double> eps,
                              double weight_offset, bool interleaved, std::string_view rounding) {
   const RotaryCall call{query, key, query_weight, key_weight, cos, sin, positions, eps, weight_offset, interleaved, rounding};
+  if (is_of_other_kernels(call)) return by_other_kernels(call);
   // The kernels have no gradients of cos and sin.
   if (needs_definition(query, key, query_weight, key_weight, cos, sin) || torch::autograd::compute_requires_grad(cos, sin) ||
       !accepts(call))
@@ -140,9 +141,9 @@ RotaryResult rotary_autograd(c10::DispatchKeySet keys, const Tensor& query, cons
 
 }  // namespace
 
-// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py), as they do that of
-// CUDA, which has no kernels here.
+// The specific keys rather than the alias `Autograd`, which the Python stubs occupy (operators/stubs.py).
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCPU, m) { m.impl("qk_norm_rope", rotary_autograd); }
+TORCH_LIBRARY_IMPL(kernel_fusion, AutogradCUDA, m) { m.impl("qk_norm_rope", rotary_autograd); }
 TORCH_LIBRARY_IMPL(kernel_fusion, AutogradMeta, m) { m.impl("qk_norm_rope", rotary_autograd); }
 
 }  // namespace kf

@@ -83,6 +83,16 @@ struct SoftmaxBwdSpec {
   int leaves_out = 0;
 };
 
+struct RotarySpec {
+  static constexpr int kKernel = 6;
+  Dtype x = Dtype::kFloat, angles = Dtype::kFloat;
+  int cols = 0, half = 0, interleaved = 0, rounds = 0, backward = 0;
+};
+
+struct RotaryAccess {
+  int vec = 1, threads = 32, positions = 0, align = 16, align_out = 16, align_angles = 16;
+};
+
 struct ReduceRule {
   int chunk_bytes = 65536, column_threads = 256, column_blocks = 4, rows_per_thread = 8, lanes = 16, lanes_of_chunks = 8,
       few_rows = 16, few_threads = 64, all_threads = 512, filled[2] = {5, 9}, all_bytes = 8;

@@ -109,13 +109,16 @@ template <class T> void rotary_heads(const Rotary& c, const RotaryHeads& h, int6
   const T* x = reinterpret_cast<const T*>(h.x) + h.x_rows.offset(example, token);
   T* y = reinterpret_cast<T*>(h.result) + h.result_rows.offset(example, token);
   for (int64_t head = 0; head < h.count; ++head, x += h.x_rows.head, y += h.result_rows.head) {
-    if (!c.has_norm) {
-      turn<T, false>(c, x, y, room.cos, room.sin);
-      continue;
+    const auto turn_from = [&](const auto* from) {
+      if (h.rounds_rotation) turn<T, true>(c, from, y, room.cos, room.sin);
+      else turn<T, false>(c, from, y, room.cos, room.sin);
+    };
+    if (c.has_norm) {
+      normalize(c, h, x, room.row);
+      turn_from(room.row);
+    } else {
+      turn_from(x);
     }
-    normalize(c, h, x, room.row);
-    if (h.rounds_rotation) turn<T, true>(c, room.row, y, room.cos, room.sin);
-    else turn<T, false>(c, room.row, y, room.cos, room.sin);
   }
 }
 

@@ -1,0 +1,27 @@
+// The rotary kernel's arguments, as in row_norm_args.h.
+#pragma once
+
+namespace kf {
+
+// Strides, in elements, are those of examples, tokens and heads.
+struct RotaryHeads {
+  const void* x;
+  void* y;
+  long long x_stride[3];
+  long long y_stride[3];
+};
+
+// Query and key, perhaps of no heads. cos and sin lie alike: examples, then tokens or positions.
+struct RotaryArgs {
+  RotaryHeads of[2];
+  unsigned heads[2];
+  unsigned tokens;
+  const void* cos;
+  const void* sin;
+  const void* positions;
+  long long table_rows;
+  long long table_stride[2];
+  long long position_stride[2];
+};
+
+}  // namespace kf
