@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_support import four_ranks, ranks, since_2_13, target
+from distributed_support import since_2_13, target
 from ranks import Ranks, mesh
 from support import ROOT
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = ["four_ranks", "ranks"]
 
 _STEPS = 100
 _NORMS, _GATES = 9, 4  # of the model, each one kernel forward and one backward
