@@ -48,6 +48,8 @@ _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `slow` what covering arrays leave out; skip what is marked `cuda` where PyTorch sees no GPU, and say so."""
+    # What is slow by itself takes minutes and comes first, so that at the end no worker waits for another.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     mark_slow(items)
     for item in filter(_wants_every_variant, items):
         item.add_marker("slow")

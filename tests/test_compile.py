@@ -350,6 +350,7 @@ class _Call(torch.nn.Module):
         return tuple(results(self.operation.ours(*tensors)))
 
 
+@_others_slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(operation: Verb, strict: bool, target: Target) -> None:
     """An exported program with a dynamic row count gives the call's results at another one."""
