@@ -22,6 +22,7 @@ if not (torch.cuda.is_available() or torch.xpu.is_available()):
 
 import interpreter
 from covering import mark_slow
+from ranks import Ranks, pool
 from support import CPU, CUDA, EAGER, Target
 from verbs import VERBS, Verb
 
@@ -34,8 +35,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/kerne
 # Seconds of all threads and of processes that a test starts and waits for.
 _CPU_LIMIT, _SLOW_CPU_LIMIT = 120, 1800
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    interpreter.speed_up()
+interpreter.speed_up()
 
 # The same examples in each run; `--hypothesis-profile=random` draws others, which test_random_search.py does.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -48,6 +48,8 @@ _CUDA_PARAM = pytest.param(CUDA, id="cuda", marks=pytest.mark.cuda)
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `slow` what covering arrays leave out; skip what is marked `cuda` where PyTorch sees no GPU, and say so."""
+    # What is slow by itself takes minutes and comes first, so that at the end no worker waits for another.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     mark_slow(items)
     for item in filter(_wants_every_variant, items):
         item.add_marker("slow")
@@ -122,6 +124,23 @@ def verb(request: pytest.FixtureRequest) -> str:
 def operation(request: pytest.FixtureRequest) -> Verb:
     """Each verb, for what is true of every operation."""
     return request.param
+
+
+_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(scope="session", params=_DEVICES)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two processes, or one on each GPU; once for all tests, since each takes seconds to start."""
+    yield from pool(2 if request.param == "cpu" else torch.cuda.device_count(), request.param)
+
+
+@pytest.fixture(scope="session", params=_DEVICES)
+def four_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Four processes, or GPUs."""
+    if request.param == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    yield from pool(4, request.param)
 
 
 @pytest.fixture(autouse=True)

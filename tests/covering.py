@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from heapq import heapify, heappop, heapreplace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -56,6 +56,13 @@ def rest_slow(values: Iterable[Any]) -> list[Any]:
     """For `parametrize`: the first value for the quick set, the others marked `slow`."""
     first, *rest = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*first), *(pytest.param(*value, marks=pytest.mark.slow) for value in rest)]
+
+
+def triples(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """For tests of which a whole product takes too long: few combinations of the values that have any three of them."""
+    rows = [dict(zip(values, row, strict=True)) for row in product(*values.values())]
+    found = [tuple(rows[index].values()) for index in covering([*map(factors, rows)], 3)]
+    return pytest.mark.parametrize(tuple(values), found)
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:

@@ -1,13 +1,12 @@
-"""Shared by the tests of distributed tensors: pools of ranks as fixtures, and tensors spread over them."""
+"""Shared by the tests of distributed tensors: tensors spread over ranks. conftest.py has the pools of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks, mesh
+from ranks import mesh
 from support import Target
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,28 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 # PyTorch's interleaved shards, and second derivatives of its `to_local` and `from_local`, are not older.
 since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.13 brings what it needs")
-
-_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(scope="module", params=_DEVICES)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two processes, or one on each GPU."""
-    yield from _pool(2 if request.param == "cpu" else torch.cuda.device_count(), request.param)
-
-
-@pytest.fixture(scope="module", params=_DEVICES)
-def four_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Four processes, or GPUs."""
-    if request.param == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    yield from _pool(4, request.param)
-
-
-def _pool(world: int, device: str) -> Iterator[Ranks]:
-    pool = Ranks(world, device)
-    yield pool
-    pool.stop()
 
 
 def target(device: str) -> Target:

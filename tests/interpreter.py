@@ -6,6 +6,7 @@ though the kernel's launch has replaced it, until the launch ends. Here it searc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -17,8 +18,9 @@ from triton.runtime import interpreter
 
 
 def speed_up() -> None:
-    """Replace the interpreter's search for this process."""
-    interpreter._patch_lang = _patch_what_is_left
+    """Replace the search where this process interprets."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter._patch_lang = _patch_what_is_left
 
 
 _patch_all: Callable[[Callable[..., Any]], Any] = interpreter._patch_lang

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -79,6 +79,13 @@ class Ranks:
             return f"rank {rank} did not answer"
         except EOFError:
             return f"rank {rank} ended"
+
+
+def pool(world: int, device: str) -> Iterator[Ranks]:
+    """Ranks for a fixture, which end with it."""
+    ranks = Ranks(world, device)
+    yield ranks
+    ranks.stop()
 
 
 def mesh(device: str, *shape: int) -> DeviceMesh:

@@ -24,6 +24,19 @@ import kernel_fusion as kf
 
 ROWS = (4, 7, 64, 1000, 33)
 
+# Grid rationale. Each operator, with what is optional and without; other verbs give the same nodes, which
+# `test_training_compiles_once` traces.
+_UNLIKE = (
+    *("layer_norm", "rms_norm-staged", "add_layer_norm", "gated_rms_norm-grouped", "modulated_rms_norm-rows"),
+    *("add_modulated_layer_norm-rows", "add_act-column", "bias_act-tanh", "act_dropout", "gated_act-row", "mean_abs"),
+    *("softmax", "softmax-masked", "attention_weights", "rope", "qk_norm_rope"),
+)
+_others_slow = pytest.mark.parametrize(
+    "operation",
+    [pytest.param(verb, marks=() if name in _UNLIKE else pytest.mark.slow) for name, verb in VERBS.items()],
+    ids=str,
+)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
@@ -244,6 +257,7 @@ def _graphs(counter: CompileCounterWithBackend, operation: Verb, target: Target)
     return sum(("kernel_fusion" if native else "torch") in graph.code for graph in counter.graphs)
 
 
+@_others_slow
 def test_automatic_backend_compiles(operation: Verb, target: Target) -> None:
     """Without a named backend the graph holds the operator, and the kernel runs."""
     compiled = torch.compile(operation.ours, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -252,17 +266,8 @@ def test_automatic_backend_compiles(operation: Verb, target: Target) -> None:
         assert_equal(results(compiled(*tensors)), results(operation.ours(*tensors)), target)
 
 
-# Grid rationale. Each operator, with what is optional and without; other verbs give Inductor the
-# same nodes, which `test_training_compiles_once` traces.
-_INDUCTOR = (
-    *("layer_norm", "rms_norm-staged", "add_layer_norm", "gated_rms_norm-grouped", "modulated_rms_norm-rows"),
-    *("add_modulated_layer_norm-rows", "add_act-column", "bias_act-tanh", "act_dropout", "gated_act-row", "mean_abs"),
-    *("softmax", "softmax-masked", "attention_weights", "rope", "qk_norm_rope"),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", [VERBS[name] for name in _INDUCTOR], ids=str)
+@pytest.mark.parametrize("operation", [VERBS[name] for name in _UNLIKE], ids=str)
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about products in fp32
 def test_inductor(operation: Verb, target: Target) -> None:
     """Inductor's graphs run our kernels between its own, forward and backward."""
@@ -309,6 +314,7 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 
 
 # PyTorch's own warning: it looks for the .grad of saved tensors when it traces.
+@_others_slow
 def test_compiled_autograd(operation: Verb, target: Target) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
     if operation.reshapes:
@@ -351,6 +357,7 @@ class _Call(torch.nn.Module):
         return tuple(results(self.operation.ours(*tensors)))
 
 
+@_others_slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(operation: Verb, strict: bool, target: Target) -> None:
     """An exported program with a dynamic row count gives the call's results at another one."""

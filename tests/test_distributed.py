@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from distributed_support import cotangents_like, four_ranks, ranks, since_2_13, spread, target, whole
+from distributed_support import cotangents_like, since_2_13, spread, target, whole
 from ranks import Ranks, mesh
 from support import EAGER, Draw, Target, assert_draws_as_accurate
 from torch import Tensor
@@ -23,8 +23,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 from verbs import VERBS, Verb, gradients, results
 
 import kernel_fusion as kf
-
-__all__ = ["four_ranks", "ranks"]
 
 _ROWS, _COLS = 5, 16  # an uneven number of rows for any even number of ranks
 _DRAWS = 8  # PyTorch's largest error among a few elements says little

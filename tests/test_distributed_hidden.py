@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_support import four_ranks, ranks, since_2_13, spread, whole
+from distributed_support import since_2_13, spread, whole
 from ranks import Ranks, mesh
 from support import Draw, assert_draws_as_accurate
 from torch import Tensor
@@ -22,7 +23,7 @@ from kernel_fusion.distributed import FeatureParallel
 from kernel_fusion.errors import BackendUnavailableError
 from kernel_fusion.testing import unfused
 
-__all__ = ["four_ranks", "ranks"]
+interpreter.speed_up()  # on the ranks, which import no conftest.py
 
 _ROWS, _COLS, _DRAWS = 6, 40, 8
 _BACKENDS = ["eager", "triton"]  # Triton's, on a CPU in its interpreter

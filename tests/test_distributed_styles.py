@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from distributed_support import four_ranks, ranks, since_2_13, target, whole
+from distributed_support import since_2_13, target, whole
 from ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -33,8 +33,6 @@ from kernel_fusion.distributed import (
     ResidualSequenceParallel,
     fsdp_placement,
 )
-
-__all__ = ["four_ranks", "ranks"]
 
 _WIDTH, _HIDDEN, _LENGTH = 16, 32, 8
 _PACKED = PackedColwiseParallel(2, use_local_output=False)  # for FusedGatedAct

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed_support import four_ranks, ranks, since_2_13, target
+from distributed_support import since_2_13, target
 from ranks import Ranks, mesh
 from support import ROOT
 from torch import Tensor, nn
@@ -22,8 +23,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = ["four_ranks", "ranks"]
 
 _STEPS = 100
 _NORMS, _GATES = 9, 4  # of the model, each one kernel forward and one backward
@@ -49,15 +48,21 @@ def _model(example: Any, device: str) -> Any:
     return example.GPT().to(device)
 
 
+@cache
+def _losses_of_one(device: str) -> list[float]:
+    """Those of one process, the test's own."""
+    example = _example()
+    return example.alone(_batches(example, device, _STEPS), 0, torch.device(device))
+
+
 def _assert_close(losses: list[float], expected: list[float]) -> None:
     assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) <= _MAX_DIFFERENCE
     assert losses[-1] < 0.7 * losses[0]
 
 
-def _check_sharded(device: str, tp: int, checkpointing: bool) -> None:
+def _check_sharded(device: str, expected: list[float], tp: int, checkpointing: bool) -> None:
     example = _example()
     batches = _batches(example, device, _STEPS)
-    expected = example.alone(batches, 0, torch.device(device))
     model, of = _model(example, device), mesh(device, dist.get_world_size() // tp, tp)
     if tp > 1:
         example.shard_layers(model, of["tp"])
@@ -75,20 +80,19 @@ def _check_sharded(device: str, tp: int, checkpointing: bool) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fsdp_or_tensor_and_sequence_parallel(ranks: Ranks, tp: int) -> None:
     """100 steps under FSDP2, or with layers and sequence sharded, give the losses of one process."""
-    ranks(_check_sharded, tp, False)
+    ranks(_check_sharded, _losses_of_one(ranks.device), tp, False)
 
 
 @since_2_13
 @pytest.mark.slow
 def test_fsdp_and_tensor_and_sequence_parallel(four_ranks: Ranks) -> None:
     """The same with both, over two by two ranks, and with activation checkpointing."""
-    four_ranks(_check_sharded, 2, True)
+    four_ranks(_check_sharded, _losses_of_one(four_ranks.device), 2, True)
 
 
-def _check_ddp(device: str) -> None:
+def _check_ddp(device: str, expected: list[float]) -> None:
     example = _example()
     batches = _batches(example, device, _STEPS)
-    expected = example.alone(batches, 0, torch.device(device))
     model = DistributedDataParallel(_model(example, device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -104,7 +108,7 @@ def _check_ddp(device: str) -> None:
 @pytest.mark.slow
 def test_ddp(ranks: Ranks) -> None:
     """The same under DistributedDataParallel."""
-    ranks(_check_ddp)
+    ranks(_check_ddp, _losses_of_one(ranks.device))
 
 
 def _check_mixed_precision(device: str) -> None:

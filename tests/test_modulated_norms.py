@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import triples
 from support import CPU, EAGER, TRITON, Target, check
 from test_errors import outcome
 from torch import Tensor
@@ -54,20 +55,18 @@ def test_row_lengths(cols: int, varies: tuple[int, ...], dtype: torch.dtype, tar
 
 
 # Grid rationale. The gate has a load of its own beside what is before it, and its gradient a sum beside two others, by
-# groups and by blocks of rows; the lengths are those of rows that a program or a thread holds, and of others.
+# groups and by blocks of rows; the lengths are those of rows that a program or a thread holds, and of others. Types are
+# those of x, the gate and the residual.
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
-@pytest.mark.parametrize("residual", [F32, BF16])
-@pytest.mark.parametrize("gate", [F32, BF16])
-@pytest.mark.parametrize("before", [{}, {"pre_activation": "gelu"}, {"dropout_p": 0.25}], ids=str)
-@pytest.mark.parametrize("cols", [17, 255, 4096, 33000])
-@pytest.mark.parametrize("varies", [(2, 1), (2, 70), (70,), ()], ids=str)
-def test_gated_sums(
-    varies: tuple[int, ...], cols: int, before: Any, gate: Any, residual: Any, dtype: torch.dtype, target: Target
-) -> None:
+@triples(
+    dtypes=(*product((F32, BF16, F16), (F32, BF16), (F32, BF16)), (F64, F64, F64)),
+    before=({}, {"pre_activation": "silu"}, {"dropout_p": 0.25}),
+    cols=(17, 255, 4096, 33000),
+    varies=((2, 1), (2, 70), (70,), ()),
+)
+def test_gated_sums(dtypes: Any, before: Any, cols: int, varies: tuple[int, ...], target: Target) -> None:
     """h, y and every gradient of a gated addition are within budget, whatever stands before the gate."""
-    if dtype == F64:
-        gate = residual = F64
+    dtype, gate, residual = dtypes
     rows = 70 if cols < 4096 else 3
     varies = tuple(min(size, rows) for size in varies)
     options: dict[str, Any] = {"gate": gate, "residual": residual, "scale": gate, "shift": gate, **before}

@@ -116,6 +116,7 @@ def test_a_layer_norm_is_one_node(name: str, tmp_path: Path) -> None:
         assert_as_accurate(ours, function, x, module.weight.detach(), module.bias.detach())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0}, {"eps": 1e-3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_rms_norm_of_primitives(dtype: torch.dtype, options: Any, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import triples
 from support import CPU, EAGER, TRITON, Target
 from test_errors import outcome
 from torch import Tensor
@@ -155,26 +155,31 @@ def _quantize_operator(target: Target) -> Callable[..., Any]:
 # Grid rationale. Each verb with each kind of scale and codes; rows of one short block, of a block and a part of one,
 # and of more than a chunk of the loops; fp32 and the types that v is rounded to.
 @_TARGETS
-@pytest.mark.parametrize("per", ["tensor", "row", 128])
-@pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize("cols", [60, 300, 4100])
-@pytest.mark.parametrize("kind", [F32, BF16, F16])
-def test_same_bits(kind: torch.dtype, cols: int, name: str, per: str | int, target: Target) -> None:
+@triples(
+    kind=(F32, BF16, F16),
+    cols=(60, 300, 4100),
+    name=VERBS,
+    per=("tensor", "row", 128),
+    dtype=(INT8, E4M3, E5M2),
+    keeps=(False, True),
+)
+def test_same_bits(
+    kind: torch.dtype, cols: int, name: str, per: str | int, dtype: torch.dtype, keeps: bool, target: Target
+) -> None:
     """Codes and scales are those of the verb's own unquantised result, which comes with them where it is wanted."""
     x, other = torch.randn(2, 3, cols, device=target.device).to(kind)
     x[1] = 0
     whole = VERBS[name](x, other, backend=target.backend)
     v = whole.output if isinstance(whole, kf.NormOutput) else whole
-    for dtype, keeps in product((INT8, E4M3, E5M2), (False, True)):
-        quantize = _quantize(dtype, per, target.device, unquantized=keeps)
-        with target.ran(forward=None if target.backend != "eager" else 0):
-            ours = VERBS[name](x, other, out_dtype=quantize, backend=target.backend)
-        if isinstance(ours, kf.NormOutput):
-            assert torch.equal(ours.residual, whole.residual)
-            ours = ours.output
-        _assert_same_bits(ours, v, quantize)
-        assert (ours.unquantized is not None) == keeps
-        assert ours.unquantized is None or torch.equal(ours.unquantized, v)
+    quantize = _quantize(dtype, per, target.device, unquantized=keeps)
+    with target.ran(forward=None if target.backend != "eager" else 0):
+        ours = VERBS[name](x, other, out_dtype=quantize, backend=target.backend)
+    if isinstance(ours, kf.NormOutput):
+        assert torch.equal(ours.residual, whole.residual)
+        ours = ours.output
+    _assert_same_bits(ours, v, quantize)
+    assert (ours.unquantized is not None) == keeps
+    assert ours.unquantized is None or torch.equal(ours.unquantized, v)
 
 
 # Grid rationale. Rows with one stride, with two, and none that lies in one piece; no rows, and no columns.

@@ -283,6 +283,7 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_fresh_dynamo")
 @each_case
 def test_compile(verb: str, stages: str) -> None:
@@ -318,6 +319,7 @@ def test_compiled_dropout_has_one_mask(verb: str) -> None:
 
 
 # The warning is PyTorch's about itself, for every node that saves its result (`torch.exp`, for one).
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_fresh_dynamo")
 @each_case
 def test_compiled_autograd(verb: str, stages: str) -> None:
