@@ -35,7 +35,7 @@ class Verb:
         kernels: how many kernels one call and one backward run; None for at least one.
         batches: whether a batched first argument is one call with more rows.
         row_wise: whether row i of every result comes from row i of the first argument alone.
-        reshapes: whether the result has another shape than that of the operator behind it.
+        reshapes: whether the result has another shape than the operator's.
         by_triton: whether Triton's kernels are those of a GPU.
         views: whether a result is a view, of memory that nobody else has.
     """
