@@ -269,7 +269,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=["unpatched", "patched"])
     made.add_argument("--steps", type=int, help="of each run (default 2000; with --quick 30)")
-    made.add_argument("--repeat", type=int, metavar="STEPS", help="only: so many steps twice, and compare the bits")
+    made.add_argument("--repeat", type=int, metavar="STEPS", help="only: take STEPS steps twice, and compare the bits")
     made.add_argument("--device", type=torch.device, default=best)
     made.add_argument("--quick", action="store_true", help="a tiny model, for a CPU")
     return made.parse_args(argv)

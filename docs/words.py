@@ -35,11 +35,15 @@ FOR_TOOLS = re.compile(r"(?:#|//) *(?:type: ignore|noqa|fmt:|pragma:|namespace)[
 # Docstrings with an example, and public ones of these rooms, are the reference, which has the length that it needs.
 PUBLIC = ("kernel_fusion", "kernel_fusion/functional", "kernel_fusion/nn", "kernel_fusion/kernels")
 
-DIALECT = {
-    r"(?:^|(?<=[.!?] ))(?:Of|What|By) (?![^.!?]*\?)": "begins with a headless Of, What or By",
+COMMON = {
+    r"(?:^|(?<=[.!?] ))(?:Of|By) ": "begins with a headless Of or By",
     r"\bbut for\b": "say 'except'",
     r"\bas ever\b": "say 'as usual', or nothing",
     r"\bso many\b": "say how many",
+}
+# A comment may be a title ("What a plan knows"), and names bits of numbers.
+DIALECT = COMMON | {
+    r"(?:^|(?<=[.!?] ))What (?![^.!?]*\?)": "begins with a headless What",
     r"\b16[- ]bits?\b(?! (?:integer|float|word|half|halves))": "say 'fp16 and bf16'",
     r"\bbehind (?:an? |the )?(?:activation|norm|`?relu|`?gelu|`?silu|`?mish)": "say 'after'",
 }
@@ -101,13 +105,17 @@ def rooms() -> dict[str, list[Path]]:
     return found
 
 
+def comments(path: Path, public: bool) -> str:
+    """The comments of a source file, without their marks."""
+    text = path.read_text()
+    found = comments_of_python(text, public) if path.suffix == ".py" else comments_of_cpp(text)
+    return re.sub(r"^(?:#|//) ?", "", found, flags=re.MULTILINE)
+
+
 def density(files: list[Path], public: bool) -> int:
     """Words of comments per 100 lines that are not empty."""
-    said, lines = 0, 0
-    for path in files:
-        text = path.read_text()
-        said += words(comments_of_python(text, public) if path.suffix == ".py" else comments_of_cpp(text))
-        lines += sum(bool(line.strip()) for line in text.splitlines())
+    said = sum(words(comments(path, public)) for path in files)
+    lines = sum(bool(line.strip()) for path in files for line in path.read_text().splitlines())
     return round(100 * said / max(lines, 1))
 
 
@@ -134,6 +142,12 @@ def main(everything: bool) -> int:
         if everything:
             print(f"{room:44} {count:4} words of comments per 100 lines")
         over += [f"{room}: {count} words of comments per 100 lines, at most {COMMENTS}"] if count > COMMENTS else []
+        over += [
+            f"{path.relative_to(ROOT)}: {why}: {found[0]}"
+            for path in files
+            for rule, why in COMMON.items()
+            for found in re.finditer(rf"(?:{rule}).*", comments(path, False), re.MULTILINE)
+        ]
     if everything:
         print(f"{'docs, without reference':32} {manual:6} words")
     print("\n".join(over))

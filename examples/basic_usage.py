@@ -83,7 +83,7 @@ def seeded(call: Call) -> Call:
 
 
 def norms(device: torch.device) -> int:
-    """Normalisation over the last dimensions, and what stands before and behind it."""
+    """Normalisation over the last dimensions, and what stands before and after it."""
     x, residual = torch.randn(2, ROWS, N, device=device)
     weight, bias = torch.randn(2, N, device=device)
     compare = Comparison(x, residual, weight, bias)

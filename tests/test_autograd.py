@@ -304,7 +304,7 @@ def test_backward_twice(operation: Verb, target: Target) -> None:
 def test_changed_input_is_noticed(operation: Verb, target: Target) -> None:
     """Changing an input in place between forward and backward raises PyTorch's error instead of a wrong gradient."""
     if target.backend == "eager":
-        pytest.skip("the definition widens its input, and keeps that")
+        pytest.skip("the definition is PyTorch's operations, which check what they keep")
     if operation.keeps_bits(target) or operation.name == "rope":
         pytest.skip("a change of what is not kept is no matter")
     tensors = operation.leaves(target)
@@ -337,7 +337,7 @@ def test_a_result_may_be_changed_where_pytorch_lets_it(name: str | None, dtype: 
     theirs = changed(function(a + b))
     if theirs is not None:
         assert ours is not None
-        if dtype == torch.float32:  # in 16 bits PyTorch rounds the sum
+        if dtype == torch.float32:  # in bf16 PyTorch rounds the sum
             torch.testing.assert_close(ours, theirs)
 
 

@@ -315,12 +315,11 @@ def test_use_backend_inside_compile(verb: str, backend: str) -> None:
 
 # PyTorch's own warning: it looks for the .grad of saved tensors when it traces.
 @_others_slow
-def test_compiled_autograd(operation: Verb, target: Target) -> None:
+def test_compiled_autograd(operation: Verb, target: Target, request: pytest.FixtureRequest) -> None:
     """Under compiled autograd the backward is traced and gives the same bits."""
-    if operation.reshapes:
-        pytest.skip(
-            "PyTorch 2.13 does not tell nodes written in C++ the shape of a gradient that another node computed"
-        )
+    if operation.reshapes and target.backend != "eager":
+        reason = "PyTorch 2.13 does not tell nodes written in C++ the shape of a gradient that another node computed"
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=RuntimeError, strict=True))
     # Eight rows: a mean's gradient is multiplied by 1 / n, but divided by n where n is symbolic.
     tensors = operation.leaves(target, 8, 64)
     function = operation.on(target)

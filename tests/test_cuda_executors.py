@@ -241,7 +241,7 @@ def test_f32_weight_beside_bf16(verb: str, cols: int) -> None:
 
 
 # Grid rationale. Rows of one block and of a cluster, one at a time, so that column sums go straight to memory. Two
-# lanes store those of 16-bit rows together; here the last vector has no second, and some warps have no last one.
+# lanes store those of fp16 and bf16 rows together; here the last vector has no second, and some warps have no last one.
 @pytest.mark.parametrize("cols", [6152, 12296])
 def test_sums_of_an_odd_number_of_vectors(verb: str, cols: int) -> None:
     """dweight and dbias are within budget to the last column, and so is everything else."""

@@ -331,8 +331,8 @@ def test_other_types_than_that_of_x_decide_the_vectors_alone(
     spec: RowNormSpec, device: Device, other: RowNormSpec
 ) -> None:
     """The same lanes and warps share a row whatever the parameters and, forward, the output; so the tree differs only
-    where vectors do. Long rows of 16 bits in narrow vectors stream by few warps on sm_90, but only where y has the type
-    of x, and in vectors of two and four only where the parameters are no wider either; so those are kept there."""
+    where vectors do. Long fp16 and bf16 rows in narrow vectors stream by few warps on sm_90, but only where y has the
+    type of x, and in vectors of two and four only where the parameters are no wider either; so those are kept there."""
     backward = spec.direction.startswith("backward")
     streams = not backward and device.arch == 90 and ITEMSIZE[spec.x] == 2 and spec.cols % 8 != 0 and spec.cols > 6656
     varied = replace(other, direction=spec.direction, rms=spec.rms, cols=spec.cols, x=spec.x)

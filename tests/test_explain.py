@@ -182,5 +182,5 @@ def test_plans_of_modulated_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_calls_of_the_interop_tests_are_all_verbs() -> None:
-    """No verb is missing there, but for those that take other shapes (test_rotary.py)."""
+    """No verb is missing there, except those that take other shapes (test_rotary.py)."""
     assert {name.replace("weights", "scores") for name in CALLS} >= set(VERBS) - {"rope", "qk_norm_rope"}

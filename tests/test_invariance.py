@@ -49,7 +49,7 @@ def test_repeated_calls(verb: str, rows: int, cols: int, dtype: torch.dtype, tar
 
 
 # Grid rationale. Odd lengths, whose rows begin at every alignment; lengths at and around one vector, one warp and one
-# block; one of which a CPU could keep a single row between the passes of backward, but not four (1500 in 16 bits); a
+# block; one of which a CPU could keep a single row between the passes of backward, but not four (1500 of bf16); a
 # length of which a GPU reads RMSNorm twice; one of which CPU threads share the columns even of a single row, in whole
 # strips and a part of one; 67 rows are odd and more than a block of rows.
 _LENGTHS = (1, 3, 17, 64, 255, 1000, 1023, 1024, 1500, 4097, 20001, 24576)

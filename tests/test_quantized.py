@@ -266,7 +266,7 @@ def test_dequantize(shape: tuple[int, ...], per: str | int) -> None:
 @pytest.mark.parametrize("per", ["tensor", "row", 128])
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm", "gated_sum", "gated_act"])
 def test_gradients_pass_straight_through(name: str, per: str | int, target: Target) -> None:
-    """`dequantize` gives its arguments' gradients to the verb's, but for what was clamped; so does `unquantized`."""
+    """`dequantize` gives its arguments' gradients to the verb's, except where it clamped; so does `unquantized`."""
     x, other = torch.randn(2, 7, 300, device=target.device).requires_grad_(True).unbind()
     quantize = _quantize(E4M3, per, target.device, unquantized=True)
     cotangent = torch.randn(7, 300, device=target.device)

@@ -91,7 +91,7 @@ def _kind(t: Tensor) -> Tensor:
 def test_special_values_after_the_norm(name: str, dtype: torch.dtype) -> None:
     """An activation makes of NaN, infinities and large numbers, and of their gradients, what PyTorch's makes of them.
 
-    The bias puts them behind the norm. bf16 values are PyTorch's of float32, as our kernels compute in it. With AVX-512
+    The bias puts them after the norm. bf16 values are PyTorch's of float32, as our kernels compute in it. With AVX-512
     its gelu of infinity is NaN there, and so that of the definition is; the kernels' is the one of float64.
     """
     cols = 3 * len(SPECIAL)

@@ -20,7 +20,7 @@ MATRIX, ROW, KEYS = (33, 96), (96,), (20, 96)
 
 @dataclass(frozen=True)
 class Name:
-    """A name of `kf.ops`: its tensors' shapes, what stands behind them, and PyTorch's calls."""
+    """A name of `kf.ops`: its tensors' shapes, what follows them, and PyTorch's calls."""
 
     shapes: tuple[tuple[int, ...], ...]
     rest: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Name:
     kernels: int = 1
 
     def arguments(self, tensors: list[Tensor]) -> list[Any]:
-        """In the order of the signature: `normalized_shape` comes behind the input."""
+        """In the order of the signature: `normalized_shape` comes after the input."""
         return [tensors[0], *self.rest, *tensors[1:]] if self.rest == (96,) else [*tensors, *self.rest]
 
 

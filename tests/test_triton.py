@@ -104,7 +104,7 @@ def _affordable(case: Case) -> bool:
 
 
 def _cases() -> list[Case]:
-    """On a GPU all of `verify`; in the interpreter so many as have every pair of their fields."""
+    """On a GPU all of `verify`; in the interpreter enough for every pair of their fields."""
     found = [*filter(_affordable, cases.cases(quick=True))]
     if DEVICE == "cuda":
         return found

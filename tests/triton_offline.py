@@ -1,8 +1,8 @@
 """Compiles, for one GPU that need not be there, every kernel of the Triton backend as the operators launch it.
 
 Run by test_triton_offline.py in a process of its own, without Triton's interpreter: `triton_offline.py BACKEND ARCH`,
-and behind that `each`, once each kernel in bf16; or `values` or `pairs`: of all dtypes, activations and lengths so many
-that each kernel has every type and constant once, or every pair of them.
+then `each`, once each kernel in bf16; or `values` or `pairs`: as many dtypes, activations and lengths as give each
+kernel every type and constant once, or every pair of them.
 The operators are called on CPU tensors with `launch` replaced by a recorder, so constants and types are those of real
 calls. Prints one JSON line per kernel: its name, whether it loops over a row, the size of the machine code, the bytes
 of shared memory that it takes beyond what the device has (none, if the plan is right), and how often it touches global
@@ -158,7 +158,7 @@ def distinct(launches: list[Launch]) -> Iterator[Launch]:
 
 
 def chosen(launches: list[Launch], strength: int) -> list[Launch]:
-    """Few launches that have, of each kernel, all combinations of so many types and constants."""
+    """Few launches that have, of each kernel, all combinations of `strength` types and constants."""
     rows = []
     for launch in launches:
         types = {name: kind for name, (kind, _) in signature(launch).items()}

@@ -35,7 +35,7 @@ class Verb:
         kernels: how many kernels one call and one backward run; None for at least one.
         batches: whether a batched first argument is one call with more rows.
         row_wise: whether row i of every result comes from row i of the first argument alone.
-        reshapes: whether the result has another shape than that of the operator behind it.
+        reshapes: whether the result has another shape than the operator's.
         by_triton: whether Triton's kernels are those of a GPU.
         views: whether a result is a view, of memory that nobody else has.
     """
@@ -324,7 +324,6 @@ _VERBS = (
         lambda x, **o: kf.rope(x, *_angles(x), interleaved=True, **o),
         lambda x: _rotated(x, interleaved=True),
         row_wise=False,
-        reshapes=True,
         by_triton=True,
         views=True,
     ),
@@ -335,7 +334,6 @@ _VERBS = (
         lambda q, k, a, b: (_rotated(q, a), _rotated(k, b)),
         kernels=None,
         row_wise=False,
-        reshapes=True,
         by_triton=True,
         views=True,
     ),

@@ -135,7 +135,7 @@ class Cache:
         return sum(path.stat().st_size for path in self.entries())
 
     def keep(self, count: int) -> None:
-        """Delete all but the last used entries, and killed writers' files."""
+        """Delete killed writers' files, and all but the `count` last used entries."""
         with suppress(OSError):
             by_use = sorted(self.entries(), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in (*by_use[count:], *self._left_behind(_STALE_S)):

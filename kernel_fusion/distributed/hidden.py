@@ -7,7 +7,7 @@ merging (count, mean, M2), without the loss of digits that it would have in floa
 are as a rule exact, in whatever order a collective adds them.
 
 On a GPU the local arithmetic is that of the Triton kernels, two in each direction. Elsewhere, and without Triton, it is
-PyTorch operations in the compute type, but for the sum of squares.
+PyTorch operations in the compute type, except the sum of squares.
 """
 
 from __future__ import annotations

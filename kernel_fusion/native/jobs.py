@@ -67,7 +67,7 @@ class _Clock:
 
 @contextmanager
 def turn(folder: Path, say: Say) -> Iterator[None]:
-    """One process at a time, by a lock in a private `folder`, at most for `PATIENCE_S`."""
+    """One process at a time, by a lock in a private `folder`, but go on after `PATIENCE_S`."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     with _closing(file):
         with suppress(OSError):  # a file system without locks
@@ -172,7 +172,7 @@ def _start(command: Sequence[str], folder: Path, errors: Path) -> subprocess.Pop
 
 
 def num_cores() -> int:
-    """At least two, because compilers wait for files."""
+    """This process's cores, at least two: compilers wait for files."""
     with suppress(AttributeError):  # not on macOS
         return max(2, len(os.sched_getaffinity(0)))
     return max(2, os.cpu_count() or 1)

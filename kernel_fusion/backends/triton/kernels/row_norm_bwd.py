@@ -218,7 +218,7 @@ def _long_rows(pointers, rows, col, statistics, row_mask, num_cols, count, each,
 def _whole_rows(pointers, rows, col, statistics, row_mask, sums, num_cols, count, each, C: tl.constexpr):
     """dx and dother of rows that registers hold; and `sums` over rows, by pieces, with theirs.
 
-    Of parts of rows: no dx and dother, but the sums of gwn and gw.
+    Parts of rows give no dx and dother, but the sums of gwn and gw.
     """
     PIECES: tl.constexpr = C.pieces
     AGAIN: tl.constexpr = C.again

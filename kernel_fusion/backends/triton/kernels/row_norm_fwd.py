@@ -9,7 +9,7 @@ A program has ROWS whole rows, each in PIECES blocks of columns, or one row whos
 once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
 block at a time, the second time from the L2 cache: first every lane sums the deviations of its columns and their
 squares, then the row is normalised. The sums are about the mean of the row's first block, which is within
-sqrt(N / BLOCK) standard deviations of the row's mean: so many digits are left when they are moved there. h is rounded
+sqrt(N / BLOCK) standard deviations of the row's mean: enough digits are left when they are moved there. h is rounded
 to the residual's type before the statistics, y once. Bytes per element: x and the other row in, y and h out.
 """
 
@@ -204,7 +204,7 @@ def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count,
 def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
     """y and h of rows that are read a block at a time, twice; and their mean and rstd.
 
-    Of parts of rows, as of those in registers: h alone, and the mean and the variance.
+    Parts of rows, also in registers, give h alone, and the mean and the variance.
     """
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     x_row, other_row, y_row = rows
@@ -235,7 +235,7 @@ def _long_rows(pointers, parameters, results, rows, row_mask, col, num_cols, cou
 def _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C: tl.constexpr):
     """y, or its codes, and h of rows that registers hold; and their mean and rstd.
 
-    Of parts of rows: h alone, and the mean and the variance.
+    Parts of rows give h alone, and the mean and the variance.
     """
     ROW: tl.constexpr = pointers[1].dtype.element_ty if C.has_residual else pointers[0].dtype.element_ty
     PIECES: tl.constexpr = C.pieces

@@ -89,8 +89,8 @@ def shifted(weight, OFFSET: tl.constexpr):
 def load(ptr, offset, mask, WIDE: tl.constexpr, LAST: tl.constexpr = False):
     """A tile, widened to float64 if WIDE, else to float32. Zero where masked.
 
-    LAST: the second of two readings, which pushes nothing out of the L2 cache. A single one would find little room
-    there.
+    LAST: the second of two readings, which pushes nothing out of the L2 cache. Not a single one: after a kernel that
+    filled the cache, it would find little room.
     """
     policy: tl.constexpr = "evict_first" if LAST else ""
     if mask is None:

@@ -243,8 +243,8 @@ struct Softmax {
   const char* mask;
   char* y;  // contiguous
   RowStrides x_rows, mask_rows;
-  int64_t cols, mask_stride;
-  int64_t causal_rows;  // rows per matrix; row i keeps columns 0 ... i; 0: not causal
+  int64_t cols, mask_stride;  // x's columns are contiguous
+  int64_t causal_rows;        // rows per matrix; row i keeps columns 0 ... i; 0: not causal
   double scale;
   Dtype type, mask_type = Dtype::kAbsent;  // kBool: what to keep, else added
 };
