@@ -199,9 +199,6 @@ _STAGES = Suite(
 )
 
 
-_TRITON_ON_GPUS = {"cuda": ("triton",)}  # which has the only kernels there
-
-
 def _tokens(tokens: int, columns: int) -> Shapes:  # fewer of them on a CPU
     return lambda device, dtype: [plain(tokens if device == "cuda" else tokens // 32, columns)]
 
@@ -215,7 +212,7 @@ _ROPE = Suite(
     _QUICK_DTYPES,
     directions=("forward", "backward"),
     peers=("torch.compile", "liger", "quack", "fla", "flashinfer"),
-    backends=_TRITON_ON_GPUS,
+    backends=ALL_BACKENDS,
     about="the rotary embedding, alone and after the norm of each head",
 )
 
@@ -241,7 +238,7 @@ _QUANTISED = Suite(
     quick_parts=(Operations((*quantised.NORMS, *quantised.GATES), _fixed((2048, 4096))),),
     directions=("forward",),
     peers=("torch.compile", "flashinfer"),
-    backends=_TRITON_ON_GPUS,
+    backends={"cuda": ("triton",)},  # which has the only kernels there
     about="norms and gates whose results are float8, by every kind of scale, against chains of PyTorch's calls",
 )
 

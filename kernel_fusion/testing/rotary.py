@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kernel_fusion as kf
 from kernel_fusion.backends import eager
+from kernel_fusion.core.combinations import without_kernels
 from kernel_fusion.core.rotary import Rotary
 from kernel_fusion.testing import unfused
 from kernel_fusion.testing.budget import Array, Reference
@@ -102,8 +103,8 @@ class RotaryCase(Case):
         return wider if self.unsqueeze_dim == 2 else wider.transpose(1, 2)
 
     def served_by(self, backend: str | None) -> str | None:
-        """On NVIDIA GPUs Triton's, which has the only kernels."""
-        return "triton" if backend == "cuda" else backend
+        """On NVIDIA GPUs Triton's kernels serve what CUDA C++ has none for."""
+        return "triton" if backend == "cuda" and without_kernels(self.verb, backend) else backend
 
     def ours(self, inputs: Heads, backend: str | None) -> Results:
         """The results by the verb."""
