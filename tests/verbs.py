@@ -324,7 +324,6 @@ _VERBS = (
         lambda x, **o: kf.rope(x, *_angles(x), interleaved=True, **o),
         lambda x: _rotated(x, interleaved=True),
         row_wise=False,
-        by_triton=True,
         views=True,
     ),
     Verb(
