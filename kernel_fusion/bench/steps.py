@@ -8,8 +8,8 @@ Each is a copy of the model that shares its tensors. Their losses on one batch a
     kf-graph        after `kf.compiler.fuse`, run operation by operation: fusion without a compiler
     kf-compile      torch.compile with `kf.compiler.backend()`
     torch.compile   without us
-    liger           Liger-Kernel's norms and gated MLPs; only its LayerNorm for models that it has no patch for
-    liger-full      its whole patch: also rotary embedding, and the loss fused with the head
+    liger           Liger-Kernel's norms, gated MLPs and rotary embedding; for models it has no patch for, its LayerNorm
+    liger-full      its whole patch: also the loss fused with the head
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def trainees(training: Training, names: Sequence[str]) -> dict[str, Callable[[],
 
 def _ligers(training: Training) -> dict[str, Callable[[], Trainee]]:
     if training.step.architecture.liger is not None:
-        same_scope = {"rope": False, "fused_linear_cross_entropy": False}
+        same_scope = {"fused_linear_cross_entropy": False}
         return {
             LIGER: partial(_patched_by_liger, training, LIGER, same_scope),
             f"{LIGER}-full": partial(_patched_by_liger, training, f"{LIGER}-full", {}),

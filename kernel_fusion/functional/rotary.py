@@ -41,7 +41,7 @@ def rope(
             have. A position outside the table is an error on the CPU, and gives NaN on a GPU.
         unsqueeze_dim: the dimension of `input` that counts heads, along which cos and sin are repeated. 1 is that of
             (B, H, L, D), 2 that of (B, L, H, D); as in Transformers.
-        backend: "triton", "cpu", "eager", or None for the automatic choice, which on a GPU is "triton".
+        backend: "cuda", "triton", "cpu", "eager", or None for the automatic choice.
 
     Returns:
         Tensor of the input's shape and dtype, dense, in the order of the input's strides. Computed in float32 (float64
@@ -128,7 +128,7 @@ def qk_norm_rope(
         rounding: "once", at the store; or "hf", where Qwen3's code in Transformers rounds: the normalised value to the
             input's dtype, its product with the weight to the promoted dtype of the two, and products, sum and
             difference of the rotation to the promoted dtype of that and cos. Gradients pass straight through.
-        backend: as for :func:`rope`.
+        backend: as for :func:`rope`, but there is no "cuda".
 
     Returns:
         Query and key, each as :func:`rope` returns it. Accumulated in float32 (float64 for float64 input).
