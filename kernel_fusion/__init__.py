@@ -13,45 +13,10 @@ from kernel_fusion import errors, functional, kernels, nn, ops
 from kernel_fusion.config import use_backend
 from kernel_fusion.core.activations import ACTIVATIONS
 from kernel_fusion.core.quantize import Quantize
-from kernel_fusion.functional import (
-    NormOutput,
-    act_dropout,
-    add_act,
-    add_layer_norm,
-    add_modulated_layer_norm,
-    add_modulated_rms_norm,
-    add_rms_norm,
-    attention_scores,
-    bias_act,
-    gated_act,
-    gated_layer_norm,
-    gated_rms_norm,
-    layer_norm,
-    mean_abs,
-    modulated_layer_norm,
-    modulated_rms_norm,
-    mul_act,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-    softmax,
-    sum_squared,
-)
+from kernel_fusion.functional import *  # noqa: F403 - its `__all__` says what
 from kernel_fusion.functional.explain import Explanation, explain
 from kernel_fusion.functional.results import Quantized
-from kernel_fusion.nn import (
-    FusedAddLayerNorm,
-    FusedAddRMSNorm,
-    FusedBiasAct,
-    FusedGatedAct,
-    FusedGatedRMSNorm,
-    FusedLayerNorm,
-    FusedLinearAct,
-    FusedModulatedLayerNorm,
-    FusedQKNormRope,
-    FusedRMSNorm,
-    FusedSoftmax,
-)
+from kernel_fusion.nn import *  # noqa: F403
 
 if TYPE_CHECKING:
     from kernel_fusion import compiler, hf
@@ -72,54 +37,23 @@ _PATCHING = ("Report", "patch", "unpatch")
 __all__ = [
     "ACTIVATIONS",
     "Explanation",
-    "FusedAddLayerNorm",
-    "FusedAddRMSNorm",
-    "FusedBiasAct",
-    "FusedGatedAct",
-    "FusedGatedRMSNorm",
-    "FusedLayerNorm",
-    "FusedLinearAct",
-    "FusedModulatedLayerNorm",
-    "FusedQKNormRope",
-    "FusedRMSNorm",
-    "FusedSoftmax",
-    "NormOutput",
     "Quantize",
     "Quantized",
     "Report",
-    "act_dropout",
-    "add_act",
-    "add_layer_norm",
-    "add_modulated_layer_norm",
-    "add_modulated_rms_norm",
-    "add_rms_norm",
-    "attention_scores",
-    "bias_act",
     "compiler",
     "errors",
     "explain",
     "functional",
-    "gated_act",
-    "gated_layer_norm",
-    "gated_rms_norm",
     "hf",
     "kernels",
-    "layer_norm",
-    "mean_abs",
-    "modulated_layer_norm",
-    "modulated_rms_norm",
-    "mul_act",
     "nn",
     "ops",
     "patch",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope",
-    "softmax",
-    "sum_squared",
     "unpatch",
     "use_backend",
 ]
+__all__ += functional.__all__
+__all__ += nn.__all__
 
 
 def __getattr__(name: str) -> Any:
