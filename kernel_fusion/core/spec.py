@@ -374,7 +374,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class RotaryAccess:
-    """How heads and angles lie, and threads of a block; `positions` have so many bytes, or 0."""
+    """How heads and angles lie, and threads of a block; bytes of a position, or 0."""
 
     vec: int = 1
     threads: int = 32

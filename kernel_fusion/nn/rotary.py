@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernel_fusion.core import checks
 from kernel_fusion.functional import qk_norm_rope
 
-# Of the verb, with their defaults.
+# The options of the verb, with their defaults.
 _OPTIONS: dict[str, Any] = {"interleaved": False, "unsqueeze_dim": 1, "weight_offset": 0.0, "rounding": "once"}
 
 
