@@ -42,11 +42,10 @@ class Plan:
 
     Attributes:
         rows, block: a program's tile, rows times columns.
-        warps: per program.
         pieces: blocks side by side that hold a row.
         looped: whether rows are longer than that and read block by block.
         slices: parts of a block that a warp loads with one instruction each; their moments are joined.
-        early: whether weight and bias are loaded before the row's statistics are known.
+        early: whether weight and bias are loaded before the row's statistics.
         again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
         resident: persistent programs per multiprocessor; 0 if each program has one tile.
@@ -102,7 +101,6 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Pla
     Args:
         cols: N; only the next power of two matters.
         wide: computed in float64, which takes twice the registers.
-        warp_size: the device's, 32 or 64.
         longest: the longest row that is kept whole, in float32.
     """
     block = _block(cols)
