@@ -22,6 +22,8 @@ from kernel_fusion.core.cache import Cache, digest
 KEY, OTHER_KEY = digest("a key"), digest("another key")
 PAYLOAD = bytes(range(256)) * 40
 
+_only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user or group")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -113,7 +115,7 @@ def test_untrusted_entries_are_replaced(store: Cache, damage: str) -> None:
     assert store.read(KEY) == PAYLOAD
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+@_only_root
 @pytest.mark.parametrize("which", ["file", "folder"])
 def test_entries_of_another_user_are_misses(store: Cache, which: str) -> None:
     """An entry of another user is not returned."""
@@ -139,19 +141,21 @@ def test_what_was_checked_is_what_is_used(store: Cache) -> None:
     assert store.path(KEY).exists()
 
 
-_ANCESTORS: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    "others write": (lambda path: path.chmod(0o757), False),
-    "others write, sticky": (lambda path: path.chmod(0o1777), True),
-    "a group writes": (lambda path: (os.chown(path, -1, 12345), path.chmod(0o770)), False),
-    "another user": (lambda path: os.chown(path, 65534, -1), False),
-}
+_ANCESTORS = [
+    pytest.param(lambda path: path.chmod(0o757), False, id="others write"),
+    pytest.param(lambda path: path.chmod(0o1777), True, id="others write, sticky"),
+    pytest.param(
+        lambda path: (os.chown(path, -1, 12345), path.chmod(0o770)), False, id="a group writes", marks=_only_root
+    ),
+    pytest.param(lambda path: os.chown(path, 65534, -1), False, id="another user", marks=_only_root),
+]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user or group")
-@pytest.mark.parametrize("ancestor", _ANCESTORS)
-def test_ancestors_that_others_can_change(store: Cache, folder: Path, ancestor: str) -> None:
+@pytest.mark.parametrize(("change", "is_trusted"), _ANCESTORS)
+def test_ancestors_that_others_can_change(
+    store: Cache, folder: Path, change: Callable[[Path], Any], is_trusted: bool
+) -> None:
     """A folder is as trustworthy as those above it; in a sticky one nobody replaces what is ours."""
-    change, is_trusted = _ANCESTORS[ancestor]
     change(folder)
     assert (store.read(KEY) is not None) == (store.write(OTHER_KEY, PAYLOAD) is not None) == is_trusted
 

@@ -1,4 +1,4 @@
-"""Launches a kernel in any mode: for real, traced by torch.compile, or in Triton's interpreter."""
+"""Launches a kernel: for real, traced by torch.compile, or in Triton's interpreter."""
 
 from __future__ import annotations
 

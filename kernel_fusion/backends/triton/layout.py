@@ -45,7 +45,7 @@ def product(sizes: Sequence[int]) -> int:
 
 
 def merge(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Drop dimensions of size 1 and merge those that every tensor passes through in one stride."""
+    """Drop dimensions of size 1, and merge those that have one stride in every tensor."""
     merged: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for dim, size in enumerate(sizes):
@@ -123,7 +123,7 @@ def memory_order(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list
 
 
 def dense_strides(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """The strides of a dense tensor that runs through the dimensions in this order, outermost first."""
+    """The strides of a dense tensor with this order of dimensions, outermost first."""
     strides = [1] * len(sizes)
     step = 1
     for dim in reversed(order):

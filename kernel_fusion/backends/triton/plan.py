@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-# Columns of a piece of a row, and elements of a tile of short rows: enough loads to keep a program busy.
+# Columns of a piece of a row, and elements of a tile of short rows, to keep a program busy.
 CHUNK = 4096
 _SHORT_TILE = 2048
 # For norms: the largest block; the longest row, with 32 registers in each of 1024 threads; the chunk of longer rows,
@@ -42,11 +42,10 @@ class Plan:
 
     Attributes:
         rows, block: a program's tile, rows times columns.
-        warps: per program.
         pieces: blocks side by side that hold a row.
         looped: whether rows are longer than that and read block by block.
         slices: parts of a block that a warp loads with one instruction each; their moments are joined.
-        early: whether weight and bias are loaded before the row's statistics are known.
+        early: whether weight and bias are loaded before the row's statistics.
         again: whether backward reads a row again instead of keeping it.
         stages: of the pipeline that fetches rows ahead in a persistent program; 1 for none.
         resident: persistent programs per multiprocessor; 0 if each program has one tile.
@@ -68,7 +67,7 @@ class Plan:
         """Whether forward lets the next kernel start as soon as it runs.
 
         One-warp programs are many, and each release costs time. Programs that share rows are few; the next kernel's
-        would wait beside them and spread unevenly.
+        would spread unevenly beside them.
         """
         return self.rows == 1 and self.warps > 1
 
@@ -102,7 +101,6 @@ def row_plan(cols: int, wide: bool, warp_size: int, longest: int = 32768) -> Pla
     Args:
         cols: N; only the next power of two matters.
         wide: computed in float64, which takes twice the registers.
-        warp_size: the device's, 32 or 64.
         longest: the longest row that is kept whole, in float32.
     """
     block = _block(cols)
@@ -118,9 +116,8 @@ def norm_forward(cols: int, itemsize: int, warp_size: int, rms: bool) -> Plan:
     """16 elements per thread up to 8 warps, then as many as registers allow.
 
     A 2 KB row takes one warp, which waits for nobody. Shorter rows share a program that reads as much: a multiprocessor
-    takes at most 32 programs. Weight and bias are loaded early if that costs no program; fp16 and bf16 are widened
-    early too. Slices save LayerNorm an exchange between warps, but cost registers and instructions, so some sizes do
-    without.
+    takes at most 32 programs. Weight and bias are loaded early if that costs no program. Slices save LayerNorm an
+    exchange between warps, but cost registers and instructions, so some sizes do without.
 
     Args:
         cols, itemsize: N, and bytes of an element of the input.
@@ -168,7 +165,7 @@ def norm_backward(
     Args:
         rms: RMSNorm, with one sum per column, so longer rows can be summed.
         staged: with an activation or dropout, which take registers.
-        fetched: bytes read per column of a row, weight and bias included.
+        fetched: bytes read per column, weight and bias included.
         shared_bytes: the most shared memory of a program.
     """
     cols, width = int(cols), _width(itemsize)
@@ -222,7 +219,7 @@ def norm_columns(itemsize: int, warp_size: int) -> Plan:
 
 
 def norm_apply(cols: int, itemsize: int, warp_size: int) -> Plan:
-    """For what follows the sums of parts of rows: 4096 elements per program, of float64 half as many."""
+    """For what follows the sums of parts of rows: 4096 elements per program, half as many of float64."""
     most = _NORM_BLOCK // _width(itemsize)
     block, _ = _pieces(int(cols), 128, most)
     return Plan(most // block, block, _narrow(8, warp_size))

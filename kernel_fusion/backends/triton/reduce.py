@@ -153,7 +153,7 @@ class Reduce(torch.autograd.Function):
         if not keepdim:
             for d in dims:
                 dy = dy.unsqueeze(d)
-        # Scales dy, which is small here, because a chain's scale is compiled in and the count may be of rows.
+        # Scales dy, which is small, because a chain's scale is compiled in and the count may be of rows.
         if kind == "sum_squared":
             chain = "mul", IDENTITY, 2.0
         else:

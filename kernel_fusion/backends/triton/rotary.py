@@ -133,9 +133,9 @@ def backward(
     rounding: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and their weights; those that are not wanted have no elements.
+    """The gradients of query, key and their weights; unwanted ones have no elements.
 
-    Query and key themselves are there if there is a norm, even one of which nothing is wanted: the sums of the other's
+    With a norm, query and key themselves are there, even one of which nothing is wanted: the sums of the other's
     weight depend on the heads of both. What arrives at that one may be None.
     """
     x, x_key = (dy, dy_key) if eps is None else (query, key)

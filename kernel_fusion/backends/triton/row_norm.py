@@ -248,9 +248,9 @@ def launch_forward(
     layout: plan.Plan | None = None,
     **constants: Any,
 ) -> None:
-    """Launch a kernel of forward, which fills `results`; `constants` are those that say which.
+    """Launch a kernel of forward, which fills `results`; `constants` say which.
 
-    A `layout` is that of a kernel whose programs have parts of rows, and which is not chained.
+    A `layout` is for a kernel whose programs have parts of rows, and which is not chained.
     """
     num_dims, weight, bias, eps, weight_offset, rms = norm
     other, wide = other_row(s, residual), input.dtype == torch.float64
@@ -375,7 +375,7 @@ class Backward(NamedTuple):
         _add_up(partials, programs, results, wants, groups > 1)
 
     def _partials(self, size: int, wants: Sequence[bool]) -> list[Tensor]:
-        """Memory for partial sums of dweight and dbias, of so many numbers each, and of dgate."""
+        """Memory for partial sums of dweight and dbias, `size` numbers each, and of dgate."""
         counts = wants[2] + wants[3], int(wants[4])
         return [torch.empty(count * size, dtype=self.stats.dtype, device=self.h.device) for count in counts]
 

@@ -41,7 +41,7 @@ def keep(ctx: Any, args: tuple[Any, ...], h: Tensor, stats: Tensor) -> None:
         ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
     stored = residual is not None
-    # With h at hand, backward needs the input for the slope of the pre-activation and for a gate alone.
+    # With h, backward needs the input only for the pre-activation's slope and for a gate.
     kept = input if not stored or s.pre_activation != IDENTITY or s.residual_gate is not None else None
     ctx.save_for_backward(kept, h if stored else None, weight, bias, stats, *(getattr(s, name) for name in TENSORS))
     ctx.call = num_dims, eps, offset, out_dtype or input.dtype, rms
@@ -64,7 +64,7 @@ def gradients(ctx: Any, grads: tuple[Any, ...], through: Callable[..., list[Tens
 
 
 def _saved(ctx: Any) -> tuple[list[Any], Given]:
-    """x, h, weight, bias and statistics, as far as they were kept, and the stages."""
+    """x, h, weight, bias and statistics, as far as kept, and the stages."""
     tensors = ctx.saved_tensors
     return tensors[:5], ctx.stages._replace(**dict(zip(TENSORS, tensors[5:], strict=True)))
 

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of rows whose other columns are on other ranks: the operators on the kernels, and autograd.
 
-Either direction has two operators, between which the caller adds up sums of rows over the ranks. A rank without
-columns, or without rows, launches nothing and has zeros to add.
+Either direction has two operators, between which the caller adds up sums of rows over the ranks. A rank without columns
+or rows launches nothing and adds zeros.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Triton wants names in shapes, ranges and constants that are passed on: `BLOCK: tl.constexpr = C.block`.
 
-Pointers and numbers come one by one. Triton would take tuples, but Inductor (PyTorch 2.11 and 2.13) raises for numbers
-in one, and drops a kernel that writes to a pointer in one.
+Pointers and numbers come one by one: Inductor (PyTorch 2.11 and 2.13) raises for numbers in a tuple, and drops a kernel
+that writes to a pointer in one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernel_fusion.core.spec import Stages
 
 
 def kernel(*specialised: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator of kernels, which are compiled once for any numbers, lengths and strides, but those `specialised`.
+    """A decorator of kernels, which are compiled once for any numbers, except those `specialised`.
 
     A name that ends in `_ptr` is a pointer's. Lengths and outer strides count in steps of the constant `unit`.
     """

@@ -5,16 +5,16 @@ With n = norm(h), w = offset + weight, g = dy * activation'(n w + bias) and the 
     dh = rstd * (g w - n E[g w n] - E[g w]) + what arrives at h      (without E[g w] for RMSNorm)
     dresidual = dh, dx = dh * keep * pre_activation'(x), dweight = sum of g n over rows, dbias = sum of g over rows
 
-and with s = gate_activation of a last gate a, g = dy * s(a) and da = dy * (n w + bias) * s'(a); of a first one,
-h = x * s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the other row.
+and with s = gate_activation of a last gate a, g = dy * s(a) and da = dy * (n w + bias) * s'(a); of a first one, h = x *
+s(a), dx = dh * s(a) and da = dh * x * s'(a). The residual or the gate is the other row.
 
 HF: the n of dweight and of activation's argument, and that argument, are rounded as in forward.
 
-h is recomputed from x or, with a residual, read. Where columns are summed too, programs are persistent: each walks
-through tiles of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those
-in order. Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them
-(LOOPED), and row_norm_bwd_columns sums their columns. Bytes per element: x and dy in, dx out; x and dy once more where
-columns are summed apart.
+h is recomputed from x or, with a residual, read. To sum columns too, programs are persistent: each walks through tiles
+of rows, with sums for dweight and dbias in registers, and writes one partial row; sum_partials adds those in order.
+Longer rows (plan.py) have a program each for dx, which reads them twice if registers do not hold them (LOOPED), and
+row_norm_bwd_columns sums their columns. Bytes per element: x and dy in, dx out; x and dy once more if columns are
+summed apart.
 """
 
 from __future__ import annotations

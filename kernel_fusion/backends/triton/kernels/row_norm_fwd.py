@@ -3,14 +3,14 @@
     u = dropout(pre_activation(x)), h = residual + gate * u, y = activation(norm(h) * (offset + weight) + bias)
 
 or with a gate: h = x * gate_activation(gate), if that comes first, or y = (norm(x) * ...) * gate_activation(gate). The
-residual or the gate is the other row. Rows may be in groups, each with weight and bias of its own.
+residual or the gate is the other row. Groups of rows may have their own weight and bias.
 
 A program has ROWS whole rows, each in PIECES blocks of columns, or one row whose blocks are cut in SLICES: x is read
-once, and the variance is that of the deviations from the mean, in registers. Longer rows (LOOPED) are read twice, a
-block at a time, the second time from the L2 cache: first every lane sums the deviations of its columns and their
-squares, then the row is normalised. The sums are about the mean of the row's first block, which is within
-sqrt(N / BLOCK) standard deviations of the row's mean: enough digits are left when they are moved there. h is rounded
-to the residual's type before the statistics, y once. Bytes per element: x and the other row in, y and h out.
+once, and the variance is that of deviations from the mean. Longer rows (LOOPED) are read twice, a block at a time:
+first for the sums of deviations and their squares, then, from the L2 cache, to be normalised. The sums are about the
+mean of the row's first block, within sqrt(N / BLOCK) standard deviations of the row's, so moving them there leaves
+enough digits. h is rounded to the residual's type before the statistics, y once. Bytes per element: x and the other row
+in, y and h out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def normalised(pointers, offsets, at, position, masks, C: tl.constexpr, BLOCK: t
 
 @triton.jit
 def sum_of(tiles):
-    """The sums of rows whose tiles lie beside each other: by lanes first, then once across the program."""
+    """The sums of rows whose tiles lie side by side: by lanes, then once across the program."""
     total = tiles[0]
     for i in tl.static_range(1, len(tiles)):
         total += tiles[i]
@@ -72,7 +72,7 @@ def sum_of(tiles):
 
 @triton.jit
 def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
-    """Mean, squared deviations from it, and number of elements of two parts of a row together (Chan et al., 1979)."""
+    """Mean, squared deviations and number of elements of two parts of a row together (Chan et al., 1979)."""
     count = count_a + count_b
     share = count_b / tl.maximum(count, 1.0)
     shift = mean_b - mean_a
@@ -83,8 +83,8 @@ def _join(mean_a, squares_a, count_a, mean_b, squares_b, count_b):
 def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
     """Rows in registers: the mean (zero for RMSNorm), the deviations from it, and the mean of their squares.
 
-    Elements outside the row are zero in `hs`; `count` is N, and `each` is 1 / N. A row in slices joins the moments
-    of each in one exchange between its warps instead of two.
+    Elements outside the row are zero in `hs`; `count` is N, and `each` is 1 / N. Slices are joined in one exchange
+    between warps instead of two.
     """
     ACC: tl.constexpr = C.acc
     SLICES: tl.constexpr = C.slices
@@ -114,7 +114,7 @@ def _moments(hs, col, start, num_cols, count, each, C: tl.constexpr):
 
 @triton.jit
 def _deviations(hs, mean, col, num_cols, C: tl.constexpr):
-    """Those of rows in registers from a mean; zero outside the row."""
+    """Deviations of rows in registers from a mean; zero outside the row."""
     deviations = ()
     for i in tl.static_range(len(hs)):
         deviation = hs[i] - mean
@@ -126,7 +126,7 @@ def _deviations(hs, mean, col, num_cols, C: tl.constexpr):
 
 @triton.jit
 def weight_and_bias(pointers, col, mask, C: tl.constexpr):
-    """Weight and bias of some columns, as they are stored; of what is absent nothing is read."""
+    """Weight and bias of some columns, as stored; nothing is read if they are absent."""
     weight = col
     bias = col
     if C.has_weight:
@@ -149,10 +149,10 @@ def store_statistics(ptr, row, num_rows, row_mask, statistics, C: tl.constexpr):
 
 @triton.jit
 def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
-    """norm(h) of a tile, n, and the argument of the activation; `parameters` are weight and bias.
+    """norm(h) of a tile, n, and the activation's argument; `parameters` are weight and bias.
 
-    Both are rounded where the norm rounds twice, ROW being the type of h or of x: n to it, and the argument to the
-    promoted type of it and the weight's, which is less than the compute type where the two are one.
+    If the norm rounds twice, n is rounded to ROW, the type of h or of x, and the argument to the promoted type of that
+    and the weight's.
     """
     weight, bias = parameters
     if C.rounding == "hf":
@@ -169,7 +169,7 @@ def affine(n, parameters, C: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def _moments_of_long_rows(pointers, h_ptr, rows, row_mask, col, num_cols, count, each, C: tl.constexpr):
-    """Mean and variance of rows that are read a block at a time; a part of a row is read but now, so h is written."""
+    """Mean and variance of rows that are read a block at a time; now h is written, if the row is a part."""
     ROWS: tl.constexpr = C.rows
     BLOCK: tl.constexpr = C.block
     x_row, other_row, y_row = rows
@@ -333,7 +333,7 @@ def row_norm_fwd(
     SLICES: tl.constexpr = C.slices
     WIDTH: tl.constexpr = C.block // C.slices
     num_cols = col_units * C.unit
-    # Divided before anything is waited for. An approximate division is moved in between the sums by the compiler.
+    # Divided before anything is waited for; the compiler would move an approximate division between the sums.
     count = scalar(num_cols, C.acc)
     each = divide(tl.full([1, 1], 1.0, C.acc), count)
     number, group, groups = place(per_group, C)
@@ -357,7 +357,7 @@ def row_norm_fwd(
     else:
         mean, rstd = _whole_rows(pointers, parameters, results, rows, row_mask, start, col, num_cols, count, each, C)
     if C.part:
-        # The variance takes the place of rstd. In float64 no digits are lost where moments are moved to zero.
+        # The variance replaces rstd. In float64 moments move to zero without loss of digits.
         shift = mean.to(tl.float64)
         squares = (rstd.to(tl.float64) + shift * shift) * count.to(tl.float64)
         store_sums(stats_ptr, row, all_rows, num_cols, row_mask, (squares, shift * count.to(tl.float64)), C)

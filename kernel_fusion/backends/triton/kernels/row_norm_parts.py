@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm of rows whose other columns are on other ranks: what follows the all-reduce, in each direction.
 
-`row_norm_fwd` and `row_norm_bwd` (C.part) come before it: they give the sums of a rank's columns, h where there is a
-residual, and partial sums of dweight and dbias. Here a program has ROWS rows of a block of columns, because nothing
-more is summed. It takes the last rows first, so that some are still in the L2 cache. Bytes per element, less those: x
-or h in and y out; backward x or h and dy in, dx out.
+`row_norm_fwd` and `row_norm_bwd` (C.part) come before it: they give the sums of a rank's columns, h if there is a
+residual, and partial sums of dweight and dbias. Here a program has ROWS rows of a block of columns. It takes the last
+rows first, because some are still in the L2 cache. Bytes per element, less those: x or h in and y out; backward x or h
+and dy in, dx out.
 """
 
 from __future__ import annotations
