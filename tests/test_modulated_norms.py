@@ -74,6 +74,18 @@ def test_gated_sums(dtypes: Any, before: Any, cols: int, varies: tuple[int, ...]
         check(ModulatedNormCase(f"add_{verb}", (2, rows, cols), dtype, varies=varies, **options), target)
 
 
+# Grid rationale. The CPU stores these gradients as it computes them, if all has one type: of rows that its loops keep, and
+# of rows of several stretches.
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("cols", [17, 1000, 2500])
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_that_share_nothing(gated: bool, cols: int, dtype: torch.dtype) -> None:
+    """Gradients of scales, shifts and gates per token, all of x's dtype, are within budget, in strided rows too."""
+    options: dict[str, Any] = {"gate": dtype, "residual": dtype, "layout": "padded"} if gated else {}
+    verb = "add_modulated_layer_norm" if gated else "modulated_layer_norm"
+    check(ModulatedNormCase(verb, (2, 3, cols), dtype, scale=dtype, shift=dtype, varies=(2, 3), **options), CPU)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["padded", "unaligned", "transposed", "half", "channels-last", "expanded"])
 @pytest.mark.parametrize("varies", [(5, 1, 1), (3, 4), (3, 1), (5, 3, 4)], ids=str)

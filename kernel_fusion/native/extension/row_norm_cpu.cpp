@@ -148,13 +148,23 @@ struct StagedBackward {
   }
 };
 
-// Whether all that stands around the norm in backward is what arrives at h and is added to dx, and x and dy are of one type:
-// the kernel of the bare norm takes these as they lie.
-bool is_bare(const BackwardCall& c) {
+// Whether nothing but a residual and its gate stands around the norm in backward, and x and dy are of one type.
+bool is_nearly_bare(const BackwardCall& c) {
   StageOptions none;
   none.grouped = c.grouped;
-  return static_cast<const StageOptions&>(c) == none && !present(c.row()) && !present(c.residual_gate()) && !c.wants[3] &&
-         c.input.scalar_type() == c.dy.scalar_type() && c.x_dtype == c.input.scalar_type();
+  return static_cast<const StageOptions&>(c) == none && !present(c.row()) && c.input.scalar_type() == c.dy.scalar_type() &&
+         c.x_dtype == c.input.scalar_type();
+}
+
+// Whether all of that is what arrives at h and is added to dx: the kernel of the bare norm takes these as they lie.
+bool is_bare(const BackwardCall& c) { return is_nearly_bare(c) && !present(c.residual_gate()) && !c.wants[3]; }
+
+// Whether no row shares weight, bias and gate with another, and all is of one type.
+bool has_own_parameters(const BackwardCall& c, const Rows& x) {
+  const auto type = c.input.scalar_type();
+  const auto is_alike = [&](OptionalDtype t) { return t.value_or(type) == type; };
+  return c.grouped && groups_of(c).count == x.rows && is_nearly_bare(c) && (present(c.residual_gate()) || !c.wants[3]) &&
+         is_alike(dtype_of(c.weight)) && is_alike(dtype_of(c.residual_gate())) && is_alike(c.bias_dtype);
 }
 
 // Whether rows are long and so few that threads would wait for a quarter of their time. They then share the stretches, with the
@@ -291,6 +301,19 @@ void backward_by_blocks(const BackwardCall& call, const cpu::Backward& args, con
   });
 }
 
+// dx and the gradients of parameters that no rows share.
+void backward_by_own_rows(const BackwardCall& call, const cpu::Backward& args, const Rows& x, const Runs& runs,
+                          const Given& weight, RowNormGradients& to) {
+  const auto memory = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
+  const Given gate(call.residual_gate(), call.num_dims, runs, 0.0, false);
+  const OptionalRows u(call.x, call.num_dims);
+  const cpu::OwnParameters own{weight.first.data, gate.first.data,    weight.pitch,
+                               gate.pitch,        call.weight_offset, memory(to.dweight),
+                               memory(to.dbias),  memory(to.dgate),   call.wants[3] ? memory(to.dresidual) : nullptr,
+                               u.data(),          u.layout()};
+  share(x.rows, x.cols, [&](int64_t begin, int64_t end) { cpu::kernels().backward_own(args, own, begin, end); });
+}
+
 // Rows [begin, end), through the runs that they lie in.
 void forward_runs(cpu::Forward args, cpu::ForwardStages stages, bool bare, int64_t of_run, Prepared& weight, Prepared& bias,
                   Prepared& gate, int64_t begin, int64_t end) {
@@ -405,9 +428,10 @@ void backward_cpu(const BackwardCall& call, RowNormGradients& to) {
                      dh.layout(), call.rms, x_type, dy_type,   streams,  is_far};
   std::optional<StagedBackward> staged;
   args.groups = runs.together;
-  if (!bare) staged.emplace(call, x, to.dresidual);
   count(Counter::kCpuBackward);
   for (const Tensor& result : {to.dx, to.dweight, to.dbias, to.dresidual, to.dgate}) prefer_huge_pages(result);
+  if (has_own_parameters(call, x)) return backward_by_own_rows(call, args, x, runs, weight, to);
+  if (!bare) staged.emplace(call, x, to.dresidual);
   if (by_columns) {
     args.dweight = call.wants[1] ? to.dweight.data_ptr() : nullptr;
     args.dbias = call.wants[2] ? to.dbias.data_ptr() : nullptr;

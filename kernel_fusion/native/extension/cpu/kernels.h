@@ -136,6 +136,16 @@ struct BackwardStages : Stages {
   const void* residual_gate = nullptr;  // prepared
 };
 
+// Rows that have a weight, bias and gate of the residual of their own, all of x's type.
+struct OwnParameters {
+  const void *weight, *gate;                  // of row 0, as given; null: absent
+  int64_t weight_pitch, gate_pitch;           // to the next row's, in bytes
+  double offset;                              // of the weight
+  void *dweight, *dbias, *dgate, *dresidual;  // contiguous; null: not wanted
+  const void* u;                              // what the gate multiplies, if dgate is wanted
+  RowLayout u_rows;
+};
+
 // Prepares n elements.
 using PrepareParameter = void(const Parameter&, int64_t n, void* out);
 // n elements of type `acc`, rounded to `type`; `interleaved` bf16 was not restored.
@@ -162,6 +172,7 @@ struct RowSums {
 using RowNormBackwardSums = void(const BackwardByColumns&, int64_t begin, int64_t end, RowSums* sums);
 using RowNormBackwardDx = void(const BackwardByColumns&, int64_t begin, int64_t end, const RowSums* sums);
 using RowNormForwardStaged = void(const Forward&, const ForwardStages&, int64_t begin, int64_t end);
+using RowNormBackwardOwn = void(const Backward&, const OwnParameters&, int64_t begin, int64_t end);
 using RowNormBackwardStaged = void(const Backward&, const BackwardStages&, int64_t begin, int64_t end);
 
 // ---- Pointwise chains ------------------------------------------------------------------------------------------------------
@@ -327,6 +338,7 @@ struct Kernels {
   RowNormBackward* backward;
   RowNormBackwardSums* backward_sums;
   RowNormBackwardDx* backward_dx;
+  RowNormBackwardOwn* backward_own;
   RowNormForwardStaged* forward_staged;
   RowNormBackwardStaged* backward_staged;
   PointwiseLoop* pointwise;

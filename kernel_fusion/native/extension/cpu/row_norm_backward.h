@@ -113,11 +113,40 @@ KF_INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + line);
 }
 
-// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias, which `first` rows
-// begin. Rows share these loads and are added one by one. xhat is rounded separately: equal elements then have equal
-// digits, and cancel in dweight.
-template <bool keeps, class X, class DY, class R, size_t... r>
-void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, bool first, int64_t start, int64_t stop,
+// A prepared weight; absent, it is 1.
+template <class A> struct PreparedWeight {
+  const A* data;
+
+  PreparedWeight from(int64_t start) const { return {cpu::CPU_CAPABILITY::from(data, start)}; }
+  template <class P> KF_INLINE Pair<A> load(int64_t i, P part) const { return data ? load_pair(data + i, part) : both<A>(1); }
+};
+
+template <class X> PreparedWeight<AccOf<X>> weight_of(const Backward& c) { return {static_cast<const AccOf<X>*>(c.weight)}; }
+
+// What rows that share it have for each column: a weight, and sums, which `first` rows begin.
+template <class A> struct SharedColumns {
+  PreparedWeight<A> weight;
+  A *dweight, *dbias, *old_dweight, *old_dbias;
+
+  SharedColumns(const Backward& c, bool first)
+      : weight(weight_of<A>(c)), dweight(static_cast<A*>(c.dweight)), dbias(static_cast<A*>(c.dbias)),
+        old_dweight(first ? nullptr : dweight), old_dbias(first ? nullptr : dbias) {}
+  template <class P> KF_INLINE Pair<A> load_dweight(int64_t i, P part) const {
+    return old_dweight ? load_pair(dweight + i, part) : both<A>(0);
+  }
+  template <class P> KF_INLINE Pair<A> load_dbias(int64_t i, P part) const {
+    return old_dbias ? load_pair(dbias + i, part) : both<A>(0);
+  }
+  template <class P> KF_INLINE void store(int64_t i, const Pair<A>& dw, const Pair<A>& db, P part) const {
+    if (dweight) store_pair(dweight + i, dw, part);
+    if (dbias) store_pair(dbias + i, db, part);
+  }
+};
+
+// Adds columns [start, stop), at most kStretch, to the sums of some rows and to dweight and dbias. Rows share these loads and
+// are added one by one. xhat is rounded separately: equal elements then have equal digits, and cancel in dweight.
+template <bool keeps, class X, class DY, class R, class C, size_t... r>
+void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* rows, C columns, int64_t start, int64_t stop,
                  std::index_sequence<r...>) {
   using A = AccOf<X>;
   using P = Pair<A>;
@@ -126,10 +155,6 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   constexpr int64_t kBlock = kFetched<A>;
   const bool fetches = passes.blocks, fetches_row = kRows == 1 && passes.next_row;
   const int64_t next_row = rows[0].next_x, ahead = passes.far && c.cols > 2 * kBlock ? 2 * kBlock : kBlock;
-  const auto* weight = static_cast<const A*>(c.weight);
-  auto* dweight = static_cast<A*>(c.dweight);
-  auto* dbias = static_cast<A*>(c.dbias);
-  const A *old_dweight = first ? nullptr : dweight, *old_dbias = first ? nullptr : dbias;
   const std::array<const X*, kRows> x{rows[r].x...};
   const std::array<const DY*, kRows> dy{rows[r].dy...};
   const std::array<A*, kRows> kept{rows[r].kept...};
@@ -138,8 +163,8 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   // One vector for both halves of a pair in turn: registers are few.
   Sums<A, kRows> gs{(static_cast<void>(r), V(0))...}, gxs = gs;
   const auto add = [&](int64_t i, auto part, auto& g_sums, auto& gx_sums) KF_INLINE_LAMBDA {
-    const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
-    P dw = old_dweight ? load_pair(dweight + i, part) : both<A>(0), db = old_dbias ? load_pair(dbias + i, part) : both<A>(0);
+    const P w = columns.weight.load(i, part), b = bias ? load_pair(bias + i, part) : both<A>(0);
+    P dw = columns.load_dweight(i, part), db = columns.load_dbias(i, part);
     const auto add_half = [&]<size_t kRow, V P::* kHalf>() KF_INLINE_LAMBDA {
       V v = load_pair(x[kRow] + i, part).*kHalf;
       if (relus.x) v = act::relu::value<Math<A>>(v);
@@ -156,8 +181,7 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
       gx_sums[kRow] = fma(g, xhat, gx_sums[kRow]);
     };
     ((add_half.template operator()<r, &P::a>(), add_half.template operator()<r, &P::b>()), ...);
-    if (dweight) store_pair(dweight + i, dw, part);
-    if (dbias) store_pair(dbias + i, db, part);
+    columns.store(i, dw, db, part);
   };
   int64_t i = start;
   while (i + P::kStep <= stop) {
@@ -184,14 +208,14 @@ void add_columns(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
 }
 
 // dx of columns [start, stop), given whole sums. `results` come by value so that stores cannot alias them.
-template <class X, class DY, class R, class Out>
-KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, int64_t start, int64_t stop,
-                        Out results) {
+template <class X, class DY, class R, class W, class Out>
+KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const Row<X, DY>& row, W whole_weight, int64_t start,
+                        int64_t stop, Out results) {
   using A = AccOf<X>;
   using P = Pair<A>;
   const X *x = row.x + start, *dh = from(row.dh, start);
   const DY* dy = row.dy + start;
-  const A* weight = from(static_cast<const A*>(c.weight), start);
+  const W weight = whole_weight.from(start);
   const A mean = row.mean, rstd = row.rstd, slope = static_cast<A>(-row.sum_gx / c.cols) * rstd;
   const double mean_g = c.rms ? 0 : row.sum_g / c.cols;
   // fp16 or bf16 x is at most some thousand times its variation, so rounding `shift` hardly shows.
@@ -214,7 +238,7 @@ KF_INLINE void write_dx(const Backward& c, const Passes& passes, R relus, const 
     }
     if (fetches_dy) fetch(dy + i + next_dy, P::kStep * sizeof(DY));
     if (fetches_x) fetch(x + i + next_x, P::kStep * sizeof(X));
-    const P w = weight ? load_pair(weight + i, part) : both<A>(1), b = bias ? load_pair(bias + i, part) : both<A>(0);
+    const P w = weight.load(i, part), b = bias ? load_pair(bias + i, part) : both<A>(0);
     P v = load_pair(x + i, part);
     if (relus.x) v = value_of<act::relu>(v);
     const P d = dz_of(relus.z, load_pair(dy + i, part), (v - means) * rstds, w, b);
@@ -290,7 +314,8 @@ void add_stretch(const Backward& c, const Passes& passes, R relus, Row<X, DY>* r
   int64_t r = 0;
   const auto add = [&]<size_t kRows>(std::index_sequence<kRows>) {
     for (; r + static_cast<int64_t>(kRows) <= count; r += kRows)
-      add_columns<keeps>(c, passes, relus, rows + r, first && r == 0, start, stop, std::make_index_sequence<kRows>());
+      add_columns<keeps>(c, passes, relus, rows + r, SharedColumns<AccOf<X>>(c, first && r == 0), start, stop,
+                         std::make_index_sequence<kRows>());
   };
   add(std::index_sequence<kRowsAtOnce>());
   if constexpr (kRowsAtOnce > 2) add(std::index_sequence<2>());
@@ -327,7 +352,7 @@ KF_INLINE void backward_together(const Backward& c, const Passes& passes, Row<X,
   for (int64_t start = 0; start < c.cols; start += kStretch)
     for (int r = 0; r < count; ++r) {
       const int64_t stop = std::min(start + kStretch, c.cols);
-      write_dx(c, passes, NoRelus{}, rows[r], start, stop, results.open<R>(rows[r].dx + start));
+      write_dx(c, passes, NoRelus{}, rows[r], weight_of<X>(c), start, stop, results.open<R>(rows[r].dx + start));
       results.close(stop - start);
     }
 }

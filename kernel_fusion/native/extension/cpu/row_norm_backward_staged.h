@@ -170,7 +170,7 @@ void store_gradients(const Backward& c, const BackwardStages& s, const Passes& p
     } else if (c.dx || gated || c.dgate) {
       gradients.chunk = chunk;
     }
-    write_dx(c, passes, relus, row, start, start + n, gradients);
+    write_dx(c, passes, relus, row, weight_of<X>(c), start, start + n, gradients);
     if (dresidual) dresiduals.close(n);
     if (gated) return store_factor_gradients(c, s, index, start, n, back.dy, dresiduals, dxs);
     A* const dgate = c.dgate ? static_cast<A*>(c.dgate) + start : nullptr;

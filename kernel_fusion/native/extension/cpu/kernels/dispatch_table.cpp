@@ -13,6 +13,7 @@ RowNormForwardStretches forward_stretches;
 RowNormBackward backward;
 RowNormBackwardSums backward_sums;
 RowNormBackwardDx backward_dx;
+RowNormBackwardOwn backward_own;
 RowNormForwardStaged forward_staged;
 RowNormBackwardStaged backward_staged;
 PointwiseLoop pointwise, pointwise_bwd;
@@ -30,7 +31,7 @@ QuantizeRows quantize_rows;
 extern const Kernels kernels;
 // clang-format off
 const Kernels kernels{prepare, round_row, forward, forward_moments, forward_statistics, forward_stretches, backward, backward_sums, backward_dx,
-                      forward_staged, backward_staged,
+                      backward_own, forward_staged, backward_staged,
                       pointwise, pointwise_bwd, pointwise_bwd_columns,
                       reduce_rows, reduce_columns, add_rows, store_sums, softmax, softmax_bwd, rotary, rotary_bwd, quantize_rows};
 // clang-format on

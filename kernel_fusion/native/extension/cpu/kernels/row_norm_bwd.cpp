@@ -89,7 +89,7 @@ template <class T> void dx_of_strips(const BackwardByColumns& c, int64_t begin, 
       auto row = row_of<T, T>(c, r, r, start);
       row.sum_g = sums[r].g;
       row.sum_gx = sums[r].gx;
-      write_dx(strip, passes, NoRelus{}, row, 0, n, results.open<Results<T>>(row.dx));
+      write_dx(strip, passes, NoRelus{}, row, weight_of<T>(strip), 0, n, results.open<Results<T>>(row.dx));
       results.close(n);
     }
   }
