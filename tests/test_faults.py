@@ -144,7 +144,7 @@ def test_killed_builder(compiler: StandIn, number: signal.Signals) -> None:
 def _foreign(path: Path) -> None:
     payload = cache.unseal(path.read_bytes(), path.stem)
     assert payload is not None
-    path.write_bytes(cache.seal(payload, cache.digest("another key")))
+    path.write_bytes(cache.seal(bytes(payload), cache.digest("another key")))
 
 
 _DAMAGE: dict[str, Callable[[Path], Any]] = {

@@ -43,9 +43,9 @@ def seal(payload: bytes, key: str) -> bytes:
     return payload + bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
 
 
-def unseal(content: bytes, key: str) -> bytes | None:
-    """The payload of a whole entry, or None."""
-    payload, trailer = content[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
+def unseal(content: bytes, key: str) -> memoryview | None:
+    """The payload of a whole entry, not copied, or None."""
+    payload, trailer = memoryview(content)[:-_TRAILER_BYTES], content[-_TRAILER_BYTES:]
     expected = bytes.fromhex(key) + hashlib.sha256(payload).digest() + _MAGIC
     return payload if trailer == expected else None
 
@@ -68,7 +68,7 @@ class Cache:
         except OSError:
             return None
         os.close(file)
-        return payload
+        return bytes(payload)
 
     def open(self, key: str) -> int | None:
         """A trusted entry's descriptor, or None."""
@@ -77,7 +77,7 @@ class Cache:
         except OSError:
             return None
 
-    def _open(self, key: str) -> tuple[int, bytes]:
+    def _open(self, key: str) -> tuple[int, memoryview]:
         path = self.path(key)
         file, content = open_private(path)
         try:

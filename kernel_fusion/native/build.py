@@ -38,7 +38,7 @@ _LONG = ("row_norm_autograd", "pointwise_autograd", "row_norm")
 NATIVE = Path(__file__).parent
 _SOURCES = NATIVE / "extension"
 _CPU_KERNELS = _SOURCES / "cpu" / "kernels"
-_SUFFIXES = {".cpp", ".h", ".cuh"}
+_SUFFIXES = (".cpp", ".h", ".cuh")
 
 # No flag changes NaN or Inf, and nothing is contracted: a * b - round(a * b) must be 0.
 _FLAGS = [
@@ -96,7 +96,8 @@ def _loaded_cxx_library() -> list[str]:
 
 def source_files() -> list[Path]:
     """Every native source, in a fixed order."""
-    return sorted(path for path in NATIVE.rglob("*") if path.suffix in _SUFFIXES)
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(NATIVE) for name in names)
+    return [Path(path) for path in sorted(paths) if path.endswith(_SUFFIXES)]
 
 
 @lru_cache
@@ -107,25 +108,31 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
-def _key(compiler: tuple[str, ...], variants: Sequence[str]) -> str:
+def _key(compiler: tuple[str, ...], variants: Sequence[str], sources: str | None = None) -> str:
     flags = repr((compiler[1:], _FLAGS, {variant: _VARIANTS[variant] for variant in variants}))
-    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), *_sources())
+    return cache.digest(torch.__version__, compiler_version(compiler), flags, platform.machine(), sources or _sources())
 
 
-def exported_key() -> str:
+def exported_key(sources: str | None = None) -> str:
     """The key of an exported library, by any compiler."""
-    return cache.digest("exported", torch.__version__, platform.machine(), *_sources())
+    return cache.digest("exported", torch.__version__, platform.machine(), sources or _sources())
 
 
-def _sources() -> list[str | bytes]:
-    return [part for path in source_files() for part in (str(path.relative_to(NATIVE)), path.read_bytes())]
+def _sources() -> str:
+    """A digest of every native source."""
+    prefix = f"{NATIVE}{os.sep}"
+    return cache.digest(
+        *(part for path in source_files() for part in (str(path).removeprefix(prefix), path.read_bytes()))
+    )
 
 
-def _keys() -> list[str]:
-    """This process's key, with a compiler, and an exported library's."""
-    compiler = cxx_compiler()
-    own = [_key(compiler, variants) for variants in (cpu_variants(), _own_variants())] if compiler else []
-    return [*own, exported_key()]
+def _keys() -> Iterator[str]:
+    """This process's keys, with a compiler, and an exported library's."""
+    sources = _sources()
+    if compiler := cxx_compiler():
+        for variants in (cpu_variants(), _own_variants()):
+            yield _key(compiler, variants, sources)
+    yield exported_key(sources)
 
 
 def kept_library() -> Path | None:
